@@ -1,0 +1,102 @@
+"""From whatever a user hands over (dict, path, JSON, HJSON, urlsafe base64) to a plain dict. It judges no key."""
+
+import base64
+import binascii
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mizzen.errors import ConfigError
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def read_source(source: Source) -> dict[str, Any]:
+    """The configuration as a dict of its own: what the caller holds is never changed."""
+    if isinstance(source, Mapping):
+        return _copied(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError("", f"a configuration is a dict, a path, or text; this is a {type(source).__name__}")
+    text = os.fspath(source)
+    if isinstance(source, os.PathLike) or _is_file(text):
+        return _read_file(Path(text))
+    if text.lstrip().startswith("{"):
+        return _parse(text, "the given text")
+    decoded = _from_base64(text)
+    if decoded is not None:
+        return _parse(decoded, "the base64 text")
+    raise ConfigError("", f"{text!r} is neither an existing file, nor JSON, nor urlsafe base64 of JSON")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError("", f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError("", f"cannot read {path}: {error.strerror or error}") from None
+    return _parse(text, str(path))
+
+
+def _from_base64(text: str) -> str | None:
+    try:
+        return base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, UnicodeError, ValueError):
+        return None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+    if twice:
+        raise ConfigError(twice[0], f"given more than once in the same object (duplicate keys: {', '.join(twice)})")
+    return dict(pairs)
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
+    """JSON where it is JSON, which is fast and strict; HJSON otherwise, which has comments and forgives commas."""
+    try:
+        found = json.loads(text, object_pairs_hook=_no_duplicates)
+    except RecursionError:
+        raise ConfigError("", f"{origin} is nested too deeply") from None
+    except json.JSONDecodeError as strict:
+        found = _parse_hjson(text, origin, strict)
+    if not isinstance(found, dict):
+        raise ConfigError("", f"{origin} holds a {type(found).__name__}, not an object of keys")
+    return found
+
+
+def _parse_hjson(text: str, origin: str, strict: json.JSONDecodeError) -> Any:
+    import hjson  # 20 ms that strict JSON does not pay
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_no_duplicates)
+    except hjson.HjsonDecodeError:
+        where = f"line {strict.lineno}, column {strict.colno}"
+        raise ConfigError("", f"{origin} is neither JSON nor HJSON: {strict.msg} at {where}") from None
+    except RecursionError:
+        raise ConfigError("", f"{origin} is nested too deeply") from None
+
+
+def _copied(source: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {str_key(key): copy.deepcopy(value) for key, value in source.items()}
+    except RecursionError:
+        raise ConfigError("", "the given dict is nested too deeply or contains itself") from None
+
+
+def str_key(key: Any) -> str:
+    """A key of the configuration; anything but a string is an error."""
+    if not isinstance(key, str):
+        raise ConfigError(repr(key), f"keys are strings; this one is a {type(key).__name__}")
+    return key
