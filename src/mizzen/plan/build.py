@@ -1,0 +1,65 @@
+"""From a configuration, a number of ranks and a sketch to a `Plan`. Pure: the same arguments give the same plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mizzen.config.resolve import Resolved, resolve
+from mizzen.config.schema import Config
+from mizzen.errors import PlanError
+from mizzen.model.sketch import Sketch
+from mizzen.plan.cost import Cost, replicated
+from mizzen.plan.transform import Transform
+from mizzen.plan.unbuilt import refusals
+
+if TYPE_CHECKING:
+    from mizzen.comm.mesh import Mesh
+    from mizzen.plan.parts import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One transform that will run, with what it decided and what that costs."""
+
+    transform: Transform
+    choice: Any
+    cost: Cost
+
+    def __str__(self) -> str:
+        return f"{self.transform.name}: {self.choice}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was decided. `apply` does it."""
+
+    resolved: Resolved
+    sketch: Sketch
+    steps: tuple[Step, ...]
+    cost: Cost
+
+    def apply(self, parts: "Parts", mesh: "Mesh") -> "Parts":
+        """Change the parts, one transform after the other, in the order that `ORDER` gives."""
+        for step in self.steps:
+            parts = step.transform.apply(parts, step.choice, mesh)
+        return parts
+
+
+def build(config: Config, world: int, sketch: Sketch, order: Sequence[Transform]) -> Plan:
+    """Decide everything, or raise a `PlanError` that lists every reason at once."""
+    resolved = resolve(config, world)
+    reasons = [str(refusal) for refusal in refusals(resolved.config)]
+    steps: list[Step] = []
+    cost = replicated(resolved.config, sketch)
+    for transform in order:
+        try:
+            choice = transform.wants(resolved.config, resolved.layout, sketch)
+        except PlanError as refusal:
+            reasons.append(str(refusal))
+            continue
+        if choice is not None:
+            steps.append(Step(transform, choice, transform.price(choice, sketch)))
+            cost = cost + steps[-1].cost
+    if reasons:
+        raise PlanError("\n".join(reasons))
+    return Plan(resolved, sketch, tuple(steps), cost)

@@ -1,0 +1,38 @@
+"""The seam of every change to a model: decide (`wants`), price, and only then touch tensors (`apply`)."""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mizzen.config.layout import Layout
+from mizzen.config.schema import Config
+from mizzen.model.sketch import Sketch
+from mizzen.plan.cost import Cost
+
+if TYPE_CHECKING:
+    from mizzen.comm.mesh import Mesh
+    from mizzen.plan.parts import Parts
+
+
+class Choice(Protocol):
+    """What a transform decided: a frozen value that holds everything `apply` needs and prints itself in one line."""
+
+    def __str__(self) -> str: ...
+
+
+class Transform(Protocol):
+    """One change to the model. `wants` and `price` are pure; only `apply` touches tensors or ranks.
+
+    plan.build, anywhere:    wants(config, layout, sketch) -> Choice, None when not asked for, or PlanError
+                             price(choice, sketch)         -> what the change adds to the bytes of one rank
+    plan.apply, every rank:  apply(parts, choice, mesh)    -> the parts, changed; it never sees the config
+    """
+
+    name: str
+
+    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> Any | None:
+        """Decide, or refuse with a `PlanError` that says why and what to do."""
+
+    def price(self, choice: Any, sketch: Sketch) -> Cost:
+        """What the change adds to, or takes from, the cost of one rank."""
+
+    def apply(self, parts: "Parts", choice: Any, mesh: "Mesh") -> "Parts":
+        """Do what was decided."""
