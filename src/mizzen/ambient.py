@@ -6,7 +6,28 @@ so what they act on has to be found without one. Everything else is handed down 
 
 from dataclasses import dataclass, field
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import ref
+
+
+class Owners:
+    """Objects and who owns them, by identity: tensors compare element by element, so an ordinary dict will not do."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[ref[Any], Any]] = {}
+
+    def set(self, thing: Any, owner: Any) -> None:
+        """Note an owner for as long as the thing lives."""
+        key = id(thing)
+        self._entries[key] = (ref(thing, lambda _: self._entries.pop(key, None)), owner)
+
+    def get(self, thing: Any) -> Any:
+        """The owner of a thing, or None."""
+        found = self._entries.get(id(thing))
+        return found[1] if found is not None and found[0]() is thing else None
+
+    def drop(self, thing: Any) -> None:
+        """Forget the owner of a thing."""
+        self._entries.pop(id(thing), None)
 
 
 @dataclass(slots=True)
@@ -15,13 +36,19 @@ class Ambient:
 
     accelerator: Any = None
     """`get_accelerator()` takes no argument; the answer must be the same everywhere in a process."""
+    accelerator_factories: dict[str, Any] = field(default_factory=dict)
+    """Name -> factory: an application registers its own kind of device before anything else is called."""
     comm: Any = None
     """`comm.all_reduce(t)` takes no backend; this is the one that `init_distributed` chose."""
+    backends: dict[str, Any] = field(default_factory=dict)
+    """Name -> factory: `init_distributed(dist_backend="ccl")` names a backend that other code has registered."""
     comm_log: Any = None
     """`comm.log_summary()` takes no logger; this is the one that the collectives write to."""
     progress: Any = None
     """Where this rank is. One record for a process, because another process reads it by name."""
-    owners: "WeakKeyDictionary[Any, Any]" = field(default_factory=WeakKeyDictionary)
+    file_hook: Any = None
+    """A test's hook must see every file operation of a save, also of those in threads that the save has started."""
+    owners: Owners = field(default_factory=Owners)
     """Parameter -> the engine state that owns it: `safe_get_full_grad(p)` gets only the parameter."""
     warned: set[str] = field(default_factory=set)
     """Messages already given, so that each is given once."""

@@ -169,6 +169,9 @@ class Switches:
     local_size: int | None = None
     """LOCAL_SIZE: ranks on this host; on a CPU it is the number of devices."""
 
+    progress: str | None = None
+    """MIZZEN_PROGRESS: the folder where each rank of this host keeps its progress record; set by the launcher."""
+
     @classmethod
     def read(cls, env: Mapping[str, str]) -> "Switches":
         """Take the switches from an environment."""
@@ -182,4 +185,5 @@ class Switches:
             timeout_minutes=minutes,
             interface=env.get("MIZZEN_INTERFACE"),
             local_size=integer(env, "LOCAL_SIZE", 0) or None,
+            progress=env.get("MIZZEN_PROGRESS") or None,
         )

@@ -6,6 +6,7 @@ MizzenError
 ├── PlanError         a feature, or two together, that cannot be done  (also a ValueError)
 ├── UsageError        a call in the wrong order or with wrong values   (also a RuntimeError)
 │   └── NotBuilt      a known call whose capability does not exist yet (also a NotImplementedError)
+├── StepError         training cannot go on: gradients stay not finite  (also a RuntimeError)
 ├── CheckpointError   missing, torn, or made for another model         (also a RuntimeError)
 ├── CommError         a collective failed: names rank, operation       (also a RuntimeError)
 ├── LaunchError       a job could not be started or did not end well   (also a RuntimeError)
@@ -44,6 +45,10 @@ class UsageError(MizzenError, RuntimeError):
 
 class NotBuilt(UsageError, NotImplementedError):
     """A call that users know, for a capability that this version does not have."""
+
+
+class StepError(MizzenError, RuntimeError):
+    """Training that cannot go on, because step after step had to be skipped."""
 
 
 class CheckpointError(MizzenError, RuntimeError):

@@ -1,7 +1,163 @@
 """Rules that concern several keys at once and need no world size. Rules about features together belong to the plan."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from mizzen.config.compression import CompressionConfig
+from mizzen.config.data import CurriculumMetricConfig, LegacyCurriculumConfig
 from mizzen.config.schema import Config
+from mizzen.errors import ConfigError
 
 
 def check(config: Config) -> None:
     """Raise a `ConfigError` for the first rule that the configuration breaks."""
+    _check_precision(config)
+    _check_optimizer(config)
+    _check_needs(config)
+    _check_offload(config)
+    _check_curricula(config)
+    _check_compression(config.compression_training)
+    _check_ranges(config)
+
+
+def _check_precision(config: Config) -> None:
+    fp16, bf16, stage = config.fp16, config.bf16, config.zero_optimization.stage
+    if fp16.enabled and bf16.enabled:
+        raise ConfigError("fp16.enabled", "given together with bf16.enabled: a model computes in one of the two")
+    for path, asked in (
+        ("fp16.fp16_master_weights_and_grads", fp16.fp16_master_weights_and_grads),
+        ("bf16.bf16_master_weights_and_grads", bf16.bf16_master_weights_and_grads),
+    ):
+        if asked and stage == 0:
+            raise ConfigError(path, "needs sharded optimizer states: set zero_optimization.stage to 1, 2 or 3")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        raise ConfigError("bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads: set it to true")
+    enabled = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
+    asked_dtype = config.data_types.param_dtype
+    if asked_dtype not in (None, enabled):
+        raise ConfigError("data_types.param_dtype", f"{asked_dtype} is not the enabled precision, {enabled}")
+    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
+        start = f"2 ** {fp16.initial_scale_power}"
+        raise ConfigError("fp16.min_loss_scale", f"{fp16.min_loss_scale:g} is above the scale at the start, {start}")
+
+
+def _check_optimizer(config: Config) -> None:
+    if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
+        raise ConfigError("optimizer.params.max_grad_norm", "no argument of an optimizer: use gradient_clipping")
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Keys of a section that are needed once the section is switched on."""
+
+    section: str
+    keys: tuple[str, ...]
+
+
+_SAMPLING: Final = "data_efficiency.data_sampling"
+_LTD: Final = "data_efficiency.data_routing.random_ltd"
+_NEEDS: Final = (
+    _Need("elasticity", ("max_train_batch_size", "micro_batch_sizes")),
+    _Need("curriculum_learning", ("min_difficulty", "max_difficulty", "schedule_type")),
+    _Need(f"{_SAMPLING}.curriculum_learning", ("data_cluster_path", "curriculum_metrics")),
+    _Need(f"{_SAMPLING}.dynamic_batching", ("max_tokens",)),
+    _Need(_LTD, ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id")),
+    _Need(
+        f"{_LTD}.random_ltd_schedule",
+        ("min_value", "max_value", "schedule_config.require_steps", "schedule_config.seq_per_step"),
+    ),
+    _Need("compression_training.layer_reduction", ("keep_number_layer", "module_name_prefix", "teacher_layer")),
+    _Need("compression_training.head_pruning.shared_parameters", ("num_heads",)),
+)
+
+
+def _check_needs(config: Config) -> None:
+    for need in _NEEDS:
+        switch = f"{_LTD}.enabled" if need.section.startswith(_LTD) else f"{need.section}.enabled"
+        for key in need.keys if config.at(switch) else ():
+            if config.at(f"{need.section}.{key}") in (None, (), {}):
+                raise ConfigError(f"{need.section}.{key}", f"needed when {switch} is true, but absent")
+
+
+def _check_offload(config: Config) -> None:
+    for path in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        if config.at(f"{path}.device") == "nvme" and not config.at(f"{path}.nvme_path"):
+            raise ConfigError(f"{path}.nvme_path", "needed for device nvme, but absent")
+
+
+_SCHEDULE_NEEDS: Final = {
+    "fixed_discrete": ("difficulty", "max_step"),
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "custom": (),
+}
+
+
+def _check_curricula(config: Config) -> None:
+    for path, curriculum in _curricula(config):
+        if curriculum.schedule_type is None:
+            raise ConfigError(f"{path}.schedule_type", "needed for a curriculum, but absent")
+        for key in _SCHEDULE_NEEDS[curriculum.schedule_type]:
+            if curriculum.schedule_config.__dict__[key] is None:
+                message = f"needed for schedule_type {curriculum.schedule_type}, but absent"
+                raise ConfigError(f"{path}.schedule_config.{key}", message)
+        difficulty, steps = curriculum.schedule_config.difficulty, curriculum.schedule_config.max_step
+        if curriculum.schedule_type == "fixed_discrete" and difficulty and steps and len(difficulty) != len(steps) + 1:
+            message = f"{len(steps)} steps do not separate {len(difficulty)} difficulties: give {len(difficulty) - 1}"
+            raise ConfigError(f"{path}.schedule_config.max_step", message)
+
+
+def _curricula(config: Config) -> Iterator[tuple[str, LegacyCurriculumConfig | CurriculumMetricConfig]]:
+    if config.curriculum_learning.enabled:
+        yield "curriculum_learning", config.curriculum_learning
+    sampling = config.data_efficiency.data_sampling.curriculum_learning
+    if sampling.enabled:
+        for name, metric in sampling.curriculum_metrics.items():
+            yield f"{_SAMPLING}.curriculum_learning.curriculum_metrics.{name}", metric
+
+
+def _check_compression(compression: CompressionConfig) -> None:
+    techniques = (
+        ("weight_quantization", compression.weight_quantization),
+        ("activation_quantization", compression.activation_quantization),
+        ("sparse_pruning", compression.sparse_pruning),
+        ("row_pruning", compression.row_pruning),
+        ("head_pruning", compression.head_pruning),
+        ("channel_pruning", compression.channel_pruning),
+    )
+    for name, technique in techniques:
+        if technique.shared_parameters.enabled and not technique.different_groups:
+            path = f"compression_training.{name}.different_groups"
+            raise ConfigError(path, "needed when the technique is enabled, but absent: give at least one group")
+    for name, group in compression.weight_quantization.different_groups.items():
+        if group.params.target_bits > group.params.start_bits:
+            message = f"{group.params.target_bits} is above start_bits, {group.params.start_bits}"
+            raise ConfigError(
+                f"compression_training.weight_quantization.different_groups.{name}.params.target_bits", message
+            )
+
+
+_RANGES: Final = (
+    ("elasticity.min_gpus", "elasticity.max_gpus"),
+    ("curriculum_learning.min_difficulty", "curriculum_learning.max_difficulty"),
+    ("autotuning.start_profile_step", "autotuning.end_profile_step"),
+    ("autotuning.min_train_batch_size", "autotuning.max_train_batch_size"),
+    ("autotuning.min_train_micro_batch_size_per_gpu", "autotuning.max_train_micro_batch_size_per_gpu"),
+    (f"{_SAMPLING}.dynamic_batching.min_batch_size", f"{_SAMPLING}.dynamic_batching.max_batch_size"),
+    (f"{_LTD}.random_ltd_schedule.min_value", f"{_LTD}.random_ltd_schedule.max_value"),
+    ("expert_parallel.num_limited_groups", "expert_parallel.num_expert_groups"),
+)
+"""Pairs of keys of which the first may not be above the second."""
+
+
+def _check_ranges(config: Config) -> None:
+    for low, high in _RANGES:
+        least, most = config.at(low), config.at(high)
+        if least is not None and most is not None and least > most:
+            raise ConfigError(low, f"{least} is above {high}, {most}")
+    tensor = config.tensor_parallel
+    sizes = (tensor.autotp_size, tensor.tensor_parallel.tp_size)
+    if min(sizes) > 1 and sizes[0] != sizes[1]:
+        message = f"{sizes[0]} is not tensor_parallel.tensor_parallel.tp_size, {sizes[1]}: keep one of the two"
+        raise ConfigError("tensor_parallel.autotp_size", message)

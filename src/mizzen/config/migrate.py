@@ -1,64 +1,149 @@
-"""What happens to a raw dict before the strict parse: old keys move to their new path, "auto" means derive it.
+"""What happens to a raw dict before the strict parse: every key gets its one name and place, "auto" means derive it.
 
-Both work on plain dicts and on the schema's own declarations; no key is named here except where "auto" has no answer.
+All of it works in place on plain dicts, by the schema's own declarations; no key is named here except where "auto"
+has no answer.
 """
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args, get_origin
 
-from mizzen.config.section import Fate, OpenSection, Section, fate_of, keys_of, section_in
+from pydantic.fields import FieldInfo
+
+from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, places
 from mizzen.errors import ConfigError
-from mizzen.log import warn_once
+from mizzen.log import info_once, warn_once
 
 AUTO: Final = "auto"
-_MISSING: Final = object()
+Problem = tuple[str, str]
+"""A path and what is wrong there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One key present in a raw dict, with the section class and the dict that hold it."""
+    """One key present in a raw dict, with the dict that holds it."""
 
     path: str
-    key: str
     name: str
-    fate: Fate
-    section: type[Section]
+    field: FieldInfo
     holder: dict[str, Any]
+
+    @property
+    def value(self) -> Any:
+        """What the user gave."""
+        return self.holder.get(self.name)
+
+    @property
+    def fate(self) -> Fate:
+        """What the key declares."""
+        return fate_of(self.field)
+
+    @property
+    def nest(self) -> Nest | None:
+        """The sections that the key holds."""
+        return nest_in(self.field.annotation)
 
 
 def walk(raw: dict[str, Any], section: type[Section], path: str = "") -> Iterator[Found]:
     """Every known key given in `raw`, parents before children."""
+    for name, field in section.model_fields.items():
+        if name not in raw:
+            continue
+        found = Found(f"{path}{name}", name, field, raw)
+        yield found
+        if found.nest is not None:
+            for below, inner in found.nest.objects(raw.get(name)):
+                yield from walk(inner, found.nest.section, f"{found.path}{below}.")
+
+
+def spread_paths(raw: dict[str, Any]) -> None:
+    """Put a top-level key with dots where it points to. Clients write such keys as hints: a value there wins."""
+    for path in [key for key in raw if "." in key]:
+        value = raw.pop(path)
+        *parents, last = path.split(".")
+        holder = raw
+        for parent in parents:
+            holder = holder.setdefault(parent, {})
+            if not isinstance(holder, dict):
+                raise ConfigError(path, f"a path to a key, but {parent} is not an object of keys")
+        if is_auto(holder.setdefault(last, value)):
+            holder[last] = value
+        elif holder[last] != value:
+            info_once(f'"{path}" at the top level gives way to the value inside {".".join(parents)}')
+
+
+def name_keys(
+    raw: dict[str, Any], section: type[Section], path: str = "", root: type[Section] | None = None
+) -> list[Problem]:
+    """Give every key its first spelling and every section its object form; returns a problem for each unknown key."""
+    root = root or section
+    problems: list[Problem] = []
     spellings = keys_of(section)
     for key in list(raw):
+        here = f"{path}{key}"
         if key not in spellings:
+            if not issubclass(section, OpenSection):
+                problems.append((here, _unknown(key, spellings, root)))
             continue
         name, field = spellings[key]
-        here = f"{path}{key}"
-        yield Found(here, key, name, fate_of(field), section, raw)
-        inner = section_in(field.annotation)
-        if inner is not None and isinstance(raw.get(key), dict):
-            yield from walk(raw[key], inner, f"{here}.")
+        if name != key:
+            if name in raw:
+                raise ConfigError(here, f"given together with {path}{name}, its other spelling: keep one of the two")
+            raw[name] = raw.pop(key)
+        nest = nest_in(field.annotation)
+        if nest is not None:
+            raw[name] = _in_object_form(raw[name], nest.section, here)
+            for below, inner in nest.objects(raw[name]):
+                problems += name_keys(inner, nest.section, f"{here}{below}.", root)
+    return problems
+
+
+def _in_object_form(value: Any, section: type[Section], path: str) -> Any:
+    keys = section.from_old_form(value)
+    if keys is None:
+        return value
+    warn_once(f"{path} given as a plain value is an old form; use {path}: {keys} instead", key=f"old {path}")
+    return keys
+
+
+def _unknown(key: str, known: Iterable[str], root: type[Section]) -> str:
+    """The message for a key that does not exist here: a slip of the keyboard, a key of another section, or neither."""
+    names = sorted(known)
+    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
+        return f"unknown key; did you mean '{near[0]}'?"
+    if 1 <= len(elsewhere := [place.path for place in places(root) if place.name == key]) <= 3:
+        return f"unknown key here; did you mean {' or '.join(elsewhere)}?"
+    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+        return f"unknown key; did you mean '{near[0]}'?"
+    return f"unknown key; known here: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
 
 
 def move_old_keys(raw: dict[str, Any], root: type[Section]) -> dict[str, str]:
-    """Move every deprecated key of `raw` in place; returns new path -> old path."""
+    """Move every deprecated key to its new path; returns new path -> old path."""
     moved: dict[str, str] = {}
     for found in list(walk(raw, root)):
-        if found.fate.kind != "moved" or found.key not in found.holder:
+        if found.fate.kind != "moved":
             continue
-        value = found.holder.pop(found.key)
         target = found.fate.moved_to
         note = f" ({found.fate.reason})" if found.fate.reason else ""
-        if not target:
-            warn_once(f"{found.path} is an old key without effect{note}", key=f"old {found.path}")
+        use = f"; use {target} instead" if target else " without effect"
+        warn_once(f"{found.path} is an old key{use}{note}", key=f"old {found.path}")
+        value = found.holder.pop(found.name)
+        if not target or value is None or is_auto(value):
             continue
-        warn_once(f"{found.path} is an old key; use {target} instead{note}", key=f"old {found.path}")
-        converted = found.fate.convert(value) if found.fate.convert else value
-        if converted is not None and value != AUTO:
+        converted = _converted(value, found)
+        if converted is not None:
             _set(raw, target, converted, found.path)
             moved[target] = found.path
     return moved
+
+
+def _converted(value: Any, found: Found) -> Any:
+    try:
+        return found.fate.convert(value) if found.fate.convert else value
+    except ValueError as error:
+        raise ConfigError(found.path, str(error)) from None
 
 
 def _set(raw: dict[str, Any], path: str, value: Any, old: str) -> None:
@@ -67,8 +152,8 @@ def _set(raw: dict[str, Any], path: str, value: Any, old: str) -> None:
     for parent in parents:
         holder = holder.setdefault(parent, {})
         if not isinstance(holder, dict):
-            raise ConfigError(old, f"moves to {path}, but {parent} is not an object")
-    if holder.get(last, _MISSING) is not _MISSING:
+            raise ConfigError(old, f"moves to {path}, but {parent} is not an object of keys")
+    if last in holder and not is_auto(holder[last]):
         raise ConfigError(path, f"given together with its old name {old}: keep only {path}")
     holder[last] = value
 
@@ -77,40 +162,36 @@ _ARGUMENTS_WITHOUT_DEFAULT: Final = ("total_num_steps", "cycle_min_lr", "cycle_m
 """Arguments of schedules that only the caller can know."""
 
 
+def is_auto(value: Any) -> bool:
+    """Whether a value is the word "auto"."""
+    return isinstance(value, str) and value == AUTO
+
+
 def drop_autos(raw: dict[str, Any], root: type[Section]) -> frozenset[str]:
-    """Remove in place every key whose value is "auto", which leaves it to be derived or to take its default.
+    """Remove every key whose value is "auto", which leaves it to be derived or to take its default.
 
     Returns their paths. An "auto" that nobody could answer is an error that names it.
     """
     dropped: set[str] = set()
     for found in list(walk(raw, root)):
-        if found.key not in found.holder:
-            continue
-        value = found.holder[found.key]
-        if value == AUTO and not _is_own_word(found):
-            del found.holder[found.key]
+        if is_auto(found.value) and not _is_own_word(found.field.annotation):
+            _drop(found.holder, found.name, found.path, needed=found.field.is_required())
             dropped.add(found.path)
-        elif isinstance(value, dict) and section_in(found.section.model_fields[found.name].annotation) is None:
-            dropped |= _drop_arguments(value, found.path)
-        elif isinstance(value, dict) and _is_open(found):
-            dropped |= _drop_arguments(value, found.path)
+        elif found.nest is None and isinstance(found.value, dict):
+            for key in [key for key, value in found.value.items() if is_auto(value)]:
+                _drop(found.value, key, f"{found.path}.{key}", needed=key in _ARGUMENTS_WITHOUT_DEFAULT)
+                dropped.add(f"{found.path}.{key}")
     return frozenset(dropped)
 
 
-def _is_open(found: Found) -> bool:
-    inner = section_in(found.section.model_fields[found.name].annotation)
-    return inner is not None and issubclass(inner, OpenSection)
+def _drop(holder: dict[str, Any], key: str, path: str, *, needed: bool) -> None:
+    if needed:
+        raise ConfigError(path, '"auto" cannot be derived from the configuration: give a value')
+    del holder[key]
 
 
-def _is_own_word(found: Found) -> bool:
+def _is_own_word(annotation: Any) -> bool:
     """Some keys have "auto" among their own values: it then is a value like any other."""
-    return '"auto"' in str(found.section.model_fields[found.name].annotation).replace("'", '"')
-
-
-def _drop_arguments(arguments: dict[str, Any], path: str) -> set[str]:
-    dropped = {key for key, value in arguments.items() if value == AUTO}
-    for key in sorted(dropped):
-        if key in _ARGUMENTS_WITHOUT_DEFAULT:
-            raise ConfigError(f"{path}.{key}", '"auto" cannot be derived from the configuration: give a number')
-        del arguments[key]
-    return {f"{path}.{key}" for key in dropped}
+    if get_origin(annotation) is Literal:
+        return AUTO in get_args(annotation)
+    return any(_is_own_word(part) for part in get_args(annotation))

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import copy
 import json
 import os
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ Source = Mapping[str, Any] | str | os.PathLike[str]
 def read_source(source: Source) -> dict[str, Any]:
     """The configuration as a dict of its own: what the caller holds is never changed."""
     if isinstance(source, Mapping):
-        return _copied(source)
+        return _copy(source)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError("", f"a configuration is a dict, a path, or text; this is a {type(source).__name__}")
     text = os.fspath(source)
@@ -26,9 +25,10 @@ def read_source(source: Source) -> dict[str, Any]:
     if text.lstrip().startswith("{"):
         return _parse(text, "the given text")
     decoded = _from_base64(text)
-    if decoded is not None:
+    if decoded is not None and decoded.lstrip().startswith(("{", "#", "/")):  # "train" is base64, too, of nothing
         return _parse(decoded, "the base64 text")
-    raise ConfigError("", f"{text!r} is neither an existing file, nor JSON, nor urlsafe base64 of JSON")
+    shown = text if len(text) <= 200 else f"{text[:200]}..."
+    raise ConfigError("", f"{shown!r} is neither an existing file, nor JSON, nor urlsafe base64 of JSON")
 
 
 def _is_file(text: str) -> bool:
@@ -66,17 +66,23 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(text: str, origin: str) -> dict[str, Any]:
     """JSON where it is JSON, which is fast and strict; HJSON otherwise, which has comments and forgives commas."""
     try:
-        found = json.loads(text, object_pairs_hook=_no_duplicates)
+        found = _parse_json_or_hjson(text, origin)
     except RecursionError:
         raise ConfigError("", f"{origin} is nested too deeply") from None
-    except json.JSONDecodeError as strict:
-        found = _parse_hjson(text, origin, strict)
+    except ConfigError:
+        raise
+    except ValueError as error:  # an integer of more than 4300 digits
+        raise ConfigError("", f"{origin} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError("", f"{origin} holds a {type(found).__name__}, not an object of keys")
     return found
 
 
-def _parse_hjson(text: str, origin: str, strict: json.JSONDecodeError) -> Any:
+def _parse_json_or_hjson(text: str, origin: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_no_duplicates)
+    except json.JSONDecodeError as error:
+        strict = error
     import hjson  # 20 ms that strict JSON does not pay
 
     try:
@@ -84,19 +90,26 @@ def _parse_hjson(text: str, origin: str, strict: json.JSONDecodeError) -> Any:
     except hjson.HjsonDecodeError:
         where = f"line {strict.lineno}, column {strict.colno}"
         raise ConfigError("", f"{origin} is neither JSON nor HJSON: {strict.msg} at {where}") from None
-    except RecursionError:
-        raise ConfigError("", f"{origin} is nested too deeply") from None
 
 
-def _copied(source: Mapping[str, Any]) -> dict[str, Any]:
+def _copy(source: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {str_key(key): copy.deepcopy(value) for key, value in source.items()}
+        copied: dict[str, Any] = _copied(source)
     except RecursionError:
         raise ConfigError("", "the given dict is nested too deeply or contains itself") from None
+    return copied
 
 
-def str_key(key: Any) -> str:
-    """A key of the configuration; anything but a string is an error."""
+def _copied(value: Any, path: str = "") -> Any:
+    """Objects and lists of any kind as new dicts and lists; anything else cannot be changed by us."""
+    if isinstance(value, Mapping):
+        return {_str_key(key, path): _copied(inner, f"{path}{key}.") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(inner, f"{path}{index}.") for index, inner in enumerate(value)]
+    return value
+
+
+def _str_key(key: Any, path: str) -> str:
     if not isinstance(key, str):
-        raise ConfigError(repr(key), f"keys are strings; this one is a {type(key).__name__}")
+        raise ConfigError(f"{path}{key!r}", f"keys are strings, not of type {type(key).__name__}")
     return key

@@ -1,34 +1,236 @@
 """`zero_optimization`: how training state is sharded over the data-parallel ranks, and where it rests."""
 
-from typing import Any, Literal
+import sys
+from typing import Annotated, Any, Literal
 
-from mizzen.config.section import Count, Flag, Section, Text, deprecated, no_effect
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from mizzen.config.section import Section, also_spelled, deprecated, no_effect, refused, section
+from mizzen.config.values import (
+    BucketSize,
+    Count,
+    CountOrAuto,
+    Flag,
+    Integer,
+    Name,
+    Ratio,
+    Size,
+    Text,
+    Whole,
+    flag,
+    integral,
+)
 
 
-def to_offload(value: Any) -> Any:
+def _to_offload(value: Any) -> Any:
     """`cpu_offload: true` in today's words."""
-    return {"device": "cpu"} if value else None
+    return {"device": "cpu"} if flag(value) else None
 
 
-class OffloadConfig(Section):
+def _true_if_null(value: Any) -> Any:
+    """The documented default of `overlap_comm` is null; here that means on."""
+    return True if value is None else value
+
+
+class _OffloadConfig(Section):
     """A resting place for tensors outside the device."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where the tensors rest; none is the same as leaving the section out."""
     nvme_path: Text | None = None
-    """Folder on the NVMe drive, for `device: nvme`."""
+    """Folder on the NVMe drive, needed for `device: nvme`."""
+    pin_memory: Flag = True
+    """Keep host buffers page-locked: faster copies, at the price of memory that the system cannot swap."""
+
+
+class OffloadParamConfig(_OffloadConfig):
+    """A resting place for the parameters, for stage 3."""
+
+    buffer_count: Count = 5
+    """Buffers through which parameters pass on their way from NVMe."""
+    buffer_size: BucketSize = 100_000_000
+    """Elements in each of these buffers."""
+    max_in_cpu: Size = 1_000_000_000
+    """Parameter elements that stay in host memory when the rest is on NVMe."""
+
+
+class OffloadOptimizerConfig(_OffloadConfig):
+    """A resting place for the optimizer states, and the step that runs there."""
+
+    buffer_count: Count = 4
+    """Buffers through which states pass on their way from NVMe: at least the states of one parameter, plus one."""
+    pipeline_read: Flag = False
+    """Read the next tile of states from NVMe while the current one is computed."""
+    pipeline_write: Flag = False
+    """Write the last tile of states to NVMe while the current one is computed."""
+    fast_init: Flag = False
+    """Make the states on NVMe without first building them in memory."""
+    ratio: Ratio = 1.0
+    """Share of the states that rests outside; the others stay on the device and step there."""
+    super_offload: Flag = False
+    """Step on the host during the backward pass, and take the step back if the gradients turn out to be bad."""
+    cpuadam_cores_perc: Ratio = 0.8
+    """Share of the CPU cores that the step on the host may use with `super_offload`."""
+
+
+class ZenFlowConfig(Section):
+    """Step the few important columns on the device and the many others on the host, later."""
+
+    topk_ratio: Ratio = 0.1
+    """Share of the columns that is important."""
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    """What the interval of choosing columns anew counts."""
+    select_interval: CountOrAuto = "auto"
+    """Steps or epochs after which the important columns are chosen anew."""
+    update_interval: CountOrAuto = "auto"
+    """Steps after which the other columns are updated on the host."""
+    overlap_step: Flag = False
+    """Run the update on the host while the device goes on."""
+    offload: Flag = False
+    """Keep also the states of the important columns on the host between steps."""
+    auto_ratio: Ratio = 0.99
+    """Share of gradient energy below which an automatic interval ends."""
+    full_warm_up_rounds: Whole = 0
+    """Rounds at the start in which every column is updated in every step."""
+    pt_reserved_cores_perc: Ratio = 0.5
+    """Share of the CPU cores that stays with the training process."""
+    steps_per_epoch: Count | None = no_effect(None, "the data loader knows it")
+    """Optimizer steps in one epoch."""
+
+
+class LocoConfig(Section):
+    """Error feedback for quantized gradients."""
+
+    err_beta: Ratio = 0.8
+    """Share of the old error in the running one."""
+    reset_T: Count = 1024  # the name that users have in their files
+    """Steps after which the error starts again from zero."""
+
+
+class LeafModuleConfig(Section):
+    """Modules whose parameters are gathered as one unit."""
+
+    classes: tuple[Name, ...] = ()
+    """Classes of such modules, by name or full path."""
+    names: tuple[Name, ...] = ()
+    """Such modules by their full name in the model."""
+    name_suffixes: tuple[Name, ...] = ()
+    """Such modules by the end of their name."""
+
+
+def _absent_if_none(value: Any) -> Any:
+    return None if value is not None and value.device == "none" else value
 
 
 class ZeroConfig(Section):
     """How training state is sharded over the data-parallel ranks."""
 
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(integral)] = 0
     """0 replicates all, 1 shards optimizer states, 2 also gradients, 3 also parameters."""
-    reduce_bucket_size: Count = 500_000_000
+    reduce_bucket_size: BucketSize = 500_000_000
     """Largest number of elements reduced at once; small models get smaller buckets, so that reduction overlaps."""
-    offload_optimizer: OffloadConfig | None = None
+    allgather_bucket_size: BucketSize = 500_000_000
+    """Largest number of elements gathered at once; an upper bound, as for reduction."""
+    overlap_comm: Annotated[Flag, BeforeValidator(_true_if_null)] = True
+    """Communicate while the backward pass still computes."""
+    offload_optimizer: Annotated[OffloadOptimizerConfig | None, AfterValidator(_absent_if_none)] = None
     """Resting place of the optimizer states; absent keeps them on the device."""
-    allgather_partitions: Flag = no_effect(True, "updated parameters are always gathered by all-gather")
-    """Chooses all-gather over broadcasts."""
-    cpu_offload: Flag | None = deprecated("zero_optimization.offload_optimizer", to_offload)
-    """Old name of `offload_optimizer`."""
+    offload_param: Annotated[OffloadParamConfig | None, AfterValidator(_absent_if_none)] = None
+    """Resting place of the parameters, for stage 3; absent keeps them on the device."""
+    zenflow: ZenFlowConfig | None = None
+    """Step important columns at once and the others on the host, later; absent steps everything together."""
+
+    stage3_prefetch_bucket_size: Size = also_spelled(50_000_000, "prefetch_bucket_size")
+    """Elements gathered ahead of their use; 0 gathers each block when it is needed."""
+    stage3_param_persistence_threshold: Size = also_spelled(100_000, "param_persistence_threshold")
+    """Parameters with fewer elements stay whole on every rank."""
+    stage3_model_persistence_threshold: Size = also_spelled(sys.maxsize, "model_persistence_threshold")
+    """Largest number of elements that stay whole on a rank by the threshold above."""
+    stage3_gather_16bit_weights_on_model_save: Flag = also_spelled(False, "gather_16bit_weights_on_model_save")
+    """Let `save_16bit_model` gather the whole model, which needs its size in host memory on rank 0."""
+    leaf_module: LeafModuleConfig = section(LeafModuleConfig)
+    """Modules gathered as one unit, whatever runs inside them."""
+    enable_sanity_checks: Flag = False
+    """Compare parameters over the ranks after each `GatheredParameters`, to find edits made on one rank only."""
+
+    zero_hpz_partition_size: Count = 1
+    """Ranks, normally of one node, that together hold a second copy of the shards for the backward pass."""
+    zero_quantized_weights: Flag = False
+    """Gather parameters as 8-bit blocks."""
+    zero_quantized_nontrainable_weights: Flag = False
+    """Keep parameters that are not trained as 8-bit blocks."""
+    zero_quantized_gradients: Flag = False
+    """Reduce gradients as 4-bit blocks, inside a node first."""
+    zeropp_loco_param: LocoConfig | None = None
+    """Error feedback for quantized gradients; absent means none."""
+    mics_shard_size: Annotated[Integer, Field(ge=-1)] = -1
+    """Ranks among which one copy of the state is sharded; -1 shards over all data-parallel ranks."""
+
+    contiguous_gradients: Flag = no_effect(True, "gradients always lie in one contiguous buffer")
+    """Copy gradients into one buffer as they appear."""
+    reduce_scatter: Flag = no_effect(True, "each stage uses the collective that moves the fewest bytes")
+    """Reduce-scatter gradients instead of all-reducing them."""
+    use_multi_rank_bucket_allreduce: Flag = no_effect(True, "a bucket is always reduced by one collective")
+    """Reduce the buckets of several owners by one collective."""
+    allgather_partitions: Flag = no_effect(True, "new parameters are always gathered by all-gather")
+    """Choose all-gather over broadcasts."""
+    round_robin_gradients: Flag = no_effect(False, "every rank owns an equal share of each bucket")
+    """Deal gradients out to the ranks in turn."""
+    ignore_unused_parameters: Flag = no_effect(True, "a parameter without a gradient contributes zeros")
+    """Do not object to parameters that get no gradient."""
+    load_from_fp32_weights: Flag = no_effect(True, "a checkpoint holds the masters, and they are always restored")
+    """Restore masters from the fp32 weights of a checkpoint."""
+    elastic_checkpoint: Flag = no_effect(False, "every checkpoint loads at any number of ranks")
+    """Save checkpoints that another number of ranks can load."""
+    pipeline_loading_checkpoint: Flag = no_effect(False, "each rank reads only what it owns")
+    """Load one rank of a node after the other."""
+    sub_group_size: Size = no_effect(1_000_000_000, "the optimizer steps through buckets, not through sub-groups")
+    """Elements that the optimizer steps at once at stage 3."""
+    stage3_max_live_parameters: Size = no_effect(
+        1_000_000_000, "a block is freed after use, so only the prefetched ones are live", "max_live_parameters"
+    )
+    """Largest number of gathered elements on a rank."""
+    stage3_max_reuse_distance: Size = no_effect(1_000_000_000, "a block is freed after every use", "max_reuse_distance")
+    """Elements computed before the next use below which a parameter is not freed."""
+    stage3_module_granularity_threshold: Size = no_effect(
+        0, "the unit of gathering is a block of the model", "module_granularity_threshold"
+    )
+    """Average size below which the children of a module are gathered together."""
+    stage3_use_all_reduce_for_fetch_params: Flag = no_effect(
+        False, "parameters are always gathered by all-gather", "use_all_reduce_for_fetch_params"
+    )
+    """Gather parameters by all-reduce."""
+    stage3_allgather_sequential: Flag = no_effect(
+        False, "a block is always gathered by one collective", "allgather_sequential"
+    )
+    """Gather one parameter at a time."""
+    memory_efficient_linear: Flag = no_effect(True, "no function of torch is replaced")
+    """Use a linear function that saves less for the backward pass."""
+    override_module_apply: Flag = no_effect(True, "writes inside zero.Init always see whole parameters")
+    """Gather parameters inside `Module.apply`."""
+    mics_hierarchical_params_gather: Flag = no_effect(False, "a shard group is gathered by one collective")
+    """Gather inside nodes first when a shard group spans several."""
+    log_trace_cache_warnings: Flag = no_effect(False, "the order of gathering is planned, not traced")
+    """Warn when the traced order of gathering changes."""
+    save_muon_momentum_buffer_in_memory: Flag = no_effect(False, "optimizer states rest where offload_optimizer says")
+    """Keep Muon's momentum on the device."""
+    legacy_stage1: Flag = refused(False, "the old stage 1 does not exist any more; leave the key out")
+    """Use the first implementation of stage 1."""
+
+    cpu_offload: Flag | None = deprecated("zero_optimization.offload_optimizer", _to_offload)
+    """Old name of `offload_optimizer` on the CPU."""
+    cpu_offload_param: Flag | None = deprecated("zero_optimization.offload_param", _to_offload)
+    """Old name of `offload_param` on the CPU."""
+    cpu_offload_params: Flag | None = deprecated("zero_optimization.offload_param", _to_offload)
+    """Older name of `offload_param` on the CPU."""
+    cpu_offload_use_pin_memory: Flag | None = deprecated(message="pin_memory is a key of each offload section")
+    """Old switch for pinned host memory."""
+    stage3_gather_fp16_weights_on_model_save: Flag | None = deprecated(
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    )
+    """Old name of `stage3_gather_16bit_weights_on_model_save`."""
+
+    @classmethod
+    def from_old_form(cls, value: Any) -> dict[str, Any] | None:
+        """`zero_optimization: true` was stage 1."""
+        return {"stage": int(value)} if isinstance(value, bool) else None

@@ -1,15 +1,87 @@
 """What a plan makes of a model: always a tuple of parts, one when the model is not pipelined."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mizzen.model.piece import Piece
+
+
+class Collector(Protocol):
+    """Takes gradients from a backward to their owners; see `Store` for who calls when."""
+
+    waits_for_last: bool
+    """Whether gradients stay on their rank until the last backward before a step."""
+
+    has_strangers: bool
+    """Whether gradients came in from a backward that was not announced with `arm`."""
+
+    def arm(self, last: bool | None) -> None:
+        """A backward starts; `last` says whether a step follows it, None that gradients are to stay here for now."""
+
+    def settle(self) -> None:
+        """That backward is over."""
+
+    def collect(self) -> None:
+        """Complete every owned gradient, however it came in."""
+
+    def clear(self) -> None:
+        """Start again from zero."""
+
+
+class Store(Protocol):
+    """The trained state of a part, of which this rank holds some or all. The engine's thread calls everything.
+
+    each backward     gradients.arm(last) ... gradients.settle(); or neither, and the gradients stay local
+    at the boundary   gradients.collect(), squares(), rescale(f)
+    optimizer         masters(), whose `.grad` are the owned gradients
+    afterwards        publish(), gradients.clear()
+    any time          pieces(), state_pieces(), not_finite()
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    gradients: Collector
+    group: ProcessGroup | None
+    """The ranks over which gradients are summed; None when there is one."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each of those ranks holds only its share of masters and states."""
+
+    def masters(self) -> Sequence[tuple[int, Tensor]]:
+        """(optimizer group, tensor to optimize), each with its gradient attached."""
+
+    def squares(self) -> Tensor:
+        """The fp64 sum of squares of the gradients that this rank counts."""
+
+    def rescale(self, factor: float | Tensor) -> None:
+        """Multiply the owned gradients."""
+
+    def publish(self) -> None:
+        """Bring new master values to the parameters of every rank."""
+
+    def not_finite(self) -> list[str]:
+        """The parameters whose gradient on this rank was not finite before it was summed."""
+
+    def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
+        """What this rank holds, by parameter name."""
+
+    def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
+        """What this rank holds of one optimizer state, by parameter name."""
+
+    def detach(self) -> None:
+        """Give the parameters back to their module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One module that runs on this rank."""
+    """One module that runs on this rank, with the stores that hold its trained parameters."""
 
     module: nn.Module
+    stores: tuple[Store, ...] = ()
 
 
 Parts = tuple[Part, ...]

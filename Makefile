@@ -1,0 +1,55 @@
+# Needs Python 3.11 or newer and make. `make` alone lists what can be made.
+
+PYTHON ?= python3
+VERSION ?= 2.11.0
+ARGS ?=
+
+BIN := .venv/bin
+OTHER := .venvs/torch-$(VERSION)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-torch docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "PYTHON=python3.12 chooses the interpreter of a new environment; ARGS='tests/unit -x' goes to pytest."
+
+# torch comes first and alone: it is the largest by far, and setuptools must be there to install the package itself.
+.venv/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
+
+# Another torch may want another setuptools; all else stays as it is.
+$(OTHER)/ready: pyproject.toml constraints.txt
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -v -E '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt "setuptools>=77" torch==$(VERSION)
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --no-build-isolation \
+	  torch==$(VERSION) --editable ".[dev]"
+	touch $@
+
+demo: .venv/ready ## what this machine has, a configuration explained, and its plan
+	$(BIN)/mizzen report
+	$(BIN)/mizzen config explain zero_optimization.stage
+	$(BIN)/mizzen plan examples/config.json --world 8
+
+test: .venv/ready ## all tests that this machine can run
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/ready ## style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+
+test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERSION=2.11.0
+	$(OTHER)/bin/python -m pytest $(ARGS)
+
+docs: .venv/ready ## regenerate docs/config.md from the configuration's own words
+	$(BIN)/python -m mizzen.cli config docs > docs/config.md
+
+clean: ## remove everything that was made here
+	rm -rf .venv .venvs build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""The public names. Each is imported from the module that defines it when it is first used; `import mizzen` loads none.
+
+A name is listed twice: in the table for Python, above it for type checkers. tests/house/test_exports.py compares them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from mizzen.accelerator import get_accelerator as get_accelerator
+    from mizzen.accelerator import set_accelerator as set_accelerator
+    from mizzen.comm import init_distributed as init_distributed
+    from mizzen.errors import CheckpointError as CheckpointError
+    from mizzen.errors import CommError as CommError
+    from mizzen.errors import ConfigError as ConfigError
+    from mizzen.errors import DeviceError as DeviceError
+    from mizzen.errors import FileError as FileError
+    from mizzen.errors import LaunchError as LaunchError
+    from mizzen.errors import LayoutError as LayoutError
+    from mizzen.errors import MissingExtra as MissingExtra
+    from mizzen.errors import MizzenError as MizzenError
+    from mizzen.errors import NotBuilt as NotBuilt
+    from mizzen.errors import PlanError as PlanError
+    from mizzen.errors import StepError as StepError
+    from mizzen.errors import UsageError as UsageError
+
+__version__ = "0.1.0"
+
+_HOMES: Final = {
+    "CheckpointError": "mizzen.errors",
+    "CommError": "mizzen.errors",
+    "ConfigError": "mizzen.errors",
+    "DeviceError": "mizzen.errors",
+    "FileError": "mizzen.errors",
+    "LaunchError": "mizzen.errors",
+    "LayoutError": "mizzen.errors",
+    "MissingExtra": "mizzen.errors",
+    "MizzenError": "mizzen.errors",
+    "NotBuilt": "mizzen.errors",
+    "PlanError": "mizzen.errors",
+    "StepError": "mizzen.errors",
+    "UsageError": "mizzen.errors",
+    "get_accelerator": "mizzen.accelerator",
+    "init_distributed": "mizzen.comm",
+    "set_accelerator": "mizzen.accelerator",
+}
+"""Public name -> where it is defined. A module that is public itself is its own home: `"zero": "mizzen.zero"`."""
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mizzen' has no attribute {name!r}", name=name, obj=import_module("mizzen"))
+    home = import_module(_HOMES[name])
+    return home if home.__name__ == f"mizzen.{name}" else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,117 @@
+"""The composition root: from a model and a configuration to an engine, one arrow after the other."""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from mizzen.accelerator import get_accelerator
+from mizzen.comm.join import init_distributed
+from mizzen.comm.mesh import Mesh
+from mizzen.comm.mpu import layout_from_mpu
+from mizzen.config.load import load
+from mizzen.config.source import Source, read_source
+from mizzen.data.loader import LoaderFactory
+from mizzen.engine.build import build_engine
+from mizzen.engine.engine import Engine
+from mizzen.engine.face import Surroundings
+from mizzen.engine.prepare import agree, choose_optimizer, choose_scheduler, place, seed_of
+from mizzen.errors import ConfigError, UsageError
+from mizzen.model.sketch import Sketch
+from mizzen.monitor.build import build_observers
+from mizzen.optim.groups import param_groups
+from mizzen.order import ORDER
+from mizzen.plan.build import build
+from mizzen.plan.parts import Part
+
+Setup = tuple[Engine, Optimizer | None, Any, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Source | None = None,
+) -> Setup:
+    """An engine for a model, with its optimizer, data loader and learning-rate schedule.
+
+    `config` is a dict, a path, JSON text or base64; it may also come as `args.deepspeed_config` or `config_params`.
+    An optimizer, or a callable that makes one from parameter groups, takes the place of the one in the configuration.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
+    given = read_source(_only_source(args, config, config_params))
+    settings = load(given | _degrees(mesh_param, mpu))
+    world = init_distributed(
+        distributed_port=distributed_port, dist_init_required=dist_init_required, config=settings, verbose=False
+    )
+    groups, membership = param_groups(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else model_parameters)
+    is_trained = optimizer is not None or settings.optimizer is not None
+    sketch = Sketch.of(model).with_groups(membership if is_trained else {})
+    plan = build(settings, world.size, sketch, ORDER)
+    agree(plan)
+    accelerator = get_accelerator()
+    mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name)
+    place(model, plan, mesh)
+    chosen = choose_optimizer(optimizer, plan.resolved.config, groups, accelerator.name) if is_trained else None
+    parts = plan.apply((Part(model),), mesh)
+    seed = seed_of(plan.resolved.config, mesh)
+    surroundings = Surroundings(
+        resolved=plan.resolved,
+        user_config=given,
+        mesh=mesh,
+        world=world,
+        device=accelerator.device(),
+        seed=seed,
+        make_loader=LoaderFactory.of(plan.resolved, mesh, seed),
+    )
+    engine = build_engine(
+        parts,
+        surroundings,
+        optimizer=chosen,
+        scheduler=choose_scheduler(lr_scheduler, plan.resolved.config, chosen),
+        observers=build_observers(plan.resolved.config, world),
+    )
+    if training_data is not None:
+        engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _only_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+    """Exactly one of the three, or an error that says which were given."""
+    from_args = vars(args).get("deepspeed_config") if args is not None and "__dict__" in dir(args) else None
+    sources = {"args.deepspeed_config": from_args, "config": config, "config_params": config_params}
+    given = [name for name, source in sources.items() if source is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none"
+        raise ConfigError("", f"give the configuration in exactly one of {', '.join(sources)}; given: {found}")
+    source: Source = sources[given[0]]
+    return source
+
+
+def _degrees(mesh_param: tuple[int, int] | None, mpu: Any) -> Mapping[str, Any]:
+    """Degrees that come as arguments, under the keys that a configuration has for them."""
+    if mesh_param is not None:
+        return {"data_parallel_size": mesh_param[0], "sequence_parallel_size": mesh_param[1]}
+    if mpu is not None:
+        return layout_from_mpu(mpu)
+    return {}
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config`, which scripts hand to `initialize` as `args`."""
+    group = parser.add_argument_group("mizzen", "distributed training")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for scripts to test; it changes nothing here")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="the configuration, JSON or HJSON")
+    return parser

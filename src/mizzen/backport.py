@@ -1,0 +1,30 @@
+"""All that differs between the torch versions that we support (2.11 to 2.13), each behind the newest name.
+
+A function goes when the oldest version that needs it does. torch is imported on use.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def all_gather_single() -> Callable[..., Any]:
+    """`torch.distributed.all_gather_single`; before 2.13, whose warnings it avoids, `all_gather_into_tensor`."""
+    import torch.distributed as dist
+
+    found: Callable[..., Any] = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
+    return found
+
+
+def reduce_scatter_single() -> Callable[..., Any]:
+    """`torch.distributed.reduce_scatter_single`; before 2.13, whose warnings it avoids, `reduce_scatter_tensor`."""
+    import torch.distributed as dist
+
+    found: Callable[..., Any] = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
+    return found
+
+
+def gloo_exchanges_lists() -> bool:
+    """Whether gloo can do `all_to_all` of lists of tensors; 2.11 refuses it and has only `all_to_all_single`."""
+    import torch.distributed as dist
+
+    return "all_gather_single" in vars(dist)

@@ -1,0 +1,7 @@
+"""`python -m mizzen.cli` is `mizzen`."""
+
+import sys
+
+from mizzen.cli.main import main
+
+sys.exit(main())

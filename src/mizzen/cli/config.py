@@ -1,0 +1,102 @@
+"""`mizzen config`: check, resolve, explain and document a configuration, without a rank and without torch."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mizzen.cli.parser import Parser, count, examples, is_terminal, write, write_json, write_table
+from mizzen.config.describe import explain, json_schema, render_markdown
+from mizzen.config.dump import as_dict, as_lines, as_table, values
+from mizzen.config.load import load
+from mizzen.config.problems import examine
+from mizzen.config.resolve import resolve
+from mizzen.errors import ConfigError, LayoutError
+from mizzen.log import set_level
+
+
+def configure(parser: Parser) -> None:
+    """Declare the subcommands."""
+    parser.description = "Check, resolve, explain and document configurations."
+    parser.epilog = examples(
+        "mizzen config check config.json --world 8",
+        "mizzen config resolve config.json --world 8 --all",
+        "mizzen config explain zero_optimization.stage",
+        "mizzen config schema > config.schema.json",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    _add_check(commands)
+    _add_resolve(commands)
+    _add_explain(commands)
+    schema = commands.add_parser("schema", help="print the JSON schema, for editors")
+    schema.set_defaults(run=_print_schema)
+    docs = commands.add_parser("docs", help="print the documentation of every key as Markdown")
+    docs.set_defaults(run=_print_docs)
+
+
+def _add_check(commands: Any) -> None:
+    about = "find every problem of a file, and every key in it that changes nothing"
+    parser = commands.add_parser("check", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    parser.add_argument("file", metavar="FILE", help="JSON or HJSON file")
+    parser.add_argument("--world", type=count, metavar="N", help="check also that it fits N ranks")
+    parser.set_defaults(run=check)
+
+
+def _add_resolve(commands: Any) -> None:
+    about = "print what was given and derived, each value with its origin"
+    parser = commands.add_parser("resolve", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    parser.add_argument("file", metavar="FILE", help="JSON or HJSON file")
+    parser.add_argument("--world", type=count, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--all", action="store_true", help="print the defaults too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=print_resolved)
+
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser("explain", help="say what a key means", description="Say what a key means.")
+    parser.add_argument("key", metavar="KEY", help="dotted path, such as zero_optimization.stage")
+    parser.set_defaults(run=_print_explanation)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print every problem and return 2, or say that all is well and return 0."""
+    set_level("error")  # what `load` would warn of is among the notes
+    findings = examine(Path(arguments.file))
+    problems, summary = list(findings.problems), []
+    if findings.config is not None and arguments.world:
+        try:
+            found = resolve(findings.config, arguments.world)
+            summary = [f"layout  {found.layout}", f"batch   {found.batch}"]
+        except (ConfigError, LayoutError) as error:
+            problems.append(str(error))
+    given = [] if findings.config is None else list(values(findings.config, defaults=False))
+    verdict = f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else f"ok, {len(given)} values given"
+    write("\n  ".join((f"{arguments.file}: {verdict}", *problems, *summary, *findings.notes)))
+    return 2 if problems else 0
+
+
+def print_resolved(arguments: argparse.Namespace) -> int:
+    """Print the values as a table for a person, as lines for a pipe, or as JSON."""
+    found = resolve(load(Path(arguments.file)), arguments.world)
+    chosen = list(values(found.config, defaults=arguments.all))
+    if arguments.json:
+        write_json(as_dict(chosen))
+    elif is_terminal():
+        write_table(as_table(chosen))
+    else:
+        write("\n".join(as_lines(chosen)))
+    return 0
+
+
+def _print_schema(_: argparse.Namespace) -> int:
+    write_json(json_schema())
+    return 0
+
+
+def _print_docs(_: argparse.Namespace) -> int:
+    write(render_markdown())
+    return 0
+
+
+def _print_explanation(arguments: argparse.Namespace) -> int:
+    write(explain(arguments.key))
+    return 0

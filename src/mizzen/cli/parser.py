@@ -1,0 +1,54 @@
+"""What every command shares: a parser that fails with one clean line, types of arguments, and writing to standard output."""
+
+import argparse
+import json
+import sys
+from typing import Any, NoReturn
+
+from mizzen.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """Keeps the layout of its help text, and raises instead of printing usage and leaving."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str) -> NoReturn:
+        """One line that says what is wrong and where the help is."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def examples(*lines: str) -> str:
+    """The end of a help text."""
+    return "\n  ".join(("examples:", *lines))
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def write(text: str) -> None:
+    """Print a text."""
+    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def write_json(value: Any) -> None:
+    """Print a value for programs."""
+    write(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def write_table(renderable: Any) -> None:
+    """Print something of rich; plain where no person is looking."""
+    from rich.console import Console  # 60 ms that plain output does not pay
+
+    Console().print(renderable)
+
+
+def is_terminal() -> bool:
+    """Whether a person is looking, so that colour and tables pay."""
+    return sys.stdout.isatty()

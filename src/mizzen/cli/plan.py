@@ -1,0 +1,81 @@
+"""`mizzen plan`: what would be done to a model on so many ranks, decided on this machine alone."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mizzen.cli.parser import Parser, count, examples, write
+from mizzen.config.load import load
+from mizzen.config.resolve import resolve
+from mizzen.errors import PlanError, UsageError
+from mizzen.model.sketch import Sketch
+from mizzen.order import ORDER
+from mizzen.plan.build import build
+from mizzen.plan.explain import explain
+
+
+def configure(parser: Parser) -> None:
+    """Declare the arguments."""
+    parser.description = (
+        "Print layout, batch, the changes to the model in their order, and the memory of one rank.\n"
+        "Nothing is started, no GPU is needed. What cannot be done is refused here, with the reason."
+    )
+    parser.epilog = examples(
+        "mizzen plan config.json --world 512",
+        "mizzen plan config.json --world 8 --model train:build_model",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="JSON or HJSON file")
+    parser.add_argument("--world", type=count, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="function without arguments that builds the model; it is called on the meta device"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan, or why there is none."""
+    config = load(Path(arguments.config))
+    resolved = resolve(config, arguments.world)
+    sketch = sketch_of(arguments.model) if arguments.model else Sketch(parameters=())
+    try:
+        plan = build(config, arguments.world, sketch, ORDER)
+    except PlanError as refusal:
+        write(f"world   {resolved.layout}\nbatch   {resolved.batch}\nrefused")
+        write("\n".join(f"  - {reason}" for reason in str(refusal).splitlines()))
+        return 2
+    write(explain(plan))
+    return 0
+
+
+def sketch_of(address: str) -> Sketch:
+    """Call `module:function` on the meta device, where tensors have shapes but no memory, and look at what it builds."""
+    import torch
+
+    function = _function_at(address)
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as error:
+        raise UsageError(f"--model {address}: {type(error).__name__}: {error} (--debug shows where)") from error
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"--model {address}: returned a {type(model).__name__}, not a torch.nn.Module")
+    return Sketch.of(model)
+
+
+def _function_at(address: str) -> Callable[[], Any]:
+    module, colon, name = address.partition(":")
+    if not (module and colon and name):
+        raise UsageError(f"--model {address}: write it as module:function, such as train:build_model")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = vars(importlib.import_module(module)).get(name)
+    except ImportError as error:
+        raise UsageError(f"--model {address}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise UsageError(f"--model {address}: {module} has no function '{name}'")
+    return found  # type: ignore[no-any-return]

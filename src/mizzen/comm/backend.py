@@ -1,0 +1,129 @@
+"""The seam under the collectives: what carries them out, and how another one than torch.distributed is registered.
+
+Waiting, naming who is missing, tags and the log are the business of the callers in `collectives.py` and `watch.py`;
+`torch_backend.py` is the backend that nearly everybody uses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from mizzen.ambient import AMBIENT
+from mizzen.environment import World
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Some ranks of the job, as one of them sees it."""
+
+    name: str
+    """The same on every member and different for every group of the job."""
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of the group."""
+    rank: int
+    """The place of this rank in it."""
+    title: str = ""
+    """What a message calls it."""
+    timeout: float | None = None
+    """Seconds that one of its collectives may take; None for the job's own limit."""
+
+    def __str__(self) -> str:
+        return self.title or f"the group of {ranks_in_words(self.ranks)}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1`, or the ends of a long list."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:4]))}, ... {ranks[-1]} ({len(ranks)} of them)"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+class Request(NamedTuple):
+    """One operation, with torch.distributed's name and arguments except `group` and `async_op`."""
+
+    operation: str
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = {}
+    payload: Sequence[torch.Tensor] = ()
+    """The tensors whose size is the size of the message: the shard for gathers and scatters, all of it elsewhere."""
+    peers: tuple[int, ...] = ()
+    """The global ranks that take part, where it is not the whole group."""
+    detail: str = ""
+    """What all ranks must agree on beside the name, such as `from rank 0`."""
+
+    @property
+    def title(self) -> str:
+        """The operation in words; two ranks whose titles differ are not in the same collective."""
+        return f"{self.operation} {self.detail}" if self.detail else self.operation
+
+
+class Handle(Protocol):
+    """One operation under way.
+
+    poll(seconds)    by whoever waits, again and again until it is true
+    is_completed()   at any time
+    abandon()        instead of a further poll, once we know that it will never end
+    """
+
+    def poll(self, seconds: float) -> bool:
+        """Wait for at most so long: true when the result may be used. Raises what went wrong."""
+
+    def is_completed(self) -> bool:
+        """Whether a poll would return true, or raise, at once."""
+
+    def abandon(self) -> None:
+        """Let the process end without waiting for the operation."""
+
+
+class Backend(Protocol):
+    """What carries out collectives.
+
+    initialize(world)      once, by `init_distributed`, unless `is_initialized()`
+    store()                once after that: what the ranks tell each other about themselves goes through it
+    group(handle)          before each operation; the handle is what `new_group` gave, or None for all ranks
+    issue(request, handle) each operation, in the order of the program; it does not wait
+    destroy(handle)        at the end, for a group or with None for everything
+
+    An operation that it cannot do is a `NotBuilt` out of `issue`.
+    """
+
+    name: str
+
+    def initialize(
+        self, world: World, *, timeout: timedelta, init_method: str | None = None, device: torch.device | None = None
+    ) -> None:
+        """Meet the other ranks."""
+
+    def is_initialized(self) -> bool:
+        """Whether operations can be issued now."""
+
+    def store(self) -> "torch.distributed.Store | None":
+        """A store that all ranks share, on a connection of its own; None when there is none."""
+
+    def group(self, handle: Any) -> Group | None:
+        """Who is in a group; None when this rank is not."""
+
+    def new_group(self, ranks: Sequence[int] | None, timeout: timedelta | None, options: Mapping[str, Any]) -> Any:
+        """Form a group; every rank of the job calls this, in the same order."""
+
+    def issue(self, request: Request, handle: Any) -> Handle:
+        """Start an operation among the ranks of a group that this rank belongs to."""
+
+    def destroy(self, handle: Any) -> None:
+        """Give up a group, or all of them."""
+
+
+def register_backend(name: str, factory: Callable[[], Backend]) -> None:
+    """Let `init_distributed(dist_backend=name)` use a backend of your own; a later registration replaces an earlier."""
+    AMBIENT.backends[name] = factory
+
+
+def registered_backend(name: str) -> Backend | None:
+    """A new backend of a registered name; None for the names that torch.distributed knows itself."""
+    factory = AMBIENT.backends.get(name)
+    return None if factory is None else factory()

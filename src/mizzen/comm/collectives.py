@@ -1,0 +1,269 @@
+"""The collectives, messages and queries, with torch.distributed's signatures.
+
+Each takes `prof`, `log_name` and `debug` for the log, and `tag`, beside torch's own arguments. What happens to all of
+them alike is in `communicator.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mizzen.ambient import AMBIENT
+from mizzen.backport import gloo_exchanges_lists
+from mizzen.comm.backend import Request
+from mizzen.comm.communicator import Communicator, Extras, Together, Work, current, run, use
+from mizzen.comm.torch_backend import make_backend
+from mizzen.environment import World, environ
+from mizzen.errors import UsageError
+
+Tensors = list[torch.Tensor]
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Reduce a tensor over the group; every rank has the result in it."""
+    return run(Request("all_reduce", (tensor, op), payload=(tensor,)), group, async_op=async_op, extras=extras)
+
+
+def inference_all_reduce(
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **extras: Unpack[Extras]
+) -> Work | None:
+    """The same as `all_reduce`; tensor-parallel inference calls it by this name."""
+    return all_reduce(tensor, op, group, async_op, **extras)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Reduce a tensor over the group; only `dst` has the result."""
+    dst = _global_rank("reduce", "dst", dst, group_dst, group)
+    request = Request("reduce", (tensor, dst, op), payload=(tensor,), detail=f"to rank {dst}")
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Copy the tensor of `src` to every rank of the group."""
+    src = _global_rank("broadcast", "src", src, group_src, group)
+    request = Request("broadcast", (tensor, src), payload=(tensor,), detail=f"from rank {src}")
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def all_gather(
+    tensor_list: Tensors, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **extras: Unpack[Extras]
+) -> Work | None:
+    """Gather the tensors of all ranks into a list."""
+    request = Request("all_gather", (tensor_list, tensor), payload=(tensor,))
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Gather the tensors of all ranks into one."""
+    request = Request("all_gather_into_tensor", (output_tensor, input_tensor), payload=(input_tensor,))
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def allgather_fn(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: str = ""
+) -> Work | None:
+    """The same as `all_gather_into_tensor`."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, debug=debug)
+
+
+def all_gather_coalesced(
+    output_tensors: Tensors, input_tensors: Tensors, group: Any = None, async_op: bool = False
+) -> Together | None:
+    """`all_gather_into_tensor` of several tensors, which are under way at the same time."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _together([all_gather_into_tensor(into, tensor, group, True) for into, tensor in pairs], async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Tensors,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
+) -> Together | None:
+    """`all_reduce` of several tensors, which are under way at the same time."""
+    return _together([all_reduce(tensor, op, group, True, **extras) for tensor in tensors], async_op)
+
+
+def _together(works: Sequence[Work | None], async_op: bool) -> Together | None:
+    joined = Together([work for work in works if work is not None])
+    if not async_op:
+        joined.wait()
+    return joined if async_op and joined.works else None
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Tensors,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Reduce a list of tensors over the group; each rank has the one at its own place."""
+    request = Request("reduce_scatter", (output, input_list, op), payload=(output,))
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Reduce a tensor over the group; each rank has its own part of the result."""
+    request = Request("reduce_scatter_tensor", (output_tensor, tensor, op), payload=(output_tensor,))
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """The same as `reduce_scatter_tensor`."""
+    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, **extras)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Send each rank its part of a tensor, and gather what all have sent to this one."""
+    arguments = (output, tensor, output_split_sizes, input_split_sizes)
+    request = Request("all_to_all_single", arguments, payload=(tensor,))
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def all_to_all(
+    output_tensor_list: Tensors,
+    input_tensor_list: Tensors,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Send each rank its tensor of a list, and gather what all have sent to this one."""
+    if input_tensor_list[0].device.type == "cpu" and not gloo_exchanges_lists():
+        return _all_to_all_as_one(output_tensor_list, input_tensor_list, group, async_op, extras)
+    request = Request("all_to_all", (output_tensor_list, input_tensor_list), payload=tuple(input_tensor_list))
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def _all_to_all_as_one(
+    outputs: Tensors, inputs: Tensors, group: Any, async_op: bool, extras: Extras
+) -> Work | None:
+    sizes = [tensor.numel() for tensor in outputs]
+    received = inputs[0].new_empty(sum(sizes))
+    sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
+
+    def put_in_place() -> None:
+        for tensor, part in zip(outputs, received.split(sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    work = all_to_all_single(received, sent, sizes, [tensor.numel() for tensor in inputs], group, True, **extras)
+    if work is None or async_op:
+        return work and work.then(put_in_place)
+    work.then(put_in_place).wait()
+    return None
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Tensors | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Gather the tensors of all ranks into a list on `dst`."""
+    dst = _global_rank("gather", "dst", dst, group_dst, group)
+    request = Request("gather", (tensor, gather_list, dst), payload=(tensor,), detail=f"to rank {dst}")
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Tensors | None = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Give each rank its tensor of a list on `src`."""
+    src = _global_rank("scatter", "src", src, group_src, group)
+    request = Request("scatter", (tensor, scatter_list, src), payload=(tensor,), detail=f"from rank {src}")
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    **extras: Unpack[Extras],
+) -> Work | None:
+    """Wait until every rank of the group is here."""
+    options = {} if device_ids is None else {"device_ids": device_ids}
+    return run(Request("barrier", options=options), group, async_op=async_op, extras=extras)
+
+
+def monitored_barrier(
+    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **extras: Unpack[Extras]
+) -> None:
+    """A barrier that names the ranks which have not come within `timeout`."""
+    options = {"timeout": timeout, "wait_all_ranks": wait_all_ranks}
+    run(Request("monitored_barrier", options=options), group, extras=extras)
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **extras: Unpack[Extras],
+) -> None:
+    """Send a tensor to one rank and wait until it has left."""

@@ -1,0 +1,222 @@
+"""What every collective goes through: the account of it, its tag, its log entry, and a wait that ends.
+
+The collectives themselves, with the signatures that users know, are in `collectives.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from mizzen.ambient import AMBIENT
+from mizzen.comm.backend import Backend, Group, Handle, Request
+from mizzen.comm.ledger import CommLog, Timing
+from mizzen.comm.tags import Tag, compare, differ_on_device, words
+from mizzen.comm.torch_backend import TorchBackend
+from mizzen.comm.watch import Call, Patience, Watch
+from mizzen.environment import Switches, environ
+from mizzen.errors import UsageError
+from mizzen.log import warn_once
+from mizzen.progress import get_progress
+
+
+class Extras(TypedDict, total=False):
+    """What a collective takes beside the arguments of torch.distributed."""
+
+    prof: bool
+    """Log it even where the log does not want all."""
+    log_name: str
+    """The name in the log."""
+    debug: str
+    """The caller's name in the log, where it is to be logged."""
+    tag: Tag | None
+    """Where this rank is; the group compares it."""
+
+
+class Work:
+    """An operation under way. `wait` is ours; everything else is asked of torch's own object."""
+
+    __slots__ = ("_call", "_finish", "_handle", "_is_done", "_timing", "_watch")
+
+    def __init__(self, watch: Watch, call: Call, handle: Handle, timing: Timing | None) -> None:
+        self._watch = watch
+        self._call = call
+        self._handle = handle
+        self._timing = timing
+        self._finish: Callable[[], None] | None = None
+        self._is_done = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the result may be used: on a CPU when it is there, on a device when the stream will have it."""
+        if self._is_done:
+            return True
+        progress = get_progress()
+        progress.enter(self._call.number, self._call.request.title, str(self._call.group))
+        try:
+            self._watch.wait(self._call, self._handle, timeout.total_seconds() if timeout else None)
+        finally:
+            progress.leave()
+        self._is_done = True
+        if self._finish is not None:
+            self._finish()
+        if self._timing is not None:
+            self._timing.stop()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._is_done or self._handle.is_completed()
+
+    def then(self, finish: Callable[[], None]) -> "Work":
+        """Let a function run at the end of the first `wait`, to put results in their places."""
+        self._finish = finish
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle.work, name)  # type: ignore[attr-defined]
+
+
+class Together:
+    """Several operations that are waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = tuple(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all of them."""
+        return all([work.wait(timeout) for work in self.works])
+
+    def is_completed(self) -> bool:
+        """Whether all of them are done."""
+        return all(work.is_completed() for work in self.works)
+
+
+class Communicator:
+    """A backend in use: every operation of this process goes through `run`."""
+
+    def __init__(self, backend: Backend, patience: Patience) -> None:
+        world = backend.group(None)
+        if world is None:
+            raise AssertionError(f"backend {backend.name}: this rank is not among all ranks")
+        self.backend = backend
+        self.watch = Watch(world.rank, len(world.ranks), backend.store(), patience)
+        self.parted: torch.Tensor | None = None
+        """On a device: true once the tags of some collective have differed since the flag was last taken."""
+
+    def group(self, handle: Any, operation: str) -> Group | None:
+        """Who is in a group, or a word of warning to a rank that is not."""
+        group = self.backend.group(handle)
+        if group is None:
+            warn_once(f"{operation} was called on a rank that is not in the group; it does nothing there")
+        return group
+
+    def issue(self, request: Request, handle: Any = None, extras: Extras | None = None) -> Work | None:
+        """Start an operation; None on a rank that is not in the group."""
+        group = self.group(handle, request.operation)
+        if group is None:
+            return None
+        if extras and (tag := extras.get("tag")) is not None:
+            self._compare(tag, request, handle, group)
+        timing = self._timing(request, group, extras or {})
+        call = self.watch.begin(request, group)
+        try:
+            return Work(self.watch, call, self.backend.issue(request, handle), timing)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if (failure := self.watch.refuse(call, error)) is None:
+                raise
+            raise failure from error
+
+    def _timing(self, request: Request, group: Group, extras: Extras) -> Timing | None:
+        if unknown := extras.keys() - Extras.__annotations__.keys():
+            raise TypeError(f"{request.operation}() got an unexpected keyword argument {min(unknown)!r}")
+        log: CommLog | None = AMBIENT.comm_log
+        if log is None:
+            return None
+        name = log.name_for(
+            request.operation,
+            prof=extras.get("prof", False),
+            log_name=extras.get("log_name", ""),
+            debug=extras.get("debug", ""),
+        )
+        return Timing(log, name, request.operation, request.payload, len(group.ranks)) if name else None
+
+    def _compare(self, tag: Tag, request: Request, handle: Any, group: Group) -> None:
+        get_progress().at(step=tag.step, unit=tag.unit, phase=tag.phase)
+        text = words(tag, request)
+        device = request.payload[0].device if request.payload else torch.device("cpu")
+        if device.type == "cpu":
+
+            def gather(row: torch.Tensor) -> torch.Tensor:
+                rows = row.new_empty(len(group.ranks), row.numel())
+                self._wait(Request("all_gather_into_tensor", (rows, row), payload=(row,)), handle)
+                return rows
+
+            compare(text, group.ranks, gather)
+        else:
+
+            def reduce_max(value: torch.Tensor) -> None:
+                self._wait(Request("all_reduce", (value, dist.ReduceOp.MAX), payload=(value,)), handle)
+
+            differs = differ_on_device(text, device, reduce_max)
+            self.parted = differs if self.parted is None else self.parted | differs
+
+    def _wait(self, request: Request, handle: Any) -> None:
+        work = self.issue(request, handle)
+        if work is not None:
+            work.wait()
+
+    def close(self, reason: str) -> None:
+        """Tell the others that this rank takes no further part."""
+        self.watch.leave(reason)
+
+
+def use(backend: Backend, patience: Patience | None = None) -> Communicator:
+    """Make an initialized backend the one that all collectives of this process go through."""
+    before: Communicator | None = AMBIENT.comm
+    if before is not None:
+        before.close("it has joined another job")
+    comm = AMBIENT.comm = Communicator(backend, patience or default_patience())
+    return comm
+
+
+def default_patience() -> Patience:
+    """The patience that the environment asks for."""
+    minutes = Switches.read(environ()).timeout_minutes
+    return Patience(timeout=60 * minutes) if minutes else Patience()
+
+
+def current() -> Communicator:
+    """The backend in use; a process group that somebody else has made is adopted."""
+    comm: Communicator | None = AMBIENT.comm
+    if comm is not None and comm.backend.is_initialized():
+        return comm
+    backend = TorchBackend()
+    if not backend.is_initialized():
+        raise UsageError("there is no process group in this process: call mizzen.init_distributed() first")
+    return use(backend)
+
+
+def run(request: Request, group: Any, *, async_op: bool = False, extras: Extras | None = None) -> Work | None:
+    """Carry out an operation, or start it; None where there is nothing to wait for."""
+    work = current().issue(request, group, extras)
+    if work is None or async_op:
+        return work
+    work.wait()
+    return None
+
+
+def take_parted() -> torch.Tensor | None:
+    """Whether tags have differed on a device since the last call: a flag there, or None when none were compared."""
+    comm = current()
+    flag, comm.parted = comm.parted, None
+    return flag
+
+
+def set_patience(**seconds: float) -> Patience:
+    """Change how long this rank waits for others (`timeout`, `look`, `silence`, `beat`); all ranks do so alike."""
+    watch = current().watch
+    watch.patience = replace(watch.patience, **seconds)
+    return watch.patience

@@ -1,0 +1,268 @@
+"""The log of collectives: how often, how large, how long, and what bandwidth that is.
+
+What is timed, and the synchronisation that a fair time needs, is decided here; the collectives only ask. Nothing is
+timed, and no device is stopped, for operations that nobody wants to see.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+
+from mizzen.log import log_dist
+
+TRIMMED: Final = 0.1
+"""The share of measurements that a mean leaves out at either end."""
+GATHERING: Final = ("all_gather", "reduce_scatter", "allgather")
+COLUMNS: Final = (
+    "Comm. Op",
+    "Message Size",
+    "Count",
+    "Total Latency(ms)",
+    "Avg Latency(ms)",
+    "tput_avg (Gbps)",
+    "busbw_avg (Gbps)",
+)
+STRAGGLER_COLUMNS: Final = (
+    "Comm. Op",
+    "Message Size",
+    "Count",
+    "Total comm lat(ms)",
+    "Total straggler(ms)",
+    "Avg comm lat(ms)",
+    "Avg straggler(ms)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """What is logged; the keys of the section `comms_logger`."""
+
+    enabled: bool = False
+    verbose: bool = False
+    """Say a line for each operation."""
+    prof_all: bool = True
+    prof_ops: tuple[str, ...] = ()
+    """The operations to log, by name, where not all of them are."""
+    debug: bool = False
+    """Tell apart the functions that call an operation."""
+
+    @classmethod
+    def of(cls, config: Any) -> "LogSettings":
+        """From a configuration, its section `comms_logger`, or a dict of either."""
+        match config:
+            case {"comms_logger": section} | object(comms_logger=section):
+                return cls.of(section)
+            case Mapping():
+                found = {name: value for name, value in config.items() if name in cls.__slots__}
+            case object(enabled=_, verbose=_, prof_all=_, prof_ops=_, debug=_):
+                found = {name: getattr(config, name) for name in cls.__slots__}
+            case _:
+                return cls()
+        return cls(**found | {"prof_ops": tuple(found.get("prof_ops", ()))})
+
+
+@dataclass(slots=True)
+class Measured:
+    """All measurements of one operation at one message size."""
+
+    latencies: list[float] = field(default_factory=list)
+    """Milliseconds."""
+    algorithm: list[float] = field(default_factory=list)
+    """Gbit/s as the caller sees it."""
+    bus: list[float] = field(default_factory=list)
+    """Gbit/s over the wires."""
+
+    def summary(self, size: int) -> dict[str, Any]:
+        """One row of the table."""
+        return {
+            "count": len(self.latencies),
+            "total_latency_ms": sum(self.latencies),
+            "avg_latency_ms": trimmed_mean(self.latencies),
+            "tput_avg_gbps": trimmed_mean(self.algorithm),
+            "busbw_avg_gbps": trimmed_mean(self.bus),
+            "msg_size_bytes": size,
+            "msg_size_str": in_words(size),
+        }
+
+
+class CommLog:
+    """What has been measured since the log was last reset."""
+
+    def __init__(self, settings: LogSettings = LogSettings()) -> None:  # noqa: B008  a frozen value
+        self.settings = settings
+        self.records: dict[str, dict[int, Measured]] = {}
+
+    def name_for(self, operation: str, *, prof: bool = False, log_name: str = "", debug: str = "") -> str:
+        """The name under which an operation is to be logged; empty when it is not."""
+        settings = self.settings
+        if not settings.enabled:
+            return ""
+        name = log_name or operation
+        if not (settings.prof_all or prof or name in settings.prof_ops or operation in settings.prof_ops):
+            return ""
+        return f"{name} | [Caller Func: {debug or caller()}]" if settings.debug else name
+
+    def add(self, name: str, operation: str, *, milliseconds: float, size: int, ranks: int) -> None:
+        """Record one operation; `size` is that of the message, `ranks` the size of the group."""
+        size = message_size(operation, size, ranks)
+        algorithm, bus = bandwidth(operation, milliseconds=milliseconds, size=size, ranks=ranks)
+        measured = self.records.setdefault(name, {}).setdefault(size, Measured())
+        measured.latencies.append(milliseconds)
+        measured.algorithm.append(algorithm)
+        measured.bus.append(bus)
+        if self.settings.verbose:
+            log_dist(
+                f"comm op: {name} | time (ms): {milliseconds:.2f} | msg size: {in_words(size)} | "
+                f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}"
+            )
+
+    def reset(self) -> None:
+        """Forget all measurements."""
+        self.records.clear()
+
+    def start_profiling_comms(self) -> None:
+        """Log every operation from here on."""
+        self.settings = replace(self.settings, prof_all=True)
+
+    def stop_profiling_comms(self) -> None:
+        """Log only the operations that are listed by name."""
+        self.settings = replace(self.settings, prof_all=False)
+
+    def start_profiling_op(self, names: Iterable[str]) -> None:
+        """List further operations by name."""
+        self.settings = replace(self.settings, prof_ops=tuple(dict.fromkeys((*self.settings.prof_ops, *names))))
+
+    def stop_profiling_op(self, names: Iterable[str]) -> None:
+        """Take operations off the list."""
+        unwanted = set(names)
+        kept = tuple(name for name in self.settings.prof_ops if name not in unwanted)
+        self.settings = replace(self.settings, prof_ops=kept)
+
+    def get_raw_data(self) -> dict[str, dict[int, Measured]]:
+        """All measurements, by operation and message size."""
+        return {name: dict(sizes) for name, sizes in self.records.items()}
+
+    def get_operation_summary(self, name: str) -> dict[int, dict[str, Any]]:
+        """The rows of one operation, by message size."""
+        return {size: measured.summary(size) for size, measured in sorted(self.records.get(name, {}).items())}
+
+    def summary(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """All rows."""
+        return {name: self.get_operation_summary(name) for name in self.records}
+
+    def stragglers(
+        self, gather: Callable[[Any], list[Any]], reduce_min: Callable[[torch.Tensor], None]
+    ) -> dict[str, dict[int, dict[str, Any]]]:
+        """How long this rank waited for the last one, per operation and size. Every rank has to call this.
+
+        The fastest rank came last and waited for nobody, so the least latency is the time of the operation itself.
+        Ranks may have logged different operations: only what all of them have is compared.
+        """
+        counts = {(name, size): len(m.latencies) for name, sizes in self.records.items() for size, m in sizes.items()}
+        theirs: list[dict[tuple[str, int], int]] = gather(counts)
+        common = {key: min(other.get(key, 0) for other in theirs) for key in sorted(counts)}
+        own = [latency for (name, size), n in common.items() for latency in self.records[name][size].latencies[:n]]
+        least = torch.tensor(own, dtype=torch.float64)
+        if own:
+            reduce_min(least)
+        found: dict[str, dict[int, dict[str, Any]]] = {}
+        start = 0
+        for (name, size), n in common.items():
+            if n:
+                pure, mine = least[start : start + n].tolist(), own[start : start + n]
+                found.setdefault(name, {})[size] = _straggler_row(size, pure, mine)
+                start += n
+        return found
+
+
+def _straggler_row(size: int, pure: Sequence[float], mine: Sequence[float]) -> dict[str, Any]:
+    waited = [own - least for own, least in zip(mine, pure, strict=True)]
+    return {
+        "count": len(pure),
+        "total_comm_lat_ms": sum(pure),
+        "total_straggler_ms": sum(waited),
+        "avg_comm_lat_ms": trimmed_mean(pure),
+        "avg_straggler_ms": trimmed_mean(waited),
+        "msg_size_bytes": size,
+        "msg_size_str": in_words(size),
+    }
+
+
+class Timing:
+    """The time of one operation that is to be logged, from its issue to the moment its result is there."""
+
+    __slots__ = ("_device", "_log", "_name", "_operation", "_ranks", "_size", "_started")
+
+    def __init__(self, log: CommLog, name: str, operation: str, payload: Sequence[torch.Tensor], ranks: int) -> None:
+        self._log, self._name, self._operation, self._ranks = log, name, operation, ranks
+        self._size = sum(tensor.numel() * tensor.element_size() for tensor in payload)
+        self._device = payload[0].device if payload else torch.device("cpu")
+        _synchronize(self._device)
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Log it."""
+        _synchronize(self._device)
+        milliseconds = 1000 * (time.perf_counter() - self._started)
+        self._log.add(self._name, self._operation, milliseconds=milliseconds, size=self._size, ranks=self._ranks)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).synchronize(device)
+
+
+def message_size(operation: str, size: int, ranks: int) -> int:
+    """Bytes that count as the message: a gather or scatter of shards moves as many shards as there are ranks."""
+    return size * ranks if operation.startswith(GATHERING) else size
+
+
+def bandwidth(operation: str, *, milliseconds: float, size: int, ranks: int) -> tuple[float, float]:
+    """Gbit/s as (algorithm, bus) of a message of `size` bytes among so many ranks."""
+    rate = size * 8 / 1e6 / milliseconds if milliseconds > 0 else 0.0
+    share = (ranks - 1) / ranks
+    if "all_reduce" in operation:
+        return 2 * rate, 2 * rate * share
+    if operation.startswith((*GATHERING, "all_to_all")):
+        return rate, rate * share
+    return rate, rate
+
+
+def trimmed_mean(values: Sequence[float]) -> float:
+    """The mean without the smallest and the largest tenth."""
+    cut = int(TRIMMED * len(values))
+    kept = sorted(values)[cut : len(values) - cut]
+    return sum(kept) / len(kept) if kept else 0.0
+
+
+def in_words(size: float) -> str:
+    """`1536` as `1.5 KB`."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2):g} {unit}"
+        size /= 1024
+    return f"{round(size, 2):g} PB"
+
+
+def caller() -> str:
+    """The name of the function outside this library that is calling it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("mizzen."):
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def table(rows: Mapping[str, Mapping[int, Mapping[str, Any]]], columns: Sequence[str]) -> str:
+    """A summary, or an analysis of stragglers, as aligned text: the operation once, then a line per message size."""
+    lines = [list(columns)]
+    for name, sizes in rows.items():
+        lines.append([name, *[""] * (len(columns) - 1)])
+        for row in sizes.values():
+            *numbers, _, words = row.values()
+            lines.append(["", words, *(f"{number:.2f}" if isinstance(number, float) else str(number) for number in numbers)])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)

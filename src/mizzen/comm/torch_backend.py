@@ -1,0 +1,267 @@
+"""Collectives by torch.distributed, on whatever backend its process groups have (nccl, gloo, mpi, xccl, ...).
+
+What is ours here is only how a result is waited for: gloo's in slices, a device's by its stream.
+"""
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from mizzen.backport import all_gather_single, reduce_scatter_single
+from mizzen.comm.backend import Backend, Group, Handle, Request, ranks_in_words, registered_backend
+from mizzen.environment import World
+from mizzen.errors import CommError, NotBuilt
+
+COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
+    "all_reduce": dist.all_reduce,
+    "reduce": dist.reduce,
+    "broadcast": dist.broadcast,
+    "all_gather": dist.all_gather,
+    "all_gather_into_tensor": all_gather_single(),
+    "reduce_scatter": dist.reduce_scatter,
+    "reduce_scatter_tensor": reduce_scatter_single(),
+    "all_to_all": dist.all_to_all,
+    "all_to_all_single": dist.all_to_all_single,
+    "gather": dist.gather,
+    "scatter": dist.scatter,
+    "barrier": dist.barrier,
+}
+"""Those that return at once with `async_op=True`."""
+MESSAGES: Final[Mapping[str, Callable[..., Any]]] = {"send": dist.isend, "recv": dist.irecv}
+BLOCKING: Final[Mapping[str, Callable[..., Any]]] = {
+    "broadcast_object_list": dist.broadcast_object_list,
+    "all_gather_object": dist.all_gather_object,
+    "gather_object": dist.gather_object,
+    "scatter_object_list": dist.scatter_object_list,
+    "monitored_barrier": dist.monitored_barrier,
+}
+"""Those that torch offers only as calls that wait."""
+
+
+class Sliced:
+    """A gloo collective: its wait may time out and be taken up again, without harm to the operation."""
+
+    def __init__(self, work: dist.Work, group: Any) -> None:
+        self.work = work
+        self._group = group
+
+    def poll(self, seconds: float) -> bool:
+        """Wait in C++, without the interpreter's lock."""
+        try:
+            return self.work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if self.work.is_completed():
+                raise
+            return False
+
+    def is_completed(self) -> bool:
+        """Whether gloo is done with it, well or badly."""
+        return self.work.is_completed()
+
+    def abandon(self) -> None:
+        """Keep the group for ever: its destructor would wait for the operation, and the process could not end."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+
+class Streamed:
+    """An operation on a device: waiting puts it before later work of the current stream and does not stop the host."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work = work
+
+    def poll(self, seconds: float) -> bool:
+        """Order the current stream after the operation."""
+        self.work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with it."""
+        return self.work.is_completed()
+
+    def abandon(self) -> None:
+        """Nothing holds the process here."""
+
+
+class Finished:
+    """An operation that was waited for when it was issued."""
+
+    def poll(self, seconds: float) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+    def abandon(self) -> None:
+        """Nothing to leave behind."""
+
+
+class Threaded:
+    """A call that can only be waited for whole, such as a gloo receive: a time limit on it would break the connection.
+
+    So another thread waits, and it may be left behind.
+    """
+
+    def __init__(self, wait: Callable[[], Any], group: Any) -> None:
+        self._wait = wait
+        self._group = group
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+        except BaseException as error:  # noqa: BLE001  it is raised again in the thread that polls
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._done.set()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mizzen-comm", daemon=True)
+            self._thread.start()
+
+    def poll(self, seconds: float) -> bool:
+        """Wait for the other thread."""
+        self._start()
+        if not self._done.wait(seconds):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the other thread has come back."""
+        self._start()
+        return self._done.is_set()
+
+    def abandon(self) -> None:
+        """As for `Sliced`."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+
+class TorchBackend:
+    """torch.distributed with its default process group, whoever has made it."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or "torch"
+        self._world: weakref.ref[Any] | None = None
+        self._groups: dict[str, Group] = {}
+        self._timeouts: dict[str, float] = {}
+        self._backends: dict[str, dict[str, str]] = {}
+        if dist.is_available() and dist.is_initialized():
+            self._adopt()
+
+    def _adopt(self) -> None:
+        # Only a weak reference: a process group is gone when the user destroys it, and a new one is not this one.
+        self._world = weakref.ref(dist.group.WORLD)
+        self.name = dist.get_backend()
+
+    def initialize(
+        self, world: World, *, timeout: timedelta, init_method: str | None = None, device: torch.device | None = None
+    ) -> None:
+        """Make the default process group."""
+        try:
+            dist.init_process_group(
+                None if self.name == "torch" else self.name,
+                init_method=init_method,
+                timeout=timeout,
+                rank=world.rank,
+                world_size=world.size,
+                device_id=device,
+            )
+        except RuntimeError as error:
+            where = init_method or f"{world.master_addr}:{world.master_port}"
+            raise CommError(
+                f"rank {world.rank} of {world.size} could not meet the others at {where} with {self.name}: {error}"
+            ) from error
+        self._adopt()
+
+    def is_initialized(self) -> bool:
+        """Whether the default process group is still the one that was adopted."""
+        return self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
+
+    def store(self) -> dist.Store | None:
+        """A further connection to the store that the ranks met at."""
+        if dist.get_world_size() == 1 or self.name == "fake":
+            return None
+        return dist.PrefixStore("mizzen", dist.group.WORLD.get_group_store().clone())
+
+    def group(self, handle: Any) -> Group | None:
+        """Asked of torch once per group."""
+        if handle is dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        handle = handle or dist.group.WORLD
+        name: str = handle.group_name
+        found = self._groups.get(name)
+        if found is None:
+            found = self._groups[name] = self._describe(name, handle)
+        return found if found.rank >= 0 else None
+
+    def _describe(self, name: str, handle: Any) -> Group:
+        ranks = tuple(dist.get_process_group_ranks(handle))
+        if handle is dist.group.WORLD:
+            title = "all ranks"
+        elif handle.group_desc in ("", "undefined"):
+            title = f"the group of {ranks_in_words(ranks)}"
+        else:
+            title = f"group {handle.group_desc!r} of {ranks_in_words(ranks)}"
+        return Group(name, ranks, dist.get_rank(handle), title, self._timeouts.get(name))
+
+    def new_group(self, ranks: Sequence[int] | None, timeout: timedelta | None, options: Mapping[str, Any]) -> Any:
+        """As torch does it."""
+        handle = dist.new_group(list(ranks) if ranks is not None else None, timeout, **options)
+        if timeout is not None and handle is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._timeouts[handle.group_name] = timeout.total_seconds()
+        return handle
+
+    def issue(self, request: Request, handle: Any) -> Handle:
+        """Hand the operation to torch."""
+        handle = handle or dist.group.WORLD
+        sliced = self._is_sliced(request, handle)
+        name, arguments, options = request.operation, request.arguments, request.options
+        if name == "monitored_barrier" and not sliced:
+            name, options = "barrier", {}  # torch has the monitored one for gloo only
+        if name in MESSAGES:
+            work = MESSAGES[name](*arguments, group=handle, **options)
+            return Threaded(work.wait, handle) if sliced else Streamed(work)
+        if name in BLOCKING:
+            call = partial(BLOCKING[name], *arguments, group=handle, **options)
+            if sliced:
+                return Threaded(call, handle)
+            call()  # in this thread, because a thread has its own current device
+            return Finished()
+        if name not in COLLECTIVES:
+            raise NotBuilt(f"torch.distributed has no operation {name!r}; there are {', '.join(sorted(COLLECTIVES))}")
+        work = COLLECTIVES[name](*arguments, group=handle, async_op=True, **options)
+        return Sliced(work, handle) if sliced else Streamed(work)
+
+    def _is_sliced(self, request: Request, handle: Any) -> bool:
+        """Whether gloo will carry it out; every other backend is waited for as torch does."""
+        backends = self._backends.get(handle.group_name)
+        if backends is None:
+            backends = dict(pair.split(":") for pair in dist.get_backend_config(handle).split(","))
+            self._backends[handle.group_name] = backends
+        if request.payload:
+            return backends.get(request.payload[0].device.type) == "gloo"
+        return set(backends.values()) == {"gloo"}
+
+    def destroy(self, handle: Any) -> None:
+        """As torch does it; a group's name is never given to another while the job lasts."""
+        dist.destroy_process_group(handle)
+
+
+def make_backend(name: str | None) -> Backend:
+    """The backend of a name: one that was registered, or torch's own of that name."""
+    return (registered_backend(name) if name else None) or TorchBackend(name)

@@ -1,0 +1,136 @@
+"""What a run tells about itself: timers, profilers, the communication log, and the places where numbers are written."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mizzen.config.section import Section, no_effect, section
+from mizzen.config.values import Count, Flag, Integer, Name, NotNegative, Positive, Text
+
+
+class CommsLoggerConfig(Section):
+    """A record of every collective."""
+
+    enabled: Flag = False
+    """Keep the record; giving the section alone does not."""
+    verbose: Flag = False
+    """Print a line for each collective."""
+    prof_all: Flag = True
+    """Record every kind of collective."""
+    prof_ops: tuple[Name, ...] = ()
+    """Kinds to record when `prof_all` is false."""
+    debug: Flag = False
+    """Record also who called."""
+
+
+class ThroughputTimerConfig(Section):
+    """Samples per second."""
+
+    enabled: Flag = True
+    """Measure the throughput of each step."""
+    synchronized: Flag = no_effect(True, "device events time a step without waiting for it")
+    """Wait for the device before each reading."""
+
+
+class TimersConfig(Section):
+    """Timers that run in every step."""
+
+    throughput: ThroughputTimerConfig = section(ThroughputTimerConfig)
+    """Samples per second."""
+
+
+class FlopsProfilerConfig(Section):
+    """Operations, parameters and time of each module, in one step."""
+
+    enabled: Flag = False
+    """Profile one step and print the result."""
+    profile_step: Count = 1
+    """The step to profile."""
+    module_depth: Annotated[Integer, Field(ge=-1)] = -1
+    """Depth of modules in the summary; -1 means the innermost ones."""
+    top_modules: Count = 1
+    """Modules named at each depth."""
+    detailed: Flag = True
+    """Print the model with the numbers of each module."""
+    output_file: Text | None = None
+    """File for the result; absent prints it."""
+    recompute_fwd_factor: NotNegative = 0.0
+    """Share of the forward pass that is computed again in the backward pass."""
+
+
+class TensorboardConfig(Section):
+    """Numbers as TensorBoard events."""
+
+    enabled: Flag = False
+    """Write them."""
+    output_path: Text = ""
+    """Folder for the events; empty means `runs` in the working directory."""
+    job_name: Text = "DeepSpeedJobName"
+    """Folder of this run inside it."""
+
+
+class WandbConfig(Section):
+    """Numbers for Weights & Biases."""
+
+    enabled: Flag = False
+    """Send them."""
+    group: Text | None = None
+    """Group of this run."""
+    team: Text | None = None
+    """Team that owns the project."""
+    project: Text = "deepspeed"
+    """Project of this run."""
+
+
+class CsvConfig(Section):
+    """Numbers as CSV, one file for each."""
+
+    enabled: Flag = False
+    """Write them."""
+    output_path: Text = ""
+    """Folder for the files; empty means `csv_logs` in the working directory."""
+    job_name: Text = "DeepSpeedJobName"
+    """Folder of this run inside it."""
+
+
+class CometConfig(Section):
+    """Numbers for Comet."""
+
+    enabled: Flag = False
+    """Send them."""
+    samples_log_interval: Count = 100
+    """Samples between two points."""
+    project: Text | None = None
+    """Project of this run."""
+    workspace: Text | None = None
+    """Workspace of the project."""
+    api_key: Text | None = None
+    """Key to the service; better kept in Comet's own settings than in this file."""
+    experiment_name: Text | None = None
+    """Name of this run."""
+    experiment_key: Text | None = None
+    """Identifier of this run, to continue an earlier one."""
+    online: Flag | None = None
+    """Send at once; false keeps the numbers in a folder."""
+    mode: Text | None = None
+    """Start a new run, continue one, or whichever fits."""
+
+
+class JsonlConfig(Section):
+    """Numbers as JSON, one line for each step."""
+
+    enabled: Flag = False
+    """Write them."""
+    output_path: Text = ""
+    """Folder for the file; empty means the working directory."""
+    job_name: Text = "mizzen"
+    """Name of the file, without its ending."""
+
+
+class ProgressConfig(Section):
+    """One line on the terminal of rank 0 that is rewritten as training goes on."""
+
+    enabled: Flag = False
+    """Show it, if standard error is a terminal."""
+    interval: Positive = 1.0
+    """Least seconds between two rewrites."""

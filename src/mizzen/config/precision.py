@@ -1,0 +1,77 @@
+"""In which number formats a model computes, accumulates and communicates: `fp16`, `bf16`, `torch_autocast`, `amp`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mizzen.config.section import OpenSection, Section, no_effect, refused
+from mizzen.config.values import Count, Dtype, Flag, Name, NotNegative, Positive, Whole
+
+
+class Fp16Config(Section):
+    """Half precision with fp32 masters and loss scaling."""
+
+    enabled: Flag = False
+    """Hold parameters and compute in fp16."""
+    auto_cast: Flag = False
+    """Cast floating-point inputs of the model to fp16."""
+    loss_scale: NotNegative = 0.0
+    """A fixed loss scale; 0 means a dynamic one."""
+    initial_scale_power: Annotated[Whole, Field(le=126)] = 16
+    """The dynamic scale starts at 2 to this power."""
+    loss_scale_window: Count = 1000
+    """Steps without overflow after which the dynamic scale is doubled."""
+    hysteresis: Count = 2
+    """Overflows after which the dynamic scale is halved."""
+    consecutive_hysteresis: Flag = False
+    """Count only overflows in a row; otherwise the count starts again when the scale is raised."""
+    min_loss_scale: Positive = 1.0
+    """Least dynamic scale; an overflow at this scale is an error."""
+    fp16_master_weights_and_grads: Flag = False
+    """Keep masters and gradients in fp16 as well, for sharded optimizer states."""
+    fused_mode: Flag = no_effect(True, "the optimizer step is fused wherever the device can do it")
+    """Use the fused fp16 optimizer."""
+
+
+class Bf16Config(Section):
+    """Brain floating point with fp32 masters; it needs no loss scaling."""
+
+    enabled: Flag = False
+    """Hold parameters and compute in bf16."""
+    check_grad_overflow: Flag = True
+    """Skip a step whose gradients are not finite, and say so; false lets such a step happen."""
+    bf16_master_weights_and_grads: Flag = False
+    """Keep masters and gradients in bf16 as well, for sharded optimizer states."""
+    bf16_optimizer_states: Flag = False
+    """Keep the moments in bf16 as well; needs bf16 masters."""
+    immediate_grad_update: Flag = no_effect(False, "gradients are added to the fp32 sum as soon as they appear")
+    """Add each gradient to its fp32 sum inside the backward pass."""
+
+
+class AmpConfig(OpenSection):
+    """Mixed precision by NVIDIA apex; further keys were arguments of `apex.amp.initialize`."""
+
+    enabled: Flag = refused(False, "apex has been replaced by torch itself; use torch_autocast, bf16 or fp16")
+    """Hand the model to apex."""
+
+
+class AutocastConfig(Section):
+    """torch's own mixed precision: parameters stay as they are, operations choose their format."""
+
+    enabled: Flag = False
+    """Run the model under `torch.autocast`."""
+    dtype: Dtype = "bf16"
+    """Format of the operations that may be lower."""
+    lower_precision_safe_modules: tuple[Name, ...] | None = None
+    """Classes whose parameters also travel in the lower format; absent means linear and convolution layers."""
+
+
+class DataTypesConfig(Section):
+    """Formats that differ from the one the model computes in."""
+
+    grad_accum_dtype: Dtype | None = None
+    """Format in which gradients accumulate over micro-steps; absent means fp32."""
+    param_dtype: Dtype | None = None
+    """Format of the parameters; if given, it must be the one of the enabled precision section."""
+    buffer_dtype: Dtype | None = None
+    """Format of the model's buffers; absent leaves them as they are."""

@@ -1,0 +1,69 @@
+"""Everything that is wrong with a configuration at once, and what in it changes nothing. `load` stops at the first kind."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mizzen.config.load import load
+from mizzen.config.migrate import Problem, name_keys, spread_paths, walk
+from mizzen.config.schema import Config
+from mizzen.config.source import Source, read_source
+from mizzen.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The parsed configuration unless there are problems, and notes on keys that are old or without effect."""
+
+    config: Config | None
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def examine(source: Source) -> Findings:
+    """Look for every problem that can be found without knowing the number of ranks."""
+    try:
+        raw = read_source(source)
+        spread_paths(raw)
+        unknown = name_keys(raw, Config)
+    except ConfigError as error:
+        return Findings(None, _split(error), ())
+    for path, _ in unknown:
+        _drop(raw, path)
+    problems = [f"{path}: {message}" for path, message in unknown]
+    try:
+        config = load(copy.deepcopy(raw))
+    except ConfigError as error:
+        return Findings(None, (*problems, *_unless_caused_by(unknown, _split(error))), ())
+    return Findings(None if problems else config, tuple(problems), tuple(_notes(raw, config)))
+
+
+def _split(error: ConfigError) -> tuple[str, ...]:
+    return tuple(str(error).split("\n  also "))
+
+
+def _drop(raw: dict[str, Any], path: str) -> None:
+    holder: Any = raw
+    *parents, last = path.split(".")
+    for parent in parents:
+        holder = holder[int(parent)] if isinstance(holder, list) else holder[parent]
+    del holder[last]
+
+
+def _unless_caused_by(unknown: list[Problem], found: tuple[str, ...]) -> Iterator[str]:
+    """A key that is missing beside a misspelt one is most likely that one."""
+    sections = {path.rpartition(".")[0] for path, _ in unknown}
+    for problem in found:
+        path, _, message = problem.partition(": ")
+        if not (message.startswith("required here") and path.rpartition(".")[0] in sections):
+            yield problem
+
+
+def _notes(raw: dict[str, Any], config: Config) -> Iterator[str]:
+    for found in walk(raw, Config):
+        if found.fate.kind == "moved":
+            target = found.fate.moved_to
+            yield f"{found.path}: an old key; use {target} instead" if target else f"{found.path}: an old key without effect"
+        elif found.fate.kind == "no_effect" and config.at(found.path) != found.field.get_default(call_default_factory=True):
+            yield f"{found.path}: no effect here: {found.fate.reason}"

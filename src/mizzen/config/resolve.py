@@ -1,0 +1,98 @@
+"""From a configuration and a number of ranks to layout and batch, with what follows from them filled in. Pure, no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mizzen.config.batch import TRIAD, Batch
+from mizzen.config.dump import values
+from mizzen.config.elastic import compute_elastic
+from mizzen.config.layout import Layout
+from mizzen.config.origin import Origin
+from mizzen.config.schema import Config
+from mizzen.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration that fits a number of ranks; its `config` holds the derived values too."""
+
+    config: Config
+    layout: Layout
+    batch: Batch
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """Where every value of the configuration comes from."""
+        return {item.path: item.origin for item in values(self.config)}
+
+
+def resolve(config: Config, world: int) -> Resolved:
+    """Fit layout and batch to `world` ranks, or raise the error that says what does not fit."""
+    layout = _layout(config, world)
+    batch, source = _batch(config, layout)
+    facts = {key: (value, source) for key, value in batch.values().items()}
+    facts["data_parallel_size"] = (layout.dp, f"{world} ranks")
+    facts["data_parallel_replicate_size"] = (layout.dp_replicate, "zero_optimization.mics_shard_size")
+    derived = {key: fact for key, fact in facts.items() if config.at(key) != fact[0]}
+    filled = config.model_copy(update={key: value for key, (value, _) in derived.items()})
+    origins = {key: Origin("derived", f"from {origin}") for key, (_, origin) in derived.items()}
+    return Resolved(filled.with_origins(origins), layout, batch)
+
+
+def _layout(config: Config, world: int) -> Layout:
+    tensor, expert = config.tensor_parallel, config.expert_parallel
+    degrees: dict[str, Any] = {
+        "tp": tensor.autotp_size or tensor.tensor_parallel.tp_size,
+        "pp": config.pipeline_parallel_size,
+        "sp": config.sequence_parallel_size,
+        "ep": expert.autoep_size if expert.enabled else 1,
+        "data_before_expert": config.use_data_before_expert_parallelism,
+    }
+    dp = Layout.fit(world, **{**degrees, "ep": 1}).dp
+    if config.data_parallel_size not in (None, dp):
+        message = f"{config.data_parallel_size} is not what {world} ranks leave for it, {dp}: leave the key out"
+        raise ConfigError("data_parallel_size", message)
+    return Layout.fit(world, **degrees, dp_replicate=_replicas(config, dp))
+
+
+def _replicas(config: Config, dp: int) -> int:
+    """Copies of the sharded state, asked for by their number or, with MiCS, by the size of each."""
+    replicas, shard = config.data_parallel_replicate_size, config.zero_optimization.mics_shard_size
+    if shard < 1:
+        return replicas
+    if dp % shard:
+        message = f"{shard} does not divide the {dp} data-parallel ranks"
+        raise ConfigError("zero_optimization.mics_shard_size", message)
+    if replicas not in (1, dp // shard):
+        message = f"{replicas} is not what zero_optimization.mics_shard_size = {shard} makes of {dp} data-parallel ranks, "
+        raise ConfigError("data_parallel_replicate_size", f"{message}{dp // shard}: leave one of the two out")
+    return dp // shard
+
+
+def _batch(config: Config, layout: Layout) -> tuple[Batch, str]:
+    """The batch, and in words where it comes from."""
+    given = [key for key in TRIAD if config.at(key) is not None]
+    if not config.elasticity.enabled:
+        return Batch.solve(config, dp=layout.dp), f"{' and '.join(given)} with dp = {layout.dp}"
+    if given and not config.elasticity.ignore_non_elastic_batch_info:
+        raise ConfigError(
+            given[0],
+            "given although elasticity.enabled derives the batch: leave it out, "
+            "or set elasticity.ignore_non_elastic_batch_info to true",
+        )
+    return _elastic_batch(config, layout), "elasticity"
+
+
+def _elastic_batch(config: Config, layout: Layout) -> Batch:
+    parallel, asked = layout.world // layout.dp, config.elasticity.model_parallel_size
+    if parallel != asked:
+        version = " and elasticity.version to 0.2" if config.elasticity.version == 0.1 else ""
+        raise ConfigError(
+            "elasticity.model_parallel_size",
+            f"{asked} is not the number of ranks that share one copy of the model, {parallel}: set it to {parallel}{version}",
+        )
+    found = compute_elastic(config.elasticity, layout.world)
+    if found.micro is None:
+        raise AssertionError(f"no micro-batch for {layout.world} ranks in {found}")
+    return Batch(found.batch, found.micro, found.batch // (found.micro * layout.dp), layout.dp)

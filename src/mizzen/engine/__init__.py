@@ -1,0 +1,1 @@
+"""The training step. What varies between runs is chosen once, in `build.py`."""

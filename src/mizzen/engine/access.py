@@ -1,0 +1,145 @@
+"""Whole parameters, gradients and optimizer states, read and written by the parameter alone, whoever holds them.
+
+Everything is done over Pieces: no function here asks for a stage. Reading or writing a whole tensor is collective over
+the ranks that share it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mizzen.ambient import AMBIENT
+from mizzen.comm import collectives
+from mizzen.errors import UsageError
+from mizzen.model.piece import Piece, copy_overlap, piece_of_tensor
+from mizzen.plan.parts import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who trains a parameter, and under which name."""
+
+    name: str
+    store: Store
+    optimizer: Optimizer | None
+
+
+def owner_of(parameter: nn.Parameter) -> Owner | None:
+    """The engine state behind a parameter; None when no engine trains it."""
+    if not isinstance(parameter, Tensor):
+        raise UsageError(f"a parameter is wanted; this is a {type(parameter).__name__}")
+    found = AMBIENT.owners.get(parameter)
+    return found if isinstance(found, Owner) else None
+
+
+def full_value(parameter: nn.Parameter) -> Tensor | None:
+    """The master value of a parameter, whole, on every rank."""
+    owner = owner_of(parameter)
+    return None if owner is None else _gather(owner, owner.store.pieces("master"))
+
+
+def full_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The reduced gradient of a parameter, whole, on every rank; between backward and step."""
+    owner = owner_of(parameter)
+    if owner is None:
+        return None
+    owner.store.gradients.collect()
+    return _gather(owner, owner.store.pieces("gradient"))
+
+
+def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
+    """One optimizer state of a parameter, whole, on every rank; None before the first step."""
+    owner = owner_of(parameter)
+    if owner is None or owner.optimizer is None or not owner.optimizer.state:
+        return None
+    known = {name for state in owner.optimizer.state.values() for name in state}
+    if key not in known:
+        raise UsageError(f"the optimizer keeps no state '{key}'; it keeps {', '.join(sorted(known))}")
+    return _gather(owner, owner.store.state_pieces(owner.optimizer.state, key))
+
+
+def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write a parameter, the master weights and the working copy, from a whole tensor that every rank gives."""
+    owner = _require(parameter)
+    _scatter(owner, value, owner.store.pieces("master"))
+    with torch.no_grad():
+        parameter.copy_(value.to(parameter.device))
+
+
+def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write the reduced gradient of a parameter from a whole tensor that every rank gives."""
+    owner = _require(parameter)
+    owner.store.gradients.collect()
+    _scatter(owner, value, owner.store.pieces("gradient"))
+
+
+def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
+    """Write one optimizer state of a parameter from a whole tensor that every rank gives."""
+    owner = _require(parameter)
+    if full_state(parameter, key) is None or owner.optimizer is None:
+        raise UsageError(f"the optimizer has no states before its first step: '{key}' cannot be set yet")
+    _scatter(owner, value, owner.store.state_pieces(owner.optimizer.state, key))
+
+
+def update_gradients(parameters: Iterable[nn.Parameter], change: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+    """Replace the reduced gradient of each parameter by what `change(gradient, parameter)` returns."""
+    for parameter in parameters:
+        gradient = full_gradient(parameter)
+        if gradient is not None:
+            set_full_gradient(parameter, change(gradient, parameter))
+
+
+def _require(parameter: nn.Parameter) -> Owner:
+    owner = owner_of(parameter)
+    if owner is None:
+        raise UsageError("no engine trains this parameter: it is frozen, or it does not belong to an initialized model")
+    return owner
+
+
+def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
+    """Each element has one holder among the ranks that share it, so the sum of what they hold is the whole."""
+    parameter = owner.store.parameters[owner.name]
+    mine = [piece for piece in pieces if piece.name == owner.name]
+    dtype = mine[0].dtype if mine else torch.promote_types(parameter.dtype, torch.float32)
+    whole = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    target = piece_of_tensor(owner.name, whole)
+    for piece in mine:
+        copy_overlap(piece, target)
+    if owner.store.group is not None and owner.store.is_sharded:
+        collectives.all_reduce(whole, group=owner.store.group)
+    return whole
+
+
+def _scatter(owner: Owner, value: Tensor, pieces: list[Piece]) -> None:
+    expected = owner.store.parameters[owner.name].shape
+    if value.shape != expected:
+        raise UsageError(f"'{owner.name}' has shape {list(expected)}; the value given has {list(value.shape)}")
+    source = piece_of_tensor(owner.name, value)
+    for piece in pieces:
+        if piece.name == owner.name:
+            copy_overlap(source, piece)
+
+
+@contextmanager
+def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+    """Whole parameters inside; at the end the values of `modifier_rank` are everyone's, and the masters follow.
+
+    Without a modifier rank what is written stays a local matter, as in a forward pass. Parameters that no engine trains
+    are left alone.
+    """
+    wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    owned = [(parameter, owner) for parameter in wanted if (owner := owner_of(parameter)) is not None]
+    yield
+    if modifier_rank is None:
+        return
+    for parameter, owner in owned:
+        value = parameter.detach().clone()
+        if owner.store.group is not None:
+            collectives.broadcast(value, modifier_rank, group=owner.store.group)
+        master = full_value(parameter)
+        if master is None or not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
+            set_full_value(parameter, value)

@@ -1,0 +1,220 @@
+"""The engine: forward, backward, step. It decides nothing; what varies was chosen in `build.py`."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mizzen.engine.face import Face, Surroundings
+from mizzen.engine.optimizer import EngineOptimizer
+from mizzen.engine.runner import LossFunction, Runner, to_device
+from mizzen.engine.update import Outcome, Updater
+from mizzen.engine.window import Window
+from mizzen.errors import StepError, UsageError
+from mizzen.log import warn_once
+from mizzen.monitor.report import ACCUMULATING, Observer, StepReport
+from mizzen.plan.parts import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Driving:
+    """The parts of an engine that move: how a batch runs, how parameters change, and who is told."""
+
+    runner: Runner
+    updater: Updater | None
+    optimizer: EngineOptimizer | None
+    scheduler: Any
+    observers: tuple[Observer, ...] = ()
+
+
+class Engine(Face):
+    """One model in training. `backward` and `step` for an open loop, `train_batch` for a whole step."""
+
+    def __init__(self, parts: Parts, driving: Driving, surroundings: Surroundings) -> None:
+        super().__init__(parts[0].module, surroundings)
+        self.parts = parts
+        self.runner = driving.runner
+        self.updater = driving.updater
+        self.optimizer = driving.optimizer
+        self.lr_scheduler = driving.scheduler
+        self.observers = driving.observers
+        self._window = Window()
+        self._clock = time.perf_counter()
+        self._outcome: Outcome | None = None
+        self._consecutive_skips = 0
+
+    # An open loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, as it is."""
+        if self.training:
+            self._window.see((args, kwargs))
+        return self.runner.forward(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Gradients of one micro-batch; returns the loss divided by the accumulation steps (unless told not to)."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"backward takes a loss of one element; this one is {shape}: reduce it first, with .mean()")
+        if not loss.requires_grad:
+            raise UsageError("backward takes a loss that depends on trained parameters; this one needs no gradient")
+        self._require_updater("backward")
+        accumulation = self.batch.accumulation
+        self._window.add(loss, 1.0 if scale_wrt_gas else 1.0 / accumulation)
+        weighted = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
+        self.runner.backward(weighted, last=self._is_last(), retain_graph=retain_graph)
+        return weighted.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as a `.backward()` of the user's own needs it."""
+        self._window.has_scaled = True
+        return loss / self.batch.accumulation
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepReport:
+        """Count a micro-batch; at the boundary also update the parameters, and then the learning rate."""
+        self._require_updater("step")
+        if self._window.held_by:
+            raise UsageError(f"step() inside {self._window.held_by}(): leave the context first")
+        if self.managed and not self.is_gradient_accumulation_boundary():
+            self.micro_steps += 1
+            return self._report(False, ACCUMULATING)
+        self.micro_steps += 1
+        return self._finish(self._stray_factor(), lr_kwargs)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the parameters."""
+        if self._window.boundary is not None:
+            return self._window.boundary
+        return not self.managed or (self.micro_steps + 1) % self.batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next `step()` updates the parameters, instead of counting; None counts again."""
+        if not self.managed:
+            raise UsageError("managed_gradient_accumulation is false: every step() updates, there is no boundary to set")
+        self._window.boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on their rank. Stages 0 and 1 only: stage 2 has no room for them."""
+        stage = self.settings.zero_optimization.stage
+        if stage >= 2:
+            raise UsageError(f"no_sync() is for ZeRO stages 0 and 1; stage {stage} keeps no whole gradients on a rank")
+        with self._window.hold("no_sync"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards, one reduction at the end of the context."""
+        with self._window.hold("coalesce_grad_reduction"):
+            yield
+        for store in self.stores:
+            store.gradients.collect()
+
+    # A whole step
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> StepReport:
+        """Pull the micro-batches of one step, run them, update. Raises StopIteration on all ranks together."""
+        self._require_updater("train_batch")
+        if self.micro_steps % self.batch.accumulation:
+            raise UsageError("train_batch() in the middle of an accumulation: finish it with backward() and step() first")
+        micros = self._pull(data_iter if data_iter is not None else self.data_iterator())
+        for micro in micros:
+            self._window.see(micro)
+        self._window.tally = self.runner.run(micros, loss_fn)
+        self.micro_steps += len(micros)
+        return self._finish(1.0, None)
+
+    def _pull(self, source: Iterator[Any]) -> list[Any]:
+        micros = []
+        for _ in range(self.batch.accumulation):
+            try:
+                micros.append(to_device(next(source), self.device))
+            except StopIteration:
+                break
+        if self.fewest_over_ranks(len(micros)) < self.batch.accumulation:
+            if micros:
+                warn_once("the data ended on some rank before a whole batch was there; the rest of it is dropped")
+            raise StopIteration
+        return micros
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. Their buffers stay, whatever `set_to_none` says."""
+        self._window.close()
+        if self.updater is not None:
+            self.updater.clear()
+
+    # What both end with
+
+    def _finish(self, factor: float, lr_kwargs: dict[str, Any] | None) -> StepReport:
+        updater = self._require_updater("step")
+        outcome = self._outcome = updater.update(self._window.tally, factor=factor)
+        self.global_samples += self.batch.train
+        if self.optimizer is not None:
+            self.optimizer.overflow = not outcome.applied
+        rates = self.get_lr()
+        if outcome.applied:
+            self.global_steps += 1
+            self._consecutive_skips = 0
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        else:
+            self.skipped_steps += 1
+            self._consecutive_skips += 1
+        report = self._report(outcome.applied, outcome.reason, outcome, rates=rates)
+        self._window.close()
+        for observer in self.observers:
+            observer.on_step(report)
+        self._stop_if_hopeless(outcome)
+        return report
+
+    def _stop_if_hopeless(self, outcome: Outcome) -> None:
+        limit = self.settings.max_consecutive_skips
+        if limit and self._consecutive_skips >= limit:
+            raise StepError(
+                f"{self._consecutive_skips} steps in a row were skipped, the last at step {self.global_steps + 1}: "
+                f"{outcome.reason}. Lower the learning rate, check the data, or raise max_consecutive_skips"
+            )
+
+    def _report(
+        self,
+        applied: bool,
+        reason: str,
+        outcome: Outcome | None = None,
+        *,
+        rates: Sequence[float] = (),
+    ) -> StepReport:
+        now, tokens = time.perf_counter(), self._window.tokens
+        seconds, self._clock = (now - self._clock, now) if outcome else (0.0, self._clock)
+        return StepReport(
+            step=self.global_steps,
+            applied=applied,
+            reason=reason if applied or reason == ACCUMULATING else f"step {self.global_steps + 1}: {reason}",
+            lr=tuple(rates),
+            samples=self.batch.train if outcome else 0,
+            tokens=tokens * self.batch.dp if tokens is not None else None,
+            seconds=seconds,
+            skipped_steps=self.skipped_steps,
+            read_loss=lambda: outcome.loss if outcome else None,
+            read_norm=lambda: outcome.norm if outcome else None,
+        )
+
+    def _stray_factor(self) -> float:
+        """What gradients of a bare `loss.backward()` are still to be multiplied with."""
+        if not any(store.gradients.has_strangers for store in self.stores):
+            return 1.0
+        if self._window.tally.loss is not None:
+            raise UsageError("engine.backward(loss) and a bare loss.backward() in one step: use one of the two")
+        return 1.0 if self._window.has_scaled else 1.0 / self.batch.accumulation
+
+    def _is_last(self) -> bool | None:
+        if self._window.held_by:
+            return None
+        return self.managed and self.is_gradient_accumulation_boundary()
+
+    def _require_updater(self, call: str) -> Updater:
+        if self.updater is None:
+            raise UsageError(f"{call}() needs an optimizer: name one in the configuration, or give one to initialize()")
+        return self.updater

@@ -1,0 +1,371 @@
+"""The wide side of the engine: names that users and clients call, each answered from a table or by one line.
+
+`GETTERS` maps a method to the key that answers it; `UNBUILT` lists calls whose capability does not exist yet.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mizzen.comm import collectives
+from mizzen.comm.mesh import Mesh
+from mizzen.config.batch import Batch
+from mizzen.config.resolve import Resolved
+from mizzen.config.schema import Config
+from mizzen.engine.optimizer import EngineOptimizer
+from mizzen.environment import World
+from mizzen.errors import ConfigError, NotBuilt, UsageError
+from mizzen.monitor.report import Observer
+from mizzen.plan.parts import Parts, Store
+
+GETTERS: Final[Mapping[str, str]] = {
+    "steps_per_print": "steps_per_print",
+    "gradient_clipping": "gradient_clipping",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
+    "zero_offload_param": "zero_optimization.offload_param",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "mics_shard_size": "zero_optimization.mics_shard_size",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "fp16_enabled": "fp16.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "bfloat16_enabled": "bf16.enabled",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "amp_enabled": "amp.enabled",
+    "dynamic_loss_scale": "fp16.enabled",
+    "initial_dynamic_scale": "fp16.initial_scale_power",
+    "communication_data_type": "communication_data_type",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "postscale_gradients": "prescale_gradients",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "gradient_allreduce_op": "gradient_allreduce_op",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "memory_breakdown": "memory_breakdown",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "dump_state": "dump_state",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_theta": "progressive_layer_drop.theta",
+    "pld_gamma": "progressive_layer_drop.gamma",
+    "autotuning_enabled": "autotuning.enabled",
+    "elasticity_enabled": "elasticity.enabled",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "checkpoint_tag_validation_mode": "checkpoint.tag_validation",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+}
+"""Method without arguments -> the key whose value it returns."""
+
+NEGATED: Final = frozenset({"postscale_gradients"})
+
+UNBUILT: Final[Mapping[str, str]] = {
+    "save_checkpoint": "checkpoints",
+    "load_checkpoint": "checkpoints",
+    "save_16bit_model": "checkpoints",
+    "save_fp16_model": "checkpoints",
+    "is_compiled": "compilation",
+    "get_compile_time": "compilation",
+    "register_compile_pass": "compilation",
+    "offload_states": "offload",
+    "reload_states": "offload",
+    "empty_partition_cache": "ZeRO stage 3",
+    "set_data_post_process_func": "data efficiency",
+    "set_custom_curriculum_learning_schedule": "curriculum learning",
+    "random_ltd_initialize": "random layer-token drop",
+    "get_pld_theta": "progressive layer drop",
+    "eval_batch": "pipeline parallelism",
+    "set_dataiterator": "pipeline parallelism",
+    "set_batch_fn": "pipeline parallelism",
+}
+"""Call -> the capability it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an engine is told about the run it is part of."""
+
+    resolved: Resolved
+    user_config: Mapping[str, Any]
+    mesh: Mesh
+    world: World
+    device: torch.device
+    group: ProcessGroup | None
+    """The ranks that share gradients; None when there is one."""
+    loader: Any = None
+    make_loader: Callable[..., Any] | None = None
+
+
+class Face(nn.Module):
+    """Everything about an engine that is not the training step."""
+
+    def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
+        super().__init__()
+        self.module = module
+        self.surroundings = surroundings
+        self.batch: Batch = surroundings.resolved.batch
+        self.training_dataloader = surroundings.loader
+        self.device = surroundings.device
+        self.local_rank = surroundings.world.local_rank
+        self.global_rank = surroundings.world.rank
+        self.world_size = surroundings.world.size
+        self.dp_world_size = surroundings.resolved.layout.dp
+        self.mp_world_size = surroundings.resolved.layout.tp
+        self.sequence_parallel_size = surroundings.resolved.layout.sp
+        self.managed = self.settings.managed_gradient_accumulation
+        self.global_steps = 0
+        """Optimizer steps that were applied."""
+        self.global_samples = 0
+        """Samples of all ranks, those of skipped steps included: the data has moved on."""
+        self.micro_steps = 0
+        """Forward and backward passes on this rank."""
+        self.skipped_steps = 0
+        """Optimizer steps that were due and not taken."""
+        self.parts: Parts = ()
+        self.observers: tuple[Observer, ...] = ()
+        self.optimizer: EngineOptimizer | None = None
+        self.lr_scheduler: Any = None
+        self._own_data: Iterator[Any] | None = None
+        self.train(module.training)
+
+    # What it was built from
+
+    @property
+    def settings(self) -> Config:
+        """The resolved configuration, frozen."""
+        return self.surroundings.resolved.config
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The user's own dict, as it was given."""
+        return self.surroundings.user_config
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of the run."""
+        return self.surroundings.mesh
+
+    @property
+    def stores(self) -> list[Store]:
+        """What holds the trained parameters of this rank."""
+        return [store for part in self.parts for store in part.stores]
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """The optimizer that does the arithmetic."""
+        return self.optimizer.optimizer if self.optimizer is not None else None
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step."""
+        return self.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward pass on one rank."""
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Forward passes per optimizer step."""
+        return self.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch size, micro batch size, accumulation steps)."""
+        return self.batch.train, self.batch.micro, self.batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by changing the accumulation alone."""
+        step = self.batch.micro * self.batch.dp
+        if train_batch_size < 1 or train_batch_size % step:
+            raise ConfigError("train_batch_size", f"{train_batch_size} is not a multiple of micro x dp = {step}")
+        self.batch = replace(self.batch, train=train_batch_size, accumulation=train_batch_size // step)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per forward pass, and with them the samples per step."""
+        if micro_batch_size < 1:
+            raise ConfigError("train_micro_batch_size_per_gpu", f"{micro_batch_size} is not at least 1")
+        train = micro_batch_size * self.batch.accumulation * self.batch.dp
+        self.batch = replace(self.batch, train=train, micro=micro_batch_size)
+
+    # Where it stands
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in self._groups():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of every parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """The type tag of every parameter group, where it has one."""
+        return [group.get("type") for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    def loss_scale(self) -> float:
+        """The factor that losses are multiplied with before backward."""
+        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.settings.zero_optimization.stage > 0
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among the data-parallel ranks."""
+        return self.mesh.coordinate("dp_replicate") * self.mesh.layout.dp_shard + self.mesh.coordinate("dp_shard")
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank's place among the tensor-parallel ranks."""
+        return self.mesh.coordinate("tp")
+
+    def get_model_parallel_rank(self) -> int:
+        """The same, under its older name."""
+        return self.get_tensor_parallel_rank()
+
+    def get_sequence_parallel_group(self) -> ProcessGroup | None:
+        """The ranks that share one sequence."""
+        return self.mesh.group("sp")
+
+    def fewest_over_ranks(self, count: int) -> int:
+        """The least of a count over the data-parallel ranks."""
+        if self.surroundings.group is None:
+            return count
+        least = torch.tensor(count, device=self.device)
+        collectives.all_reduce(least, op=collectives.ReduceOp.MIN, group=self.surroundings.group)
+        return int(least)
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduce what is still local now, instead of at the next step."""
+        for store in self.stores:
+            store.gradients.collect()
+
+    # Data
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader over this rank's share of a data set."""
+        if self.surroundings.make_loader is None:
+            raise UsageError("this engine has no data parallel group to make a loader for")
+        return self.surroundings.make_loader(
+            dataset,
+            batch_size=batch_size or self.batch.micro,
+            route=route,
+            pin_memory=pin_memory,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            workers=num_local_io_workers,
+        )
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Where `train_batch()` without an iterator takes its data from."""
+        self.training_dataloader, self._own_data = loader, None
+
+    def data_iterator(self) -> Iterator[Any]:
+        """The engine's own data, epoch after epoch."""
+        if self.training_dataloader is None:
+            raise UsageError("train_batch() without an iterator needs training_data: give it to initialize()")
+        if self._own_data is None:
+            self._own_data = _for_ever(self.training_dataloader)
+        return self._own_data
+
+    # The module
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's own state dict."""
+        found = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    found.pop(prefix + name, None)
+        return dict(found)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Not built yet."""
+        raise NotBuilt("engine.compile: compilation is not built yet; compile the model before initialize()")
+
+    def destroy(self) -> None:
+        """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
+        for store in self.stores:
+            store.detach()
+        for observer in self.observers:
+            observer.close()
+        self.parts, self.observers, self.optimizer, self.lr_scheduler = (), (), None, None
+        self.training_dataloader, self._own_data = None, None
+        self.__dict__["updater"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GETTERS:
+            value = self.settings.at(GETTERS[name])
+            return lambda: not value if name in NEGATED else value
+        if name in UNBUILT:
+            return partial(_refuse, name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in dir(type(self)) or "module" not in self._modules:
+                raise  # a property of ours failed: its own error says more than the module's
+        return getattr(self.module, name)
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> None:
+    raise NotBuilt(f"engine.{name}: {UNBUILT[name]} is not built yet")
+
+
+def _for_ever(loader: Any) -> Iterator[Any]:
+    epoch = 0
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            return
+        epoch += 1
+        if "set_epoch" in dir(loader):
+            loader.set_epoch(epoch)

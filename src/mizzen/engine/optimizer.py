@@ -1,0 +1,73 @@
+"""The optimizer that users hold: a `torch.optim.Optimizer` whose groups and states are those of the real one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mizzen.errors import UsageError
+
+
+class EngineOptimizer(Optimizer):
+    """A face of the optimizer inside the engine. What is written to its groups, such as `lr`, reaches the real one.
+
+    Its parameters are this rank's share of the master weights in flat pieces, not the model's parameters.
+    """
+
+    def __init__(self, inner: Optimizer, *, step: Callable[[], Any], clear: Callable[[], None]) -> None:
+        super().__init__([torch.zeros(0)], dict(inner.defaults))
+        self.optimizer = inner
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self.overflow = False
+        """Whether the last step was skipped because a gradient was not finite."""
+        self._step = step
+        self._clear = clear
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """The engine's own step."""
+        if closure is not None:
+            raise UsageError("a closure cannot be given: the engine has already run forward and backward")
+        self._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. Their buffers stay, whatever `set_to_none` says."""
+        self._clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's share."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave on the same rank of the same layout."""
+        self.optimizer.load_state_dict(state_dict)
+        self.param_groups = self.optimizer.param_groups
+        self.state = self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that losses are multiplied with before backward."""
+        return 1.0
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, under its other name."""
+        return self.loss_scale
+
+
+def repoint(optimizer: Optimizer, masters: list[tuple[int, Tensor]], names: dict[int, str]) -> None:
+    """Make an optimizer work on master weights instead of the parameters it was built with.
+
+    `names` has the name of every trained parameter by its id. States that the optimizer already had are refused:
+    they belong to whole parameters, and a checkpoint is the way to carry them over.
+    """
+    if optimizer.state:
+        known = [names.get(id(parameter), "?") for parameter in optimizer.state]
+        raise UsageError(
+            f"the optimizer already has states, for {', '.join(known[:3])}{' ...' if len(known) > 3 else ''}: give "
+            "`initialize` an optimizer that has not stepped yet, and load its states from a checkpoint"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"] = [master for index, master in masters if index == number]

@@ -1,0 +1,138 @@
+"""What happens to a model before its plan is applied: it moves to the device, and every rank gets rank 0's values."""
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mizzen.accelerator import get_accelerator
+from mizzen.comm import collectives
+from mizzen.comm.fingerprint import compare
+from mizzen.comm.mesh import Mesh
+from mizzen.config.schema import Config
+from mizzen.errors import ConfigError, UsageError
+from mizzen.optim.build import build_optimizer, is_elementwise
+from mizzen.optim.schedules import build_scheduler
+from mizzen.plan.build import Plan
+from mizzen.precision.policy import Policy
+
+
+def agree(plan: Plan) -> None:
+    """All ranks compare what they are about to do, in one exchange; a rank that differs is named with the field."""
+    if plan.resolved.layout.world == 1:
+        return
+    config = plan.resolved.config
+    compare(
+        {
+            "configuration": _digest(config.model_dump_json()),
+            "model": plan.sketch.fingerprint(),
+            "mizzen": _version("mizzen"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Move a model to the device; its frozen parameters and buffers get their dtype and rank 0's values.
+
+    Trained parameters get theirs when the plan moves them into their buffers, from the values as they are here.
+    """
+    policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
+    model.to(device)
+    trained = {p.name for p in plan.sketch.parameters if p.requires_grad and p.group is not None}
+    for name, parameter in model.named_parameters():
+        if name not in trained and policy.parameters and parameter.is_floating_point():
+            parameter.data = parameter.data.to(_dtype(policy.parameters))
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and policy.buffers and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(_dtype(policy.buffers))
+    if plan.resolved.layout.world > 1:
+        rest = [parameter for name, parameter in model.named_parameters() if name not in trained]
+        _spread([*rest, *model.buffers()], mesh)
+
+
+def _spread(tensors: Iterable[Tensor], mesh: Mesh) -> None:
+    group = mesh.group("dp_replicate", "dp_shard", "sp")
+    source = collectives.get_global_rank(group, 0)
+    for tensor in tensors:
+        data = tensor.detach()
+        whole = data if data.is_contiguous() else data.contiguous()
+        collectives.broadcast(whole, source, group=group)
+        if whole is not data:
+            data.copy_(whole)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = torch.__dict__[name]
+    if not isinstance(found, torch.dtype):
+        raise AssertionError(f"{name} is not a dtype")
+    return found
+
+
+def seed_of(config: Config, mesh: Mesh) -> int:
+    """The seed of the run: the `seed` key or rank 0's own; dropout then differs between data-parallel ranks."""
+    seed = torch.tensor(config.seed if config.seed is not None else torch.initial_seed() % (1 << 62))
+    world = mesh.layout.world
+    if world > 1:
+        on_device = seed.to(get_accelerator().device())
+        collectives.broadcast(on_device, 0)
+        seed = on_device.cpu()
+    value = int(seed)
+    if config.seed is not None or world > 1:
+        axes = ("pp", "dp_replicate", "dp_shard", "sp")
+        place_of_rank = [mesh.coordinate(axis) for axis in axes]
+        torch.manual_seed(int(_digest(f"{value} {place_of_rank}"), 16) >> 1)
+    return value
+
+
+def choose_optimizer(
+    given: Optimizer | Callable[[Any], Optimizer] | None, config: Config, groups: list[dict[str, Any]], device_type: str
+) -> Optimizer:
+    """The optimizer of a run: an object, what a callable makes, or the one that the configuration names."""
+    if given is None and config.optimizer is not None:
+        return build_optimizer(config.optimizer.type, dict(config.optimizer.params), groups, device_type=device_type)
+    made = given if isinstance(given, Optimizer) else given(groups) if callable(given) else given
+    if not isinstance(made, Optimizer):
+        raise UsageError(f"optimizer= is a torch optimizer or a callable that makes one; it gave a {type(made).__name__}")
+    if not is_elementwise(made) and not config.zero_allow_untested_optimizer:
+        raise ConfigError(
+            "zero_allow_untested_optimizer",
+            f"{type(made).__name__} is not known to work element by element, and the engine gives it flat pieces of many "
+            "parameters; set this key to true if it does",
+        )
+    return made
+
+
+def choose_scheduler(given: Any, config: Config, optimizer: Optimizer | None) -> Any:
+    """The learning-rate schedule of a run: an object, what a callable makes, or the one that the configuration names."""
+    if optimizer is None:
+        if given is not None or config.scheduler is not None:
+            raise UsageError("a learning-rate schedule without an optimizer: name one in the configuration, or give one")
+        return None
+    if given is None:
+        if config.scheduler is None or config.scheduler.type is None:
+            return None
+        return build_scheduler(config.scheduler.type, dict(config.scheduler.params), optimizer)
+    if "step" in dir(given):
+        return given
+    if callable(given):
+        return given(optimizer)
+    raise UsageError(f"lr_scheduler= has a step() or is a callable that makes one; this is a {type(given).__name__}")

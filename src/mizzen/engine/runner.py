@@ -1,0 +1,116 @@
+"""Forward and backward of micro-batches on a model that is whole on this rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mizzen.engine.update import Tally
+from mizzen.errors import UsageError
+from mizzen.plan.parts import Store
+
+LOSS: Final = "loss"
+LossFunction = Callable[[Any, Any], Any]
+
+
+class Runner(Protocol):
+    """How micro-batches run. The engine calls forward and backward for an open loop, run for a whole batch."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output."""
+
+    def backward(self, loss: Tensor, *, last: bool | None, retain_graph: bool = False) -> None:
+        """Gradients of one micro-batch; `last` says whether a step follows, None keeps them on this rank."""
+
+    def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
+        """Forward and backward of all of them."""
+
+
+class Accumulate:
+    """One micro-batch after the other."""
+
+    def __init__(self, module: nn.Module, stores: Sequence[Store]) -> None:
+        self.module = module
+        self.stores = tuple(stores)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, last: bool | None, retain_graph: bool = False) -> None:
+        for store in self.stores:
+            store.gradients.arm(last)
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        for store in self.stores:
+            store.gradients.settle()
+
+    def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
+        tally = Tally()
+        for number, micro in enumerate(micros, 1):
+            loss, count = loss_of(self._output(micro, loss_function))
+            is_counted = count is not None
+            tally = tally.plus(loss, 1.0 if count is None else count, is_counted=is_counted)
+            weighted = loss if is_counted else loss / len(micros)
+            self.backward(weighted, last=number == len(micros))
+        return tally
+
+    def _output(self, micro: Any, loss_function: LossFunction | None) -> Any:
+        if loss_function is None:
+            return call(self.forward, micro)
+        if not isinstance(micro, Sequence) or len(micro) != 2:
+            raise UsageError(f"with a loss function a batch is (input, target); this is a {type(micro).__name__}")
+        return loss_function(call(self.forward, micro[0]), micro[1])
+
+
+def call(function: Callable[..., Any], batch: Any) -> Any:
+    """A dict is passed as keywords, a tuple or list as arguments, anything else as the one argument."""
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    if isinstance(batch, tuple | list):
+        return function(*batch)
+    return function(batch)
+
+
+def loss_of(output: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss in what a model returned, with its count where it came as `(sum, count)`."""
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get(LOSS)
+    elif not isinstance(output, Tensor | tuple | list):
+        found = getattr(output, LOSS, None)
+    if isinstance(found, tuple | list) and len(found) == 2 and all(_is_number(value) for value in found):
+        return found[0], torch.as_tensor(found[1])
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found.reshape(()), None
+    raise UsageError(
+        f"no loss in the model's output, a {type(output).__name__}: return a scalar, an object with .loss, a dict with "
+        "'loss', or (sum, count); or give train_batch a loss_fn(output, target)"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same structure with its tensors on the device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple | list):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if "_fields" in dir(batch) else type(batch)(moved)
+    return batch
+
+
+def tokens_in(batch: Any) -> int | None:
+    """How many tokens the inputs show: the elements of the first integer tensor with two or more dimensions."""
+    if isinstance(batch, Tensor):
+        is_tokens = batch.dim() >= 2 and not batch.is_floating_point() and batch.dtype is not torch.bool
+        return batch.numel() if is_tokens else None
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        return next((count for value in batch if (count := tokens_in(value)) is not None), None)
+    return None

@@ -1,0 +1,131 @@
+"""From gradients to new parameters: complete them, measure them, clip them, step, publish. Or skip, and say why."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from mizzen.comm import collectives
+from mizzen.errors import UsageError
+from mizzen.plan.parts import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What one rank adds up over the micro-batches of a step."""
+
+    loss: Tensor | None = None
+    """The sum of its losses, or of the numerators of `(sum, count)`."""
+    count: Tensor | float = 0.0
+    """The number of losses, or the sum of the counts."""
+    is_counted: bool = False
+    """Whether the losses came as `(sum, count)`, by whose count the gradient then still has to be divided."""
+
+    def plus(self, loss: Tensor, count: Tensor | float, *, is_counted: bool = False) -> "Tally":
+        """With one more micro-batch. Nothing here waits for the device."""
+        loss = loss.detach().float()
+        if self.loss is None:
+            return Tally(loss, count, is_counted)
+        if is_counted != self.is_counted:
+            raise UsageError("some losses of this step came as (sum, count) and others as one number: return one kind")
+        return Tally(self.loss + loss, self.count + count, is_counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an update did."""
+
+    applied: bool
+    norm: float
+    loss: float | None
+    reason: str = ""
+
+
+class Updater:
+    """The optimizer step over all stores of this rank."""
+
+    def __init__(
+        self, stores: Sequence[Store], optimizer: Optimizer, group: ProcessGroup | None, *, max_norm: float, gain: float
+    ) -> None:
+        self.stores = tuple(stores)
+        self.optimizer = optimizer
+        self.group = group
+        self.max_norm = max_norm
+        self.gain = gain
+        self.ranks = collectives.get_world_size(group) if group is not None else 1
+
+    def update(self, tally: Tally, *, factor: float = 1.0) -> Outcome:
+        """Take the step, with gradients multiplied by `factor`, unless one of them is not finite."""
+        for store in self.stores:
+            store.gradients.collect()
+        squares, loss, count = self._sum_over_ranks(tally)
+        factor *= self.gain
+        if tally.is_counted:
+            factor *= self.ranks / count if count else 0.0
+        norm = _rounded(math.sqrt(squares) * abs(factor)) if squares >= 0 else math.nan
+        mean = loss / count if count else None
+        if not math.isfinite(norm):
+            reason = self._culprits()
+            self.clear()
+            return Outcome(False, norm, mean, reason)
+        self._scale(factor * _clip_factor(norm, self.max_norm))
+        for store in self.stores:
+            store.masters()
+        self.optimizer.step()
+        for store in self.stores:
+            store.publish()
+        self.clear()
+        return Outcome(True, norm, mean)
+
+    def clear(self) -> None:
+        """Forget all gradients; their buffers stay."""
+        for store in self.stores:
+            store.gradients.clear()
+
+    def _sum_over_ranks(self, tally: Tally) -> tuple[float, float, float]:
+        """(squares, loss, count) over all ranks: the one reduction of a step, and its one wait for the device."""
+        squares = torch.stack([store.squares() for store in self.stores]).sum()
+        loss = tally.loss if tally.loss is not None else 0.0
+        sums = torch.stack([torch.as_tensor(value).detach().to(squares) for value in (squares, loss, tally.count)])
+        if self.group is not None:
+            collectives.all_reduce(sums, group=self.group)
+        first, second, third = sums.tolist()
+        return first, second, third
+
+    def _scale(self, factor: float) -> None:
+        if factor != 1.0:
+            for store in self.stores:
+                store.rescale(factor)
+
+    def _culprits(self) -> str:
+        """Name every rank and parameter whose own gradient was not finite. All ranks come here together."""
+        mine = sorted(name for store in self.stores for name in store.not_finite())
+        named = [mine]
+        if self.group is not None:
+            gathered: list[list[str]] = [[] for _ in range(self.ranks)]
+            collectives.all_gather_object(gathered, mine, group=self.group)
+            named = gathered
+        found = [
+            f"rank {collectives.get_global_rank(self.group, rank) if self.group else 0}: "
+            + ", ".join(names[:3])
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            for rank, names in enumerate(named)
+            if names
+        ]
+        if not found:
+            return "the gradient norm is not finite although every rank's own gradients are: their sum overflows"
+        return "gradient not finite on " + "; ".join(found)
+
+
+def _clip_factor(norm: float, max_norm: float) -> float:
+    """torch's own rule: max_norm / (norm + 1e-6), never above 1; a max_norm of 0 is no limit."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+def _rounded(value: float) -> float:
+    """To fp32, once."""
+    return torch.tensor(value, dtype=torch.float32).item()

@@ -1,0 +1,51 @@
+"""What adds up between two optimizer steps, and who holds gradients back meanwhile."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from mizzen.engine.runner import tokens_in
+from mizzen.engine.update import Tally
+from mizzen.errors import UsageError
+
+
+class Window:
+    """The micro-batches since the last step."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.tokens: int | None = None
+        """What this rank's inputs showed; None while they showed no tokens."""
+        self.has_scaled = False
+        """Whether the user asked for a scaled loss, to call its `.backward()`."""
+        self.boundary: bool | None = None
+        """The user's word on whether the next step updates; None leaves it to counting."""
+        self.held_by: str | None = None
+        """The context that keeps gradients on their rank."""
+
+    def add(self, loss: Tensor, count: float) -> None:
+        """Count one micro-batch of an open loop."""
+        self.tally = self.tally.plus(loss.reshape(()), count)
+
+    def see(self, batch: Any) -> None:
+        """Count the tokens of some inputs."""
+        count = tokens_in(batch)
+        if count is not None:
+            self.tokens = (self.tokens or 0) + count
+
+    def close(self) -> None:
+        """A step was taken or skipped: start again."""
+        self.tally, self.tokens, self.has_scaled = Tally(), None, False
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Keep gradients where they are."""
+        if self.held_by:
+            raise UsageError(f"{name}() inside {self.held_by}(): the two do not nest")
+        self.held_by = name
+        try:
+            yield
+        finally:
+            self.held_by = None

@@ -1,0 +1,203 @@
+"""Every file operation that must not lose data: durable new files, one-rename commits, folders that survive a crash.
+
+Nothing here overwrites: a new file is refused where one exists, and only `replace` and `commit_*` take the place of an
+old file, by a rename after the new bytes are on disk. Each operation passes through `_do`, so that a test can fail it
+or kill the process right before it (`watched`). What the files mean is the business of those who call.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Final, Literal, TypeVar, TypeVarTuple
+
+from mizzen.ambient import AMBIENT
+from mizzen.errors import FileError
+
+Operation = Literal[
+    "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "mkdir", "listdir", "read", "statfs"
+]
+Hook = Callable[[Operation, Path], None]
+Chunk = bytes | bytearray | memoryview
+Result = TypeVar("Result")
+Given = TypeVarTuple("Given")
+
+BESIDE: Final = ".new"
+"""The suffix of a file that is not committed yet; one that a crash has left may be removed."""
+
+
+@contextmanager
+def watched(hook: Hook) -> Iterator[None]:
+    """Call `hook(operation, path)` before each operation, in every thread. An OSError it raises is the operation's."""
+    before, AMBIENT.file_hook = AMBIENT.file_hook, hook
+    try:
+        yield
+    finally:
+        AMBIENT.file_hook = before
+
+
+def _do(operation: Operation, path: Path, call: Callable[[*Given], Result], *given: *Given, needed: int = 0) -> Result:
+    try:
+        if AMBIENT.file_hook is not None:
+            AMBIENT.file_hook(operation, path)
+        return call(*given)
+    except OSError as error:
+        raise _failure(operation, path, error, needed) from error
+
+
+def _failure(operation: Operation, path: Path, error: OSError, needed: int) -> FileError:
+    text = f"{operation} {path}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += f"; {needed:,} bytes were still to be written and the filesystem has {_room(path):,} free"
+    failure = FileError(text)
+    failure.errno = error.errno
+    return failure
+
+
+def write_chunks(path: str | Path, chunks: Iterable[Chunk], *, fsync: bool = True) -> int:
+    """Write a new file and return its size; on an error no file is left.
+
+    The file's name is durable only after `fsync_folder` of its folder: once for all the files that were written there.
+    """
+    path = Path(path)
+    file = _do("open", path, _create, path)
+    try:
+        with file:
+            size = sum(_write(file, path, memoryview(chunk)) for chunk in chunks)
+            if fsync:
+                _do("fsync", path, os.fsync, file.fileno())
+            # Network filesystems report at the close what they could not write.
+            _do("close", path, file.close)
+    except BaseException:
+        with suppress(FileError):
+            remove(path)
+        raise
+    return size
+
+
+def _create(path: Path) -> FileIO:
+    return path.open("xb", buffering=0)
+
+
+def _write(file: FileIO, path: Path, chunk: memoryview) -> int:
+    """Write all of a chunk: the system may take less than it is given, and never takes more than 2 GiB at once."""
+    if not chunk.nbytes:
+        return 0
+    rest = chunk.cast("B")
+    while rest.nbytes:
+        rest = rest[_do("write", path, file.write, rest, needed=rest.nbytes) :]
+    return chunk.nbytes
+
+
+def write_bytes(path: str | Path, data: Chunk, *, fsync: bool = True) -> int:
+    """Write a new file in one piece; see `write_chunks`."""
+    return write_chunks(path, (data,), fsync=fsync)
+
+
+def replace(source: str | Path, target: str | Path) -> None:
+    """Give `source` the name `target`, in place of what is there, durably. `source` itself must be on disk already.
+
+    When the last fsync fails, the new name is visible but may not survive a crash.
+    """
+    source, target = Path(source), Path(target)
+    _do("rename", target, os.replace, source, target)
+    fsync_folder(target.parent)
+    if source.parent != target.parent:
+        fsync_folder(source.parent)
+
+
+def commit_bytes(path: str | Path, data: Chunk) -> None:
+    """Write or replace a file at once: whoever looks, after a crash too, sees all of the old content or of the new."""
+    path = Path(path)
+    # A name of its own for each writer: two that commit the same path must not write into one file.
+    beside = path.with_name(f"{path.name}.{os.urandom(4).hex()}{BESIDE}")
+    write_bytes(beside, data)
+    try:
+        replace(beside, path)
+    except BaseException:
+        with suppress(FileError):
+            remove(beside)
+        raise
+
+
+def commit_text(path: str | Path, text: str) -> None:
+    """Write or replace a text file at once; see `commit_bytes`."""
+    commit_bytes(path, text.encode())
+
+
+def remove(path: str | Path, *, missing_ok: bool = False) -> None:
+    """Remove a file. After a crash it may be there again, unless its folder was flushed."""
+    path = Path(path)
+    _do("unlink", path, path.unlink, missing_ok)
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove a folder and all that is in it; links are removed, not followed."""
+    folder = Path(path)
+    for entry in list_folder(folder):
+        if entry.is_dir() and not entry.is_symlink():
+            remove_folder(entry)
+        else:
+            remove(entry)
+    _do("rmdir", folder, folder.rmdir)
+
+
+def make_folder(path: str | Path) -> None:
+    """Make a folder and those above it, durably; one that is there already is fine."""
+    folder = Path(path)
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    try:
+        _do("mkdir", folder, folder.mkdir)
+    except FileError as error:
+        # Another rank may have made it in the meantime.
+        if error.errno != errno.EEXIST or not folder.is_dir():
+            raise
+    fsync_folder(folder.parent)
+
+
+def list_folder(path: str | Path) -> list[Path]:
+    """What is in a folder, in the order of the names."""
+    folder = Path(path)
+    return sorted(folder / name for name in _do("listdir", folder, os.listdir, folder))
+
+
+def fsync_folder(path: str | Path) -> None:
+    """Make the names in a folder durable."""
+    folder = Path(path)
+    _do("fsync", folder, _flush_names, folder)
+
+
+def _flush_names(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network filesystems know no flush of a folder: there a name is as durable as they make it.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The whole content of a file."""
+    path = Path(path)
+    return _do("read", path, path.read_bytes)
+
+
+def free_bytes(path: str | Path) -> int:
+    """How much may still be written where `path` is or would be."""
+    path = Path(path)
+    return _do("statfs", path, _room, path)
+
+
+def _room(path: Path) -> int:
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize

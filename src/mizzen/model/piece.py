@@ -1,0 +1,140 @@
+"""What this rank holds of a named tensor: boxes of global coordinates and the local data, whoever cut it and how.
+
+Checkpoints, `safe_get_*`, norms and offload speak of Pieces, so none of them asks for a stage. Resharding is
+`copy_overlap` and nothing else. DTensors become Pieces in `placement.py`; moving Pieces between ranks is not done here.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mizzen.errors import UsageError
+from mizzen.model.box import Box, Coverage, Shape, boxes_of_range, coverage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A part of one named tensor. Its data is a view: what is written to a Piece is written where it came from."""
+
+    name: str
+    shape: Shape
+    """The global shape."""
+    boxes: tuple[Box, ...]
+    """What of it is held, disjoint and never empty: none when this rank holds nothing."""
+    data: Tensor
+    """With one box, a tensor of its shape; otherwise the elements of the boxes one after another, flat."""
+
+    def __post_init__(self) -> None:
+        whole, held = Box.whole(self.shape), sum(box.numel for box in self.boxes)
+        if any(box.is_empty or not whole.contains(box) for box in self.boxes):
+            raise self._bad(f"its boxes are not all within the tensor {self.shape}, or some are empty")
+        if len(self.boxes) > 1 and coverage(self.boxes, self.shape).overlapping:
+            raise self._bad("its boxes overlap")
+        expected = self.boxes[0].shape if len(self.boxes) == 1 else (held,)
+        if tuple(self.data.shape) != expected and not held == self.data.numel() == 0:
+            raise self._bad(f"it should be a local tensor of shape {expected}, not {tuple(self.data.shape)}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the local data; copying between Pieces of different dtypes casts."""
+        return self.data.dtype
+
+    @property
+    def numel(self) -> int:
+        """How many elements are held here."""
+        return self.data.numel()
+
+    def parts(self) -> Iterator[tuple[Box, Tensor]]:
+        """Each box with its elements, as a view of the data in the shape of the box."""
+        data, offset = self.data.detach(), 0
+        if len(self.boxes) == 1:
+            yield self.boxes[0], data
+            return
+        for box in self.boxes:
+            yield box, data[offset : offset + box.numel].view(box.shape)
+            offset += box.numel
+
+    def read(self, box: Box) -> Tensor:
+        """A copy of the elements of a box, all of which must be held here."""
+        self._require(box)
+        target = _single(self, box, self.data.new_empty(box.shape))
+        copy_overlap(self, target)
+        return target.data
+
+    def write(self, box: Box, values: Tensor) -> None:
+        """Set the elements of a box, all of which must be held here."""
+        self._require(box)
+        copy_overlap(_single(self, box, values), self)
+
+    def _require(self, box: Box) -> None:
+        found = sum(box.intersection(held).numel for held in self.boxes)
+        if found != box.numel:
+            held = ", ".join(map(str, self.boxes)) or "nothing"
+            raise UsageError(
+                f"{self.name}{list(self.shape)}: {found} of the {box.numel} elements of {box} are here: {held}"
+            )
+
+    def _bad(self, reason: str) -> UsageError:
+        boxes = ", ".join(map(str, self.boxes)) or "no boxes"
+        return UsageError(f"{boxes} of {self.name}{list(self.shape)} are no piece: {reason}")
+
+    def __str__(self) -> str:
+        held = " ".join(map(str, self.boxes)) or "nothing"
+        return f"{self.name}{list(self.shape)} {str(self.dtype).removeprefix('torch.')}: {held}"
+
+
+def piece_of_range(name: str, shape: Sequence[int], flat: Tensor, start: int, stop: int) -> Piece:
+    """The Piece of a flat range [start, stop) of a row-major tensor; `flat` holds exactly these elements."""
+    boxes = boxes_of_range(shape, start, stop)
+    if flat.numel() != stop - start or flat.dim() != 1:
+        raise UsageError(
+            f"{name}: [{start}, {stop}) needs a flat tensor of {stop - start} elements, not {list(flat.shape)}"
+        )
+    return Piece(name, tuple(shape), boxes, flat.detach().view(boxes[0].shape) if len(boxes) == 1 else flat.detach())
+
+
+def copy_overlap(source: Piece, target: Piece) -> int:
+    """Copy the elements that both Pieces hold into the target, cast to its dtype; returns how many they are."""
+    if source.shape != target.shape:
+        raise UsageError(f"{source} and {target} are parts of tensors of different shapes")
+    copied = 0
+    for target_box, target_data in target.parts():
+        for source_box, source_data in source.parts():
+            overlap = target_box.intersection(source_box)
+            if not overlap.is_empty:
+                target_data[overlap.slices(target_box)].copy_(source_data[overlap.slices(source_box)])
+                copied += overlap.numel
+    return copied
+
+
+def covers(pieces: Sequence[Piece]) -> Coverage:
+    """Whether Pieces of one tensor hold each of its elements exactly once."""
+    return coverage((box for piece in pieces for box in piece.boxes), _common_shape(pieces))
+
+
+def assemble(pieces: Sequence[Piece]) -> Tensor:
+    """The whole tensor, with the dtype and device of the first Piece. Copies must agree: the last one is taken."""
+    shape = _common_shape(pieces)
+    if missing := covers(pieces).missing:
+        raise UsageError(f"{pieces[0].name}{list(shape)}: {missing} elements are in none of the {len(pieces)} pieces")
+    whole = Piece(pieces[0].name, shape, _boxes(Box.whole(shape)), pieces[0].data.new_empty(shape))
+    for piece in pieces:
+        copy_overlap(piece, whole)
+    return whole.data
+
+
+def _common_shape(pieces: Sequence[Piece]) -> Shape:
+    kinds = {(piece.name, piece.shape) for piece in pieces}
+    if len(kinds) != 1:
+        raise UsageError(f"pieces of one tensor were expected, not of {len(kinds)}: {sorted(kinds)[:4]}")
+    return pieces[0].shape
+
+
+def _boxes(box: Box) -> tuple[Box, ...]:
+    return () if box.is_empty else (box,)
+
+
+def _single(piece: Piece, box: Box, data: Tensor) -> Piece:
+    return Piece(piece.name, piece.shape, _boxes(box), data)

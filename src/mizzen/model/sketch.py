@@ -1,0 +1,294 @@
+"""What a model is made of: names, shapes, dtypes and ties as plain values, so that a plan needs no tensor.
+
+Nothing here imports torch and no tensor is kept. A Sketch is read from a module (on the meta device too), from the
+names and shapes of a checkpoint, or written by hand. Where its tensors lie and who shards them is not known here.
+"""
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from mizzen.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+CONTAINERS: Final = ("ModuleList", "ModuleDict", "Sequential")
+EMBEDDINGS: Final = ("Embedding", "EmbeddingBag")
+
+
+def bytes_per_element(dtype: str) -> int:
+    """The size of an element of a dtype named as torch names it, without the `torch.`; sub-byte types take a byte."""
+    if dtype == "bool":
+        return 1
+    if (bits := re.search(r"\d+", dtype)) is None:
+        raise UsageError(f"'{dtype}' is not the name of a dtype: give one like 'float32' or 'bfloat16'")
+    return max(1, int(bits.group()) // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSketch:
+    """One parameter, under the name that `named_parameters()` gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    """Its other names: it is tied to other modules, or its module is reached by several paths."""
+    kind: str = ""
+    """The class of the module that holds it."""
+    is_embedding: bool = False
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes."""
+        return self.numel * bytes_per_element(self.dtype)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a state dict has for it."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSketch:
+    """One buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    persistent: bool = True
+    """Whether a state dict has it."""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes."""
+        return math.prod(self.shape) * bytes_per_element(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSketch:
+    """One module of the tree; the root has the empty path."""
+
+    path: str
+    kind: str
+    """The name of its class."""
+    parameters: tuple[str, ...] = ()
+    """The full names of its own parameters, as seen from here."""
+    is_container: bool = False
+    """Whether it is a list, a dict or a sequence of modules."""
+    same_as: str | None = None
+    """The path under which the same module object was met before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A model without its tensors. Two models with equal sketches are planned alike."""
+
+    parameters: tuple[ParameterSketch, ...]
+    """Each once, in the order of `named_parameters()`."""
+    buffers: tuple[BufferSketch, ...] = ()
+    modules: tuple[ModuleSketch, ...] = ()
+    """Parents before children, in the order of definition."""
+    hints: tuple[str, ...] = ()
+    """Classes that the model itself says should not be taken apart."""
+
+    @classmethod
+    def of(cls, module: "nn.Module") -> "Sketch":
+        """Read a module. No tensor is copied or kept, and none needs to have storage."""
+        return _Reader().read(module)
+
+    @classmethod
+    def of_shapes(
+        cls, shapes: Mapping[str, tuple[int, ...]], *, dtype: str = "float32", kinds: Mapping[str, str] | None = None
+    ) -> "Sketch":
+        """A sketch from names and shapes alone, as a checkpoint's index or a test has them; `kinds` names classes.
+
+        A module without a class given is a `ModuleList` if its children are numbered and otherwise a `Module`.
+        """
+        own: dict[str, list[str]] = {"": []}
+        for name in shapes:
+            for path in reversed(list(ancestors_of(name))):
+                own.setdefault(path, [])
+            own[parent_of(name)].append(name)
+        numbered = {parent_of(path) for path in own if path.rpartition(".")[2].isdigit()}
+        classes = {path: "ModuleList" if path in numbered else "Module" for path in own} | dict(kinds or {})
+        parameters = (
+            ParameterSketch(
+                name, tuple(shape), dtype, kind=(kind := classes[parent_of(name)]), is_embedding=kind in EMBEDDINGS
+            )
+            for name, shape in shapes.items()
+        )
+        modules = (
+            ModuleSketch(path, classes[path], tuple(names), is_container=classes[path] in CONTAINERS)
+            for path, names in own.items()
+        )
+        return cls(tuple(parameters), modules=tuple(modules))
+
+    @property
+    def numel(self) -> int:
+        """The number of parameters in the everyday sense: each element once."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def trainable_numel(self) -> int:
+        """How many of them are trained."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all parameters in their own dtypes; buffers are not counted."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def numel_by_dtype(self) -> dict[str, int]:
+        """The number of elements of each dtype, largest first."""
+        totals: dict[str, int] = {}
+        for parameter in self.parameters:
+            totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def by_name(self) -> dict[str, ParameterSketch]:
+        """Every parameter under every one of its names."""
+        return {name: parameter for parameter in self.parameters for name in parameter.names}
+
+    def fingerprint(self) -> str:
+        """A hash of names, shapes, dtypes and ties, the same in every process, whatever the order of definition."""
+        held = sorted((sorted(each.names), each.shape, each.dtype) for each in self.parameters)
+        kept = sorted(
+            (sorted((each.name, *each.aliases)), each.shape, each.dtype) for each in self.buffers if each.persistent
+        )
+        return hashlib.sha256(json.dumps([held, kept]).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        kind = self.modules[0].kind if self.modules else "model"
+        dtypes = ", ".join(f"{count_of(numel)} {dtype}" for dtype, numel in self.numel_by_dtype.items())
+        lines = [f"{kind}: {count_of(self.numel)} parameters in {len(self.parameters)} tensors ({dtypes or 'none'})"]
+        if self.trainable_numel != self.numel:
+            lines.append(f"  trainable: {count_of(self.trainable_numel)}")
+        if shared := [each for each in self.parameters if each.aliases]:
+            lines.append(f"  of several names: {len(shared)}, such as {' = '.join(shared[0].names)}")
+        if self.buffers:
+            lines.append(f"  buffers: {len(self.buffers)}, {count_of(sum(each.nbytes for each in self.buffers))}B")
+        return "\n".join(lines)
+
+
+def parent_of(name: str) -> str:
+    """The path of the module that holds a parameter, a buffer or a module of this name."""
+    return name.rpartition(".")[0]
+
+
+def ancestors_of(name: str) -> Iterator[str]:
+    """The paths of the modules around a name, from the nearest out to the root."""
+    while name:
+        name = parent_of(name)
+        yield name
+
+
+def count_of(number: int) -> str:
+    """A count in at most four digits: 950, 1.5k, 124.4M, 6.74G."""
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.4g}{unit}"
+    return str(number)
+
+
+@dataclass(slots=True)
+class _Found:
+    """A parameter or buffer while the tree is being walked: its first name, then all others."""
+
+    name: str
+    tensor: "Tensor"
+    owner: "nn.Module"
+    aliases: list[str] = field(default_factory=list)
+
+
+class _Reader:
+    """One walk over a module tree. Tensors and modules are told apart by identity, as torch does."""
+
+    def __init__(self) -> None:
+        self.paths: dict[int, str] = {}
+        self.parameters: dict[int, _Found] = {}
+        self.buffers: dict[int, _Found] = {}
+        self.modules: list[ModuleSketch] = []
+        self.hints: dict[str, None] = {}
+
+    def read(self, root: "nn.Module") -> Sketch:
+        for path, module in root.named_modules(remove_duplicate=False):
+            self._visit(path, module)
+        return Sketch(
+            tuple(_parameter(found) for found in self.parameters.values()),
+            tuple(_buffer(found) for found in self.buffers.values()),
+            tuple(self.modules),
+            tuple(self.hints),
+        )
+
+    def _visit(self, path: str, module: "nn.Module") -> None:
+        first = self.paths.setdefault(id(module), path)
+        own = list(module.named_parameters(path, recurse=False, remove_duplicate=False))
+        for name, parameter in own:
+            _meet(self.parameters, name, parameter, module)
+        for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False):
+            _meet(self.buffers, name, buffer, module)
+        names = tuple(name for name, _ in own)
+        same_as = first if first != path else None
+        self.modules.append(ModuleSketch(path, type(module).__name__, names, _is_a(module, CONTAINERS), same_as))
+        self.hints |= dict.fromkeys(_hints(module))
+
+
+def _meet(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:
+    found = seen.setdefault(id(tensor), _Found(name, tensor, module))
+    if found.name != name:
+        found.aliases.append(name)
+
+
+def _parameter(found: _Found) -> ParameterSketch:
+    return ParameterSketch(
+        found.name,
+        _shape(found),
+        _dtype(found.tensor),
+        found.tensor.requires_grad,
+        tuple(found.aliases),
+        type(found.owner).__name__,
+        _is_a(found.owner, EMBEDDINGS),
+    )
+
+
+def _buffer(found: _Found) -> BufferSketch:
+    # torch has no public way to ask this of a module without building a whole state dict (docs/borrowed.md).
+    persistent = found.name.rpartition(".")[2] not in found.owner._non_persistent_buffers_set
+    return BufferSketch(found.name, _shape(found), _dtype(found.tensor), persistent, tuple(found.aliases))
+
+
+def _shape(found: _Found) -> tuple[int, ...]:
+    if _is_a(found.tensor, ("UninitializedTensorMixin",)):
+        kind = type(found.owner).__name__
+        raise UsageError(f"{found.name} has no shape yet: run the model once, so that its {kind} learns its input size")
+    return tuple(found.tensor.shape)
+
+
+def _dtype(tensor: "Tensor") -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_a(instance: object, names: Iterable[str]) -> bool:
+    """isinstance for classes of torch, by name, so that this file does not import it."""
+    return not {base.__name__ for base in type(instance).__mro__}.isdisjoint(names)
+
+
+def _hints(module: "nn.Module") -> tuple[str, ...]:
+    # Read statically: wrappers forward unknown attributes to the model inside, which is visited anyway.
+    hint: Any = inspect.getattr_static(module, "_no_split_modules", None)
+    return tuple(sorted(hint)) if isinstance(hint, list | tuple | set | frozenset) else ()

@@ -1,0 +1,77 @@
+"""What happened in one optimizer step. Values on the device are read when they are asked for, not before."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Lazy = Callable[[], float | None]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One call of `step` or `train_batch`. `applied` is the truth about whether parameters changed."""
+
+    step: int
+    """Optimizer steps taken so far, this one included if it was applied."""
+    applied: bool
+    reason: str = ""
+    """Why it was not applied: still accumulating, or which gradient on which rank was not finite."""
+    lr: tuple[float, ...] = ()
+    loss_scale: float = 1.0
+    samples: int = 0
+    """Samples of all ranks that went into this step."""
+    tokens: int | None = None
+    """Tokens of all ranks, where the inputs show them."""
+    seconds: float = 0.0
+    """Since the previous step ended, by the host's clock."""
+    skipped_steps: int = 0
+    """Steps skipped so far because a gradient was not finite."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds per phase, with `wall_clock_breakdown`."""
+    read_loss: Lazy = field(default=_nothing, repr=False)
+    read_norm: Lazy = field(default=_nothing, repr=False)
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether this call ended an optimizer step, applied or skipped."""
+        return self.applied or self.reason != ACCUMULATING
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a step was due and not taken."""
+        return self.is_boundary and not self.applied
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss of this step over micro-batches and ranks; reading it waits for the device."""
+        return self.read_loss()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the gradient before clipping; reading it waits for the device."""
+        return self.read_norm()
+
+    def __str__(self) -> str:
+        state = "applied" if self.applied else f"not applied: {self.reason}"
+        return f"StepReport(step={self.step}, loss={self.loss}, grad_norm={self.grad_norm}, {state})"
+
+
+ACCUMULATING = "accumulating"
+
+
+class Observer(Protocol):
+    """Told of every step; never asked anything. Called on the engine's thread, on every rank."""
+
+    def on_step(self, report: StepReport) -> None:
+        """One optimizer step has ended."""
+
+    def close(self) -> None:
+        """The engine goes away."""
+
+
+Event = tuple[str, Any, int]
+"""(name, value, global samples): what sinks write."""

@@ -1,0 +1,1 @@
+"""The strategies that spread a model over ranks. Each is a `Transform`; none imports another."""

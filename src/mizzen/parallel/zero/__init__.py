@@ -1,0 +1,1 @@
+"""Sharding of training state over the data-parallel ranks."""

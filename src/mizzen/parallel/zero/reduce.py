@@ -1,0 +1,140 @@
+"""How the gradients of one bucket are summed over the data-parallel ranks. Which bucket, and when, is decided elsewhere.
+
+Every function starts the communication and returns the call that finishes it, so that backward can go on in between.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mizzen.comm import collectives
+
+Finish = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What happens to a gradient on its way, as plain values of the plan."""
+
+    ranks: int
+    dtype: str
+    """On the wire."""
+    before: float = 1.0
+    """Factor applied by each rank before the sum."""
+    after: float = 1.0
+    """Factor applied to the sum."""
+    in_rank_order: bool = False
+    """Sum in the order of the ranks, which gives the same bits wherever an element lies."""
+
+
+class Reducer:
+    """Sums buckets over one process group."""
+
+    def __init__(self, reduction: Reduction, group: ProcessGroup | None) -> None:
+        self.reduction = reduction
+        self.group = group
+        self.rank = collectives.get_rank(group) if reduction.ranks > 1 else 0
+        self.wire = torch_dtype(reduction.dtype)
+
+    def to_all(self, bucket: Tensor) -> Finish:
+        """Every rank gets the sum, in place."""
+        if self.reduction.ranks == 1:
+            return _nothing
+        if self.reduction.in_rank_order:
+            return self._to_all_in_rank_order(bucket)
+        sent = self._sent(bucket)
+        work = collectives.all_reduce(sent, group=self.group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            if sent.data_ptr() != bucket.data_ptr():
+                bucket.copy_(sent)
+            self._scale(bucket)
+
+        return finish
+
+    def to_owner(self, bucket: Tensor, chunk: Tensor, *, add: bool) -> Finish:
+        """The sum of this rank's chunk of the bucket, put into `chunk` or added to it; the bucket itself is kept."""
+        sent = self._sent(bucket)
+        if self.reduction.in_rank_order or bucket.device.type == "cpu":
+            # gloo's reduce-scatter takes longer than an exchange of chunks and a local sum, and its order of
+            # summation depends on the place in the buffer.
+            received = torch.empty_like(sent)
+            work = collectives.all_to_all_single(received, sent, group=self.group, async_op=True)
+        else:
+            received = sent.new_empty(chunk.numel())
+            work = collectives.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            total = _sum_of_rows(received.view(-1, chunk.numel()))
+            if not add:
+                chunk.copy_(total)
+                self._scale(chunk)
+            else:
+                chunk.add_(total.to(chunk.dtype), alpha=self.reduction.after)
+
+        return finish
+
+    def rows_to_all(self, gradient: Tensor) -> None:
+        """Sum a matrix of which few rows are not zero, such as an embedding's gradient, by sending those rows only."""
+        if self.reduction.ranks == 1:
+            return
+        index = gradient.ne(0).any(dim=1).nonzero().squeeze(1)
+        counts = [index.new_zeros(1) for _ in range(self.reduction.ranks)]
+        collectives.all_gather(counts, index.new_tensor([index.numel()]), group=self.group)
+        most = int(torch.stack(counts).max())
+        indices, rows = index.new_zeros(most), gradient.new_zeros(most, gradient.shape[1])
+        indices[: index.numel()] = index
+        rows[: index.numel()] = gradient[index] * self.reduction.before
+        all_indices = [torch.empty_like(indices) for _ in counts]
+        all_rows = [torch.empty_like(rows) for _ in counts]
+        collectives.all_gather(all_indices, indices, group=self.group)
+        collectives.all_gather(all_rows, rows, group=self.group)
+        gradient.zero_()
+        for theirs, values in zip(all_indices, all_rows, strict=True):
+            gradient.index_add_(0, theirs, values)
+        self._scale(gradient)
+
+    def _sent(self, bucket: Tensor) -> Tensor:
+        sent = bucket.to(self.wire)
+        return sent if self.reduction.before == 1 else sent * self.reduction.before
+
+    def _scale(self, tensor: Tensor) -> None:
+        if self.reduction.after != 1:
+            tensor.mul_(self.reduction.after)
+
+    def _to_all_in_rank_order(self, bucket: Tensor) -> Finish:
+        size = bucket.numel() // self.reduction.ranks
+        chunk = bucket[self.rank * size : (self.rank + 1) * size]
+        total = torch.empty_like(chunk)
+        finish_sum = self.to_owner(bucket, total, add=False)
+
+        def finish() -> None:
+            finish_sum()
+            collectives.all_gather_into_tensor(bucket, total, group=self.group)
+
+        return finish
+
+
+def _nothing() -> None:
+    """One rank has nothing to wait for."""
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    """Row 0 plus row 1 plus row 2 and so on, in that order, which `sum(0)` does not promise."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total.add_(row)
+    return total
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that torch calls by this name."""
+    found = torch.__dict__[name]
+    if not isinstance(found, torch.dtype):
+        raise AssertionError(f"{name} is not a dtype")
+    return found

@@ -1,0 +1,191 @@
+"""Where a rank is: step, unit, phase and last collective, in a small record that another process can read at any time.
+
+Writing costs about two microseconds and never waits; what to conclude from a record is the reader's business (the
+supervisor of `launcher/`, the watch of `comm/`). Nothing here imports torch.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mizzen.ambient import AMBIENT
+from mizzen.environment import Switches, World, environ
+from mizzen.log import warn_once
+
+# [Note: two slots]
+# A rank may be killed in the middle of a write, and the stores of one processor may reach another out of order. So
+# records go to two slots in turn, each with its own checksum: a reader takes the newest slot whose checksum holds, and
+# there always is one. A torn slot is never taken for a record, and the one before it is still there.
+_FIELDS: Final = struct.Struct("<QqqqQ?d64s32s48s64s")
+_CHECKSUM: Final = struct.Struct("<I")
+_SLOT: Final = 320
+_MAGIC: Final = b"mizzen-1"
+_STOP: Final = len(_MAGIC)
+"""Offset of the one byte that is written by the reader: a request to save and stop."""
+_SIZE: Final = 3 * _SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where one rank was when it last wrote."""
+
+    writes: int
+    """How many records came before this one: unchanged means that the rank has not moved."""
+    pid: int
+    rank: int
+    step: int
+    """Finished optimizer steps; -1 before the engine has said anything."""
+    number: int
+    """Which collective of its group the last one is, counted from 1."""
+    inside: bool
+    """Whether the rank is inside that collective now."""
+    entered: float
+    """When it was entered, as `time.monotonic()`, which is one clock for all processes of a host."""
+    unit: str
+    phase: str
+    collective: str
+    group: str
+
+
+class Progress:
+    """The record of this process. One thread or several may write; the last word counts."""
+
+    def __init__(self, path: Path | None = None, *, rank: int = 0) -> None:
+        self._memory = _fresh_file(path) if path is not None else mmap.mmap(-1, _SIZE)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._rank = rank
+        self._writes = 0
+        self._step = -1
+        self._unit = self._phase = self._collective = self._group = b""
+        self._number, self._inside, self._entered = 0, False, 0.0
+        self._memory[: len(_MAGIC)] = _MAGIC
+        self.at()
+
+    def at(self, *, step: int | None = None, unit: str | None = None, phase: str | None = None) -> None:
+        """Note where the rank is now; what is not given stays as it was."""
+        with self._lock:
+            if step is not None:
+                self._step = step
+            if unit is not None:
+                self._unit = unit.encode()
+            if phase is not None:
+                self._phase = phase.encode()
+            self._write()
+
+    def enter(self, number: int, collective: str, group: str) -> None:
+        """Note that the rank goes into a collective, and may not come out."""
+        with self._lock:
+            self._number, self._inside, self._entered = number, True, time.monotonic()
+            self._collective, self._group = collective.encode(), group.encode()
+            self._write()
+
+    def leave(self) -> None:
+        """Note that the rank has come out of the collective."""
+        with self._lock:
+            self._inside = False
+            self._write()
+
+    @property
+    def record(self) -> Record:
+        """What a reader would see now."""
+        found = _newest(self._memory[:])
+        if found is None:
+            raise AssertionError("a progress record that was just written cannot be read")
+        return found
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether the supervisor wants this rank to save and stop."""
+        return self._memory[_STOP] != 0
+
+    @staticmethod
+    def read(path: Path) -> Record | None:
+        """The newest whole record of another process; None when there is none yet."""
+        try:
+            return _newest(path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    @staticmethod
+    def ask_to_stop(path: Path) -> None:
+        """Ask the rank that writes this record to save and stop; it looks when it can."""
+        with path.open("r+b") as file:
+            file.seek(_STOP)
+            file.write(b"\x01")
+
+    def _write(self) -> None:
+        fields = _FIELDS.pack(
+            self._writes,
+            self._pid,
+            self._rank,
+            self._step,
+            self._number,
+            self._inside,
+            self._entered,
+            self._unit,
+            self._phase,
+            self._collective,
+            self._group,
+        )
+        start = _SLOT * (1 + self._writes % 2)
+        self._memory[start : start + len(fields) + _CHECKSUM.size] = fields + _CHECKSUM.pack(zlib.crc32(fields))
+        self._writes += 1
+
+
+def record_path(folder: Path, local_rank: int) -> Path:
+    """Where the rank with this number on its host keeps its record."""
+    return folder / f"rank-{local_rank}"
+
+
+def get_progress() -> Progress:
+    """The record of this process: in the launcher's folder when it gave one, otherwise in private memory."""
+    if AMBIENT.progress is None:
+        AMBIENT.progress = _open()
+    progress: Progress = AMBIENT.progress
+    return progress
+
+
+def _open() -> Progress:
+    world = World.detect(environ())
+    folder = Switches.read(environ()).progress
+    if folder is not None:
+        path = record_path(Path(folder), world.local_rank)
+        try:
+            return Progress(path, rank=world.rank)
+        except OSError as error:
+            warn_once(f"MIZZEN_PROGRESS: {path} cannot be written ({error}): the launcher will not see this rank's progress")
+    return Progress(rank=world.rank)
+
+
+def _fresh_file(path: Path) -> mmap.mmap:
+    """A new file, mapped. The file of an earlier attempt is unlinked, not written over: it may still be mapped."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(descriptor, _SIZE)
+        return mmap.mmap(descriptor, _SIZE)
+    finally:
+        os.close(descriptor)
+
+
+def _newest(data: bytes) -> Record | None:
+    if data[: len(_MAGIC)] != _MAGIC:
+        return None
+    return max(filter(None, (_slot(data, 1), _slot(data, 2))), key=lambda record: record.writes, default=None)
+
+
+def _slot(data: bytes, number: int) -> Record | None:
+    fields = data[_SLOT * number : _SLOT * number + _FIELDS.size]
+    checksum = data[_SLOT * number + _FIELDS.size :][: _CHECKSUM.size]
+    if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(fields):
+        return None
+    *numbers, unit, phase, collective, group = _FIELDS.unpack(fields)
+    words = (text.rstrip(b"\0").decode(errors="ignore") for text in (unit, phase, collective, group))
+    return Record(*numbers, *words)

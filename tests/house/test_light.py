@@ -1,0 +1,77 @@
+"""What an import costs: no torch before it is needed, little of our own, and no file of the user's touched."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from house.tree import ROOT, SOURCE
+
+HEAVY = {"torch", "transformers", "triton", "numpy", "tensorboard", "wandb", "comet_ml", "matplotlib", "mpi4py"}
+PLAIN = ["errors", "ambient", "environment", "log", "files", "config", "progress", "launcher", "monitor", "cli"]
+"""What must be usable where torch is slow to load or absent."""
+
+LOOK = """
+import json, os, sys
+home, opened = os.path.expanduser("~"), []
+def hook(event, arguments):
+    if event in ("open", "os.mkdir", "os.scandir", "os.listdir") and str(arguments[0]).startswith(home):
+        opened.append(str(arguments[0]))
+sys.addaudithook(hook)
+__import__(sys.argv[1])
+print(json.dumps({"modules": sorted(sys.modules), "opened": opened}))
+"""
+
+
+def python(*arguments, home):
+    """A fresh interpreter whose home is empty; -P and -s, so that it finds only what is installed and our source."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "PYTHON"))}
+    environment |= {"HOME": str(home), "PYTHONPATH": str(SOURCE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-s", *arguments], env=environment, capture_output=True, text=True, check=True
+    )
+
+
+def exists(name):
+    return (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()
+
+
+@pytest.mark.parametrize("name", ["mizzen", *(f"mizzen.{name}" for name in PLAIN if exists(name))])
+def test_an_import_loads_nothing_heavy_and_touches_no_file_of_the_user(tmp_path, name):
+    seen = json.loads(python("-c", LOOK, name, home=tmp_path).stdout)
+    assert HEAVY & {module.split(".")[0] for module in seen["modules"]} == set()
+    assert seen["opened"] == [] and list(tmp_path.iterdir()) == []
+
+
+def test_the_facade_alone_loads_none_of_the_library(tmp_path):
+    seen = json.loads(python("-c", LOOK, "mizzen", home=tmp_path).stdout)
+    assert [module for module in seen["modules"] if module.startswith("mizzen")] == ["mizzen"]
+
+
+SPENT = """
+import sys, time
+for name in sys.argv[2:]:
+    __import__(name)
+before = time.process_time()
+__import__(sys.argv[1])
+print(time.process_time() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "over", "seconds"),
+    [("mizzen", (), 0.3), ("mizzen.config", ("pydantic",), 1.0)],
+    ids=lambda value: str(value),
+)
+def test_an_import_computes_little(tmp_path, name, over, seconds):
+    """Processor time, the best of three, with room for slow machines: what this finds is work done at import."""
+    assert min(float(python("-c", SPENT, name, *over, home=tmp_path).stdout) for _ in range(3)) < seconds
+
+
+def test_nothing_in_the_folder_of_the_library_is_made_by_an_import(tmp_path):
+    before = sorted(path for path in SOURCE.rglob("*") if "__pycache__" not in path.parts)
+    python("-c", "import mizzen, mizzen.config", home=tmp_path)
+    assert sorted(path for path in SOURCE.rglob("*") if "__pycache__" not in path.parts) == before
+    assert not (ROOT / "build.ninja").exists()

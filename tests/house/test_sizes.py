@@ -1,0 +1,72 @@
+"""Counts that guard against decay: lines of a file and a function, parameters, methods, and the library as a whole."""
+
+import ast
+from collections.abc import Iterable
+
+from house.tree import FACES, Module, made_up, modules
+
+FILE_LINES = 500
+FUNCTION_LINES = 60
+PARAMETERS = 8
+METHODS = 20
+TOTAL_LINES = 25_000
+"""Raised in the commit that needs it, never in advance."""
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many values a call can give by position or name, without self and cls."""
+    names = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len(names) - (bool(names) and names[0].arg in ("self", "cls"))
+
+
+def oversized(files: Iterable[Module]) -> list[str]:
+    """What is too large, as `engine/engine.py:10 step has 75 lines`."""
+    found = []
+    for module in files:
+        if module.name in FACES:
+            continue
+        if (lines := len(module.text.splitlines())) > FILE_LINES:
+            found.append(f"{module.name}:1 the file has {lines} lines")
+        for function in module.functions() if module.unit != "kernels" else ():
+            if (lines := function.end_lineno - function.lineno + 1) > FUNCTION_LINES:
+                found.append(f"{module.name}:{function.lineno} {function.name} has {lines} lines")
+            if (count := parameters(function)) > PARAMETERS:
+                found.append(f"{module.name}:{function.lineno} {function.name} has {count} parameters")
+        for owner in module.classes():
+            count = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in owner.body)
+            if count > METHODS:
+                found.append(f"{module.name}:{owner.lineno} {owner.name} has {count} methods")
+    return found
+
+
+def test_nothing_is_too_large():
+    assert oversized(modules()) == []
+
+
+def test_the_library_stays_small():
+    assert sum(len(module.text.splitlines()) for module in modules()) <= TOTAL_LINES
+
+
+def test_what_is_counted(tmp_path):
+    long_function = "def long():\n" + "    x = 1\n" * 60
+    wide_function = "def wide(a, b, c, d, e, /, f, g, *, h, i):\n    pass\n"
+    big_class = "class Big:\n" + "".join(
+        f"    def m{number}(self, a, b, c, d, e, f, g, h): ...\n" for number in range(21)
+    )
+    found = oversized(
+        made_up(
+            tmp_path,
+            {
+                "a.py": long_function + wide_function + big_class,
+                "b.py": "x = 1\n" * 501,
+                "zero.py": "x = 1\n" * 501 + long_function + wide_function + big_class,
+                "kernels/fused.py": long_function + wide_function,
+            },
+        )
+    )
+    assert found == [
+        "a.py:1 long has 61 lines",
+        "a.py:62 wide has 9 parameters",
+        "a.py:64 Big has 21 methods",
+        "b.py:1 the file has 501 lines",
+    ]

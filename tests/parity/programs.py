@@ -1,0 +1,155 @@
+"""Tiny models, their data, and the plain torch loop that every plan is held against."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY = 48
+LENGTH = 12
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: the plan's degrees and the peculiarities of the model."""
+
+    stage: int = 0
+    world: int = 1
+    accumulation: int = 1
+    clip: float = 0.0
+    variant: str = "plain"
+    dtype: str = "fp32"
+    optimizer: str = "AdamW"
+    deterministic: bool = False
+    samples: int = 8
+
+    def __str__(self) -> str:
+        clip = f"clip{self.clip:g}" if self.clip else "free"
+        order = "-ordered" if self.deterministic else ""
+        return f"z{self.stage}-w{self.world}-a{self.accumulation}-{clip}-{self.variant}-{self.dtype}-{self.optimizer}{order}"
+
+    @property
+    def config(self) -> dict:
+        found = {
+            "train_batch_size": self.samples,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "optimizer": {"type": self.optimizer, "params": {"lr": 1e-2, "weight_decay": 0.1}},
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 2000},
+            "deterministic": self.deterministic,
+            "progress": {"enabled": False},
+        }
+        if self.optimizer == "SGD":
+            found["optimizer"]["params"]["momentum"] = 0.9
+        if self.dtype == "bf16":
+            found["bf16"] = {"enabled": True}
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.gain = nn.Parameter(torch.tensor(1.0))  # 0-d, as real models have them
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.gain * self.down(functional.gelu(self.up(self.norm(hidden))))
+
+
+class TinyLanguageModel(nn.Module):
+    """Predicts the next token; returns the mean loss."""
+
+    def __init__(self, variant: str = "plain", width: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.variant = variant
+        self.calls = 0
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.register_buffer("scale", torch.full((1,), 0.5))
+        if variant == "tied":
+            self.head.weight = self.embed.weight
+        if variant == "frozen":
+            self.embed.weight.requires_grad_(False)
+            self.blocks[0].requires_grad_(False)
+        if variant == "unused":
+            self.sometimes = nn.Linear(width, width)
+            self.never = nn.Parameter(torch.ones(7))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens[:, :-1]) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        if self.variant == "unused" and int(tokens[0, 0]) % 2:
+            hidden = hidden + self.sometimes(hidden)
+        logits = self.head(self.norm(hidden)).float()
+        return functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+def build(case: Case) -> TinyLanguageModel:
+    torch.manual_seed(7)
+    return TinyLanguageModel(case.variant)
+
+
+def groups(model: nn.Module, case: Case) -> list:
+    """The parameter groups of a case: one, or several with rates of their own."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if case.variant != "groups":
+        return [{"params": [parameter for _, parameter in named]}]
+    plain = [parameter for name, parameter in named if parameter.dim() > 1]
+    small = [parameter for name, parameter in named if parameter.dim() <= 1]
+    return [{"params": plain, "lr": 2e-2}, {"params": small, "weight_decay": 0.0}]
+
+
+def batch(step: int, samples: int) -> Tensor:
+    """The same tokens of a step, whoever asks."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
+
+
+def micro_batches(case: Case, step: int, rank: int) -> list[Tensor]:
+    """What one rank sees of a step: micro-step by micro-step, its share of the samples."""
+    micro = case.samples // (case.accumulation * case.world)
+    tokens = batch(step, case.samples).view(case.accumulation, case.world, micro, LENGTH)
+    return [tokens[index, rank] for index in range(case.accumulation)]
+
+
+def reference(case: Case, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
+    """One process, plain torch: every micro-batch of every rank in turn; a missing gradient counts as zero."""
+    masters = build(case)
+    model = masters
+    if case.dtype == "bf16":
+        model = build(case)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    made = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
+    optimizer = made(groups(masters, case), **case.config["optimizer"]["params"])
+    trained = [(m, p) for m, p in zip(masters.parameters(), model.parameters(), strict=True) if m.requires_grad]
+    losses = []
+    for step in range(steps):
+        sums = [torch.zeros_like(master) for master, _ in trained]
+        total = 0.0
+        count = case.accumulation * case.world
+        for rank in range(case.world):
+            for tokens in micro_batches(case, step, rank):
+                loss = model(tokens)
+                found = torch.autograd.grad(loss / count, [p for _, p in trained], allow_unused=True)
+                for place, gradient in zip(sums, found, strict=True):
+                    if gradient is not None:
+                        place += gradient
+                total += loss.item() / count
+        for (master, _), gradient in zip(trained, sums, strict=True):
+            master.grad = gradient
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_([master for master, _ in trained], case.clip)
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in trained:
+                parameter.copy_(master)
+        losses.append(total)
+    return losses, {name: parameter.detach().clone() for name, parameter in masters.named_parameters()}

@@ -1,0 +1,106 @@
+"""Same seed, any plan: the loss of one process, in the class that the plan belongs to."""
+
+import os
+from itertools import combinations, product
+
+import pytest
+import torch
+
+import mizzen
+from parity.programs import STEPS, Case, build, groups, micro_batches, reference
+
+STAGES, WORLDS, ACCUMULATIONS, CLIPS = (0, 1, 2), (1, 2, 4), (1, 4), (0.0, 0.5)
+VARIANTS, DTYPES, OPTIMIZERS = ("plain", "tied", "frozen", "unused", "groups"), ("fp32", "bf16"), ("AdamW", "SGD")
+AXES = (STAGES, WORLDS, ACCUMULATIONS, CLIPS, VARIANTS, DTYPES, OPTIMIZERS)
+
+
+def every_pair(axes) -> list[tuple]:
+    """A few combinations in which every two values of different axes meet; all of them with FULL=1."""
+    everything = list(product(*axes))
+    if os.environ.get("FULL"):
+        return everything
+    wanted = {
+        (i, a, j, b) for (i, one), (j, other) in combinations(enumerate(axes), 2) for a in one for b in other
+    }
+    chosen = []
+    while wanted:
+        best = max(everything, key=lambda row: len(wanted & pairs_of(row)))
+        wanted -= pairs_of(best)
+        chosen.append(best)
+    return chosen
+
+
+def pairs_of(row) -> set:
+    return {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(row), 2)}
+
+
+CASES = [Case(*row, samples=16) for row in every_pair(AXES)]
+
+
+def train(case: Case, with_train_batch: bool = False) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """What a user writes, on one rank."""
+    model = build(case)
+    engine, *_ = mizzen.initialize(model=model, model_parameters=groups(model, case), config=case.config)
+    losses, norms = [], []
+    for step in range(STEPS):
+        micros = micro_batches(case, step, engine.global_rank)
+        if with_train_batch:
+            report = engine.train_batch(iter(micros))
+        else:
+            for tokens in micros:
+                engine.backward(engine(tokens))
+                report = engine.step()
+        assert report.applied
+        losses.append(report.loss)
+        norms.append(report.grad_norm)
+    values = {name: mizzen.zero.safe_get_full_fp32_param(p) for name, p in model.named_parameters() if p.requires_grad}
+    engine.destroy()
+    return losses, values, norms
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_does_not_depend_on_the_plan(world, case):
+    expected, masters = reference(case)
+    tolerance = {"fp32": 1e-5, "bf16": 4e-3}[case.dtype]
+    for losses, values, _ in world(case.world).run(train, case):
+        assert losses == pytest.approx(expected, rel=tolerance)
+        for name, value in values.items():
+            torch.testing.assert_close(value, masters[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("world_size", "ordered"), [(2, False), (4, True)])
+def test_stages_agree_to_the_bit(world, world_size, ordered, variant):
+    """At accumulation 1: at world 2, and at any world when sums are taken in the order of the ranks."""
+    runs = [
+        world(world_size).run(train, Case(stage, world_size, 1, 0.5, variant, deterministic=ordered, samples=16))
+        for stage in STAGES
+    ]
+    first_losses, first_values, first_norms = runs[0][0]
+    for run in runs:
+        for losses, values, norms in run:
+            assert losses == first_losses
+            assert norms == first_norms
+            assert all(torch.equal(values[name], first_values[name]) for name in first_values)
+
+
+def test_stages_0_and_1_agree_to_the_bit_when_accumulating(world):
+    runs = [world(2).run(train, Case(stage, 2, 4, 0.5, samples=16))[0] for stage in (0, 1)]
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_train_batch_is_the_open_loop(world, stage):
+    case = Case(stage, 2, 4, 0.5, samples=16)
+    assert world(2).run(train, case, True)[0][0] == pytest.approx(world(2).run(train, case)[0][0], rel=1e-6)
+
+
+def train_with_tokens_as_data(case: Case) -> list[float]:
+    return train(case, True)[0]
+
+
+def test_a_resumed_seed_gives_the_same_run(world):
+    """Twice the same, bit by bit."""
+    case = Case(2, 2, 2, 0.5, samples=16)
+    assert world(2).run(train_with_tokens_as_data, case) == world(2).run(train_with_tokens_as_data, case)

@@ -1,0 +1,134 @@
+"""Ranks for tests: `world(4).run(function, ...)` runs a function on four gloo ranks and returns what each returned.
+
+This is the side of the tests; the ranks and the process they are forked from are in `zygote.py`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from zygote import Job, Outcome, pack, unpack
+
+
+class RankFailed(AssertionError):
+    """Some ranks did not return; `outcomes` has them all, first to end first, and the message every traceback."""
+
+    def __init__(self, name: str, outcomes: Sequence[Outcome]) -> None:
+        failed = [outcome for outcome in outcomes if outcome.error_type]
+        lines = [f"{len(failed)} of {len(outcomes)} ranks did not return from {name}; the first to fail comes first"]
+        for outcome in failed:
+            lines += [f"--- rank {outcome.rank}: {outcome.error_type} after {outcome.seconds:.2f} s", outcome.traceback]
+        super().__init__("\n".join(lines))
+        self.outcomes = tuple(outcomes)
+
+
+class Pool:
+    """One zygote for as many jobs as come, one after the other. It starts with the first and again after a mishap."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._wire: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The zygote's process id, while there is one."""
+        return self._process.pid if self._process else None
+
+    def submit(self, job: Job) -> list[Outcome]:
+        """Run a job; what interrupts the wait (a test's timeout, control-C) ends the zygote and with it the ranks."""
+        try:
+            wire = self._wire or self._start()
+            wire.send(job)
+            return wire.recv()  # type: ignore[no-any-return]
+        except BaseException as error:
+            self.close()
+            if isinstance(error, EOFError | ConnectionError):
+                raise RuntimeError("the process that ranks are forked from has died; its stderr says why") from error
+            raise
+
+    def _start(self) -> Connection:
+        ours, theirs = Pipe()
+        here = str(Path(__file__).parent)
+        code = f"import sys; sys.path.insert(0, {here!r}); import zygote; zygote.serve({theirs.fileno()}, {sys.path!r})"
+        # The numeric libraries read their thread counts when they are loaded; a zygote must not have threads.
+        environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        self._wire = ours
+        return ours
+
+    def close(self) -> None:
+        """End the zygote: it takes its ranks along when its connection closes."""
+        wire, process = self._wire, self._process
+        self._wire = self._process = None
+        if wire is not None:
+            wire.close()
+        if process is not None:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A number of ranks to run functions on."""
+
+    pool: Pool
+    size: int
+    backend: str | None
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout: float = 60,
+        grace: float = 1,
+        expect_failure: bool = False,
+        **keywords: Any,
+    ) -> list[Any]:
+        """Run a top-level function on every rank; the results in rank order.
+
+        `RankFailed` when a rank raises, dies or is not back after `timeout` seconds. After the first failure the others
+        have `grace` seconds to end by themselves. With `expect_failure` the result is every rank's `Outcome` instead.
+        Ranks have the environment variables and the folder that the test has now.
+        """
+        __tracebackhide__ = True
+        if "<" in function.__qualname__:
+            raise TypeError(
+                f"{function.__qualname__}: ranks import the function by name, so it must be at the top level"
+            )
+        job = Job(
+            size=self.size,
+            backend=self.backend,
+            module=function.__module__,
+            path=function.__code__.co_filename,
+            name=function.__qualname__,
+            arguments=pack((arguments, keywords)),
+            timeout=timeout,
+            grace=grace,
+            environment=dict(os.environ),
+            search=list(sys.path),
+            folder=os.getcwd(),
+        )
+        ended = self.pool.submit(job)
+        ranks = sorted(ended, key=lambda outcome: outcome.rank)
+        for outcome in ranks:
+            if outcome.output:
+                print(f"--- output of rank {outcome.rank}\n{outcome.output}", end="")
+        if not expect_failure and any(outcome.error_type for outcome in ended):
+            raise RankFailed(function.__qualname__, ended)
+        ranks = [outcome if outcome.error_type else replace(outcome, value=unpack(outcome.value)) for outcome in ranks]
+        return ranks if expect_failure else [outcome.value for outcome in ranks]

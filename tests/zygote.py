@@ -1,0 +1,316 @@
+"""The process that rank tests are forked from, and the ranks themselves. `pool.py` starts it and speaks to it.
+
+It imports torch once and never runs an operation (a child forked after a backward hangs in its own backward), so a
+fork of it is a fresh rank within milliseconds. It forks the ranks of one job, watches them, and reports one `Outcome`
+per rank. A rank that is done keeps still until all are done, so that nobody meets a closed connection because of
+another's success; a rank that fails leaves at once, as in life. In the end every rank and what it started is killed.
+Only Linux.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import io
+import os
+import reprlib
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import IO, Any, Final, NoReturn
+
+PRELOAD: Final = (
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",  # the first optimizer of a process imports it, and that takes more than a second
+    "safetensors.torch",
+    "mizzen.config",  # a quarter of a second, most of it pydantic
+)
+"""What nearly every rank needs. Importing any of it runs no operation and starts no thread (test_pool looks)."""
+DUMP: Final = signal.SIGUSR2
+"""A rank that gets it writes the stacks of all its threads, also from inside C++ that holds the GIL."""
+LOOK: Final = 0.02
+"""Seconds between two looks at the ranks; a message wakes us at once, a death within this time."""
+SHORT: Final = reprlib.Repr()
+SHORT.maxother = SHORT.maxstring = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One function to be run on some ranks, with the surroundings of the process that asks."""
+
+    size: int
+    backend: str | None
+    module: str
+    path: str
+    name: str
+    arguments: bytes
+    timeout: float
+    grace: float
+    environment: dict[str, str]
+    search: list[str]
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended. `error_type` is None when it returned `value`.
+
+    Otherwise it is the name of the exception, of the signal that killed the rank ("SIGKILL"), "Exited" for a rank that
+    left without a word, "Timeout" for one that was still running at the end of its time, or "Stopped" for one that was
+    still running when the grace after another's failure was over; for the last two, `traceback` is where it was.
+    """
+
+    rank: int
+    value: Any = None
+    error_type: str | None = None
+    traceback: str = ""
+    signal: int | None = None
+    output: str = ""
+    seconds: float = 0.0
+
+
+def pack(value: Any) -> bytes:
+    """A value as bytes; tensors inside it stay tensors."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` packed; only ever bytes that our own ranks made."""
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+@dataclass(slots=True)
+class Rank:
+    """A forked rank, as its zygote sees it."""
+
+    rank: int
+    pid: int
+    wire: Connection
+    output: IO[bytes]
+    stacks: IO[bytes]
+    started: float = field(default_factory=time.monotonic)
+    outcome: Outcome | None = None
+
+    def look(self) -> None:
+        """Take the rank's message, or notice that it has died without one."""
+        # The order matters: what a rank has said counts, whatever became of it afterwards.
+        dead = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        with suppress(EOFError, ConnectionResetError):
+            if self.wire.poll():
+                error_type, content = self.wire.recv()
+                if error_type is None:
+                    self.end(value=content)
+                else:
+                    self.end(error_type=error_type, traceback=content)
+        if self.outcome is None and dead is not None:
+            self._died(dead.si_code, dead.si_status)
+
+    def _died(self, code: int, status: int) -> None:
+        stacks = _text(self.stacks)
+        if code == os.CLD_EXITED:
+            self.end(error_type="Exited", traceback=f"left with status {status} and without a result\n{stacks}")
+        else:
+            name = signal.Signals(status).name
+            self.end(error_type=name, traceback=f"killed by {name}\n{stacks}", signal=status)
+
+    def interrupt(self, error_type: str) -> None:
+        """Ask a running rank where it is, and record that as its end."""
+        os.kill(self.pid, DUMP)
+        patience = time.monotonic() + 1.0
+        before, now = None, ""
+        while time.monotonic() < patience and (not now or now != before):
+            time.sleep(LOOK)
+            before, now = now, _text(self.stacks)
+        self.end(error_type=error_type, traceback=now or "no stack: it takes no signals\n")
+
+    def end(self, **fields: Any) -> None:
+        """Record how the rank ended, with what it has printed."""
+        seconds = time.monotonic() - self.started
+        self.outcome = Outcome(rank=self.rank, output=_text(self.output), seconds=seconds, **fields)
+
+    def bury(self) -> None:
+        """Kill the rank with all it has started, and reap it; until then its process id is not given to others."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self.wire.close()
+        self.output.close()
+        self.stacks.close()
+
+
+def _text(file: IO[bytes]) -> str:
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")
+
+
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that nobody is handed while this is held, and that a store may still listen on.
+
+    Bound with SO_REUSEADDR and not listening, it does not stop a second such socket from taking the same port.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def run(job: Job, parent: Connection) -> list[Outcome]:
+    """Fork the ranks of a job and return their outcomes, first to end first; none of them is left when this ends."""
+    ranks: list[Rank] = []
+    try:
+        with _reserved_port() as port:
+            for number in range(job.size):
+                ranks.append(_fork(job, number, port, parent, [rank.wire for rank in ranks]))
+            _watch(job, ranks, parent)
+    finally:
+        for rank in ranks:
+            rank.bury()
+    return sorted((rank.outcome for rank in ranks if rank.outcome), key=lambda outcome: outcome.seconds)
+
+
+def _watch(job: Job, ranks: list[Rank], parent: Connection) -> None:
+    deadline, reason = time.monotonic() + job.timeout, "Timeout"
+    while running := [rank for rank in ranks if rank.outcome is None]:
+        if time.monotonic() > deadline:
+            for rank in running:
+                rank.interrupt(reason)
+            return
+        wait([parent, *(rank.wire for rank in running)], timeout=LOOK)
+        if parent.poll():
+            raise SystemExit("the tests are gone")  # nothing is asked while a job runs: this is the end of the pipe
+        for rank in running:
+            rank.look()
+        if reason == "Timeout" and any(rank.outcome and rank.outcome.error_type for rank in ranks):
+            deadline, reason = min(deadline, time.monotonic() + job.grace), "Stopped"
+
+
+def _fork(job: Job, number: int, port: int, parent: Connection, others: list[Connection]) -> Rank:
+    ours, theirs = Pipe()
+    output, stacks = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  Rank.bury closes them
+    zygote = os.getpid()
+    pid = os.fork()
+    if not pid:
+        _die_with(zygote)
+        for wire in (parent, ours, *others):
+            wire.close()
+        for target in (1, 2):
+            os.dup2(output.fileno(), target)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        faulthandler.enable(stacks)
+        faulthandler.register(DUMP, stacks, all_threads=True)
+        _be_rank(job, number, port, theirs)
+    os.setpgid(pid, pid)
+    theirs.close()
+    return Rank(number, pid, ours, output, stacks)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when the one that forked it ends, however that comes about."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _be_rank(job: Job, number: int, port: int, wire: Connection) -> NoReturn:
+    message: tuple[str | None, Any]
+    try:
+        _surround(job, number, port)
+        function = _find(job)
+        arguments, keywords = unpack(job.arguments)
+        if job.backend is not None:
+            _join(job)
+        message = (None, pack(function(*arguments, **keywords)))
+    except BaseException as error:  # noqa: BLE001  whatever it is, the test is told
+        message = (type(error).__name__, _told(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    wire.send(message)
+    if message[0] is not None:
+        os._exit(1)
+    while True:
+        signal.pause()
+
+
+def _surround(job: Job, number: int, port: int) -> None:
+    """Take over the environment, folder and search path of the test, and the variables that torchrun would set."""
+    os.environ.clear()
+    os.environ.update(job.environment)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        os.environ[name] = str(job.size)
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ[name] = str(number)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.chdir(job.folder)
+    sys.path[:] = job.search
+
+
+def _find(job: Job) -> Callable[..., Any]:
+    """The function itself, in a module of the same name as in the test, so that what is pickled means the same."""
+    try:
+        spec = importlib.util.find_spec(job.module)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin != job.path:
+        spec = importlib.util.spec_from_file_location(job.module, job.path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{job.path} cannot be loaded as {job.module}")
+    if job.module not in sys.modules:
+        sys.modules[job.module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[job.module])
+    found: Any = sys.modules[job.module]
+    for part in job.name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _join(job: Job) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    # Longer than the job may take: of a collective that hangs we want to show the stacks, not its own timeout.
+    torch.distributed.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout + 30))
+
+
+def _told(error: BaseException) -> str:
+    """The traceback without our own frames; a bare assert, which pytest has not rewritten here, shows its values."""
+    summary = traceback.TracebackException.from_exception(error)
+    summary.stack[:] = [frame for frame in summary.stack if frame.filename != __file__]
+    lines = list(summary.format())
+    if isinstance(error, AssertionError) and not error.args:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        lines += [f"    {name} = {SHORT.repr(value)}\n" for name, value in frame.f_locals.items()]
+    return "".join(lines)
+
+
+def serve(descriptor: int, search: list[str]) -> None:
+    """Run jobs until the other end of the connection is gone."""
+    sys.path[:] = search
+    for name in PRELOAD:
+        with suppress(ModuleNotFoundError):  # whoever needs it will miss it, and say so in a test
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would otherwise touch, and so copy, every page of the imported modules
+    parent = Connection(descriptor)
+    with suppress(EOFError):
+        while True:
+            parent.send(run(parent.recv(), parent))
