@@ -34,7 +34,7 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 demo: .venv/ready ## what this machine has, a configuration explained, and its plan
 	$(BIN)/mizzen report
 	$(BIN)/mizzen config explain zero_optimization.stage
-	$(BIN)/mizzen plan examples/config.json --world 8
+	$(BIN)/mizzen plan examples/configs/zero2_bf16.json --world 8
 
 test: .venv/ready ## all tests that this machine can run
 	$(BIN)/python -m pytest $(ARGS)
@@ -48,7 +48,8 @@ test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERS
 	$(OTHER)/bin/python -m pytest $(ARGS)
 
 docs: .venv/ready ## regenerate docs/config.md from the configuration's own words
-	$(BIN)/python -m mizzen.cli config docs > docs/config.md
+	$(BIN)/python -m mizzen.cli config docs > docs/config.md.new
+	mv docs/config.md.new docs/config.md
 
 clean: ## remove everything that was made here
 	rm -rf .venv .venvs build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

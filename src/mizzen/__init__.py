@@ -7,9 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from mizzen import comm as comm
+    from mizzen import zero as zero
     from mizzen.accelerator import get_accelerator as get_accelerator
     from mizzen.accelerator import set_accelerator as set_accelerator
+    from mizzen.api import add_config_arguments as add_config_arguments
+    from mizzen.api import initialize as initialize
     from mizzen.comm import init_distributed as init_distributed
+    from mizzen.data.repeat import RepeatingLoader as RepeatingLoader
+    from mizzen.engine.engine import Engine as Engine
     from mizzen.errors import CheckpointError as CheckpointError
     from mizzen.errors import CommError as CommError
     from mizzen.errors import ConfigError as ConfigError
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from mizzen.errors import PlanError as PlanError
     from mizzen.errors import StepError as StepError
     from mizzen.errors import UsageError as UsageError
+    from mizzen.monitor.report import StepReport as StepReport
 
 __version__ = "0.1.0"
 
@@ -40,9 +47,16 @@ _HOMES: Final = {
     "PlanError": "mizzen.errors",
     "StepError": "mizzen.errors",
     "UsageError": "mizzen.errors",
+    "Engine": "mizzen.engine.engine",
+    "RepeatingLoader": "mizzen.data.repeat",
+    "StepReport": "mizzen.monitor.report",
+    "add_config_arguments": "mizzen.api",
+    "comm": "mizzen.comm",
     "get_accelerator": "mizzen.accelerator",
     "init_distributed": "mizzen.comm",
+    "initialize": "mizzen.api",
     "set_accelerator": "mizzen.accelerator",
+    "zero": "mizzen.zero",
 }
 """Public name -> where it is defined. A module that is public itself is its own home: `"zero": "mizzen.zero"`."""
 

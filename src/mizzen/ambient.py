@@ -40,6 +40,8 @@ class Ambient:
     """Name -> factory: an application registers its own kind of device before anything else is called."""
     comm: Any = None
     """`comm.all_reduce(t)` takes no backend; this is the one that `init_distributed` chose."""
+    world: Any = None
+    """Who this process is, as `init_distributed` has found out: `comm.get_local_rank()` takes no argument."""
     backends: dict[str, Any] = field(default_factory=dict)
     """Name -> factory: `init_distributed(dist_backend="ccl")` names a backend that other code has registered."""
     comm_log: Any = None

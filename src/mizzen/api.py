@@ -1,7 +1,7 @@
 """The composition root: from a model and a configuration to an engine, one arrow after the other."""
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -52,12 +52,18 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
     given = read_source(_only_source(args, config, config_params))
-    settings = load(given | _degrees(mesh_param, mpu))
+    settings = load(given | _degrees_of_mesh(mesh_param))
     world = init_distributed(
         distributed_port=distributed_port, dist_init_required=dist_init_required, config=settings, verbose=False
     )
-    groups, membership = param_groups(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else model_parameters)
+    if mpu is not None:
+        settings = load(given | _degrees_of_mpu(mpu, world.size))
+    groups, membership = param_groups(
+        model, optimizer.param_groups if isinstance(optimizer, Optimizer) else model_parameters
+    )
     is_trained = optimizer is not None or settings.optimizer is not None
+    if is_trained and not membership:
+        raise UsageError("nothing to train: no parameter of the model, or of model_parameters=, requires a gradient")
     sketch = Sketch.of(model).with_groups(membership if is_trained else {})
     plan = build(settings, world.size, sketch, ORDER)
     agree(plan)
@@ -74,7 +80,14 @@ def initialize(
         world=world,
         device=accelerator.device(),
         seed=seed,
-        make_loader=LoaderFactory.of(plan.resolved, mesh, seed),
+        make_loader=LoaderFactory(
+            seed=seed,
+            rank=mesh.ranks("dp_replicate", "dp_shard").index(mesh.rank),
+            ranks=plan.resolved.layout.dp,
+            accumulation=plan.resolved.batch.accumulation,
+            drop_last=plan.resolved.config.dataloader_drop_last,
+            device_type=accelerator.name,
+        ),
     )
     engine = build_engine(
         parts,
@@ -96,17 +109,22 @@ def _only_source(args: Any, config: Source | None, config_params: Source | None)
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
         raise ConfigError("", f"give the configuration in exactly one of {', '.join(sources)}; given: {found}")
-    source: Source = sources[given[0]]
-    return source
+    return next(source for source in sources.values() if source is not None)
 
 
-def _degrees(mesh_param: tuple[int, int] | None, mpu: Any) -> Mapping[str, Any]:
-    """Degrees that come as arguments, under the keys that a configuration has for them."""
-    if mesh_param is not None:
-        return {"data_parallel_size": mesh_param[0], "sequence_parallel_size": mesh_param[1]}
-    if mpu is not None:
-        return layout_from_mpu(mpu)
-    return {}
+def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:
+    """(data-parallel, sequence-parallel) ranks, under the keys that a configuration has for them."""
+    return {} if mesh_param is None else {"data_parallel_size": mesh_param[0], "sequence_parallel_size": mesh_param[1]}
+
+
+def _degrees_of_mpu(mpu: Any, world: int) -> dict[str, Any]:
+    """The same for a Megatron-style object."""
+    layout = layout_from_mpu(mpu, world)
+    return {
+        "tensor_parallel": {"autotp_size": layout.tp if layout.tp > 1 else 0},
+        "pipeline_parallel_size": layout.pp,
+        "sequence_parallel_size": layout.sp,
+    }
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

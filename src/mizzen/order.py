@@ -2,7 +2,8 @@
 
 from typing import Final
 
+from mizzen.parallel.zero.shard import ZeroShard
 from mizzen.plan.transform import Transform
 
-ORDER: Final[tuple[Transform, ...]] = ()
+ORDER: Final[tuple[Transform, ...]] = (ZeroShard(),)
 """Each row may assume that every row above it has run."""

@@ -160,7 +160,9 @@ def _open() -> Progress:
         try:
             return Progress(path, rank=world.rank)
         except OSError as error:
-            warn_once(f"MIZZEN_PROGRESS: {path} cannot be written ({error}): the launcher will not see this rank's progress")
+            warn_once(
+                f"MIZZEN_PROGRESS: {path} cannot be written ({error}): the launcher will not see this rank's progress"
+            )
     return Progress(rank=world.rank)
 
 

@@ -82,7 +82,7 @@ class TinyLanguageModel(nn.Module):
             self.never = nn.Parameter(torch.ones(7))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens[:, :-1]) * self.scale
+        hidden = self.embed(tokens[:, :-1]) * self.scale.to(self.embed.weight.dtype)
         for block in self.blocks:
             hidden = block(hidden)
         if self.variant == "unused" and int(tokens[0, 0]) % 2:
@@ -128,7 +128,7 @@ def reference(case: Case, steps: int = STEPS) -> tuple[list[float], dict[str, Te
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
     made = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
-    optimizer = made(groups(masters, case), **case.config["optimizer"]["params"])
+    optimizer = made(groups(masters, case), **case.config["optimizer"]["params"], fused=True)
     trained = [(m, p) for m, p in zip(masters.parameters(), model.parameters(), strict=True) if m.requires_grad]
     losses = []
     for step in range(steps):

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mizzen.cli.parser import Parser, count, examples, is_terminal, write, write_json, write_table
+from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
 from mizzen.config.describe import explain, json_schema, render_markdown
 from mizzen.config.dump import as_dict, as_lines, as_table, values
 from mizzen.config.load import load
@@ -23,7 +23,8 @@ def configure(parser: Parser) -> None:
         "mizzen config explain zero_optimization.stage",
         "mizzen config schema > config.schema.json",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    add_help(parser)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     _add_check(commands)
     _add_resolve(commands)
     _add_explain(commands)
@@ -98,5 +99,5 @@ def _print_docs(_: argparse.Namespace) -> int:
 
 
 def _print_explanation(arguments: argparse.Namespace) -> int:
-    write(explain(arguments.key))
+    write(str(explain(arguments.key)))
     return 0

@@ -20,6 +20,16 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+def add_help(parser: Parser) -> None:
+    """Let a command that has subcommands print its help when none is given."""
+
+    def print_help(_: argparse.Namespace) -> int:
+        write(parser.format_help())
+        return 0
+
+    parser.set_defaults(run=print_help)
+
+
 def examples(*lines: str) -> str:
     """The end of a help text."""
     return "\n  ".join(("examples:", *lines))
@@ -33,8 +43,10 @@ def count(text: str) -> int:
 
 
 def write(text: str) -> None:
-    """Print a text."""
-    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+    """Print a text; what the terminal cannot show, such as half of a surrogate pair in a key, is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    legible = text.encode(encoding, "backslashreplace").decode(encoding)
+    sys.stdout.write(legible if legible.endswith("\n") else f"{legible}\n")
 
 
 def write_json(value: Any) -> None:

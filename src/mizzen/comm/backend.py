@@ -62,6 +62,19 @@ class Request(NamedTuple):
         return f"{self.operation} {self.detail}" if self.detail else self.operation
 
 
+class Store(Protocol):
+    """What all ranks can write to and read from, such as the store that torch.distributed met at. Any thread calls."""
+
+    def set(self, key: str, value: bytes, /) -> None:
+        """Write a value over the one before."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of these were written."""
+
+    def get(self, key: str, /) -> bytes:
+        """What was last written."""
+
+
 class Handle(Protocol):
     """One operation under way.
 
@@ -102,7 +115,7 @@ class Backend(Protocol):
     def is_initialized(self) -> bool:
         """Whether operations can be issued now."""
 
-    def store(self) -> "torch.distributed.Store | None":
+    def store(self) -> Store | None:
         """A store that all ranks share, on a connection of its own; None when there is none."""
 
     def group(self, handle: Any) -> Group | None:

@@ -1,25 +1,20 @@
-"""The collectives, messages and queries, with torch.distributed's signatures.
+"""The collectives and the messages, with torch.distributed's signatures.
 
-Each takes `prof`, `log_name` and `debug` for the log, and `tag`, beside torch's own arguments. What happens to all of
-them alike is in `communicator.py`.
+Each takes `prof`, `log_name` and `debug` for the log beside torch's own arguments, and each collective a `tag`. What
+happens to all of them alike is in `communicator.py`, questions about groups are in `groups.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mizzen.ambient import AMBIENT
 from mizzen.backport import gloo_exchanges_lists
 from mizzen.comm.backend import Request
-from mizzen.comm.communicator import Communicator, Extras, Together, Work, current, run, use
-from mizzen.comm.torch_backend import make_backend
-from mizzen.environment import World, environ
-from mizzen.errors import UsageError
+from mizzen.comm.communicator import Extras, LogExtras, Together, Work, run
+from mizzen.comm.groups import get_global_rank, get_rank, root
 
 Tensors = list[torch.Tensor]
 
@@ -52,7 +47,7 @@ def reduce(
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Reduce a tensor over the group; only `dst` has the result."""
-    dst = _global_rank("reduce", "dst", dst, group_dst, group)
+    dst = root("reduce", dst, group_dst, group)
     request = Request("reduce", (tensor, dst, op), payload=(tensor,), detail=f"to rank {dst}")
     return run(request, group, async_op=async_op, extras=extras)
 
@@ -66,7 +61,7 @@ def broadcast(
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Copy the tensor of `src` to every rank of the group."""
-    src = _global_rank("broadcast", "src", src, group_src, group)
+    src = root("broadcast", src, group_src, group)
     request = Request("broadcast", (tensor, src), payload=(tensor,), detail=f"from rank {src}")
     return run(request, group, async_op=async_op, extras=extras)
 
@@ -191,15 +186,13 @@ def all_to_all(
     return run(request, group, async_op=async_op, extras=extras)
 
 
-def _all_to_all_as_one(
-    outputs: Tensors, inputs: Tensors, group: Any, async_op: bool, extras: Extras
-) -> Work | None:
+def _all_to_all_as_one(outputs: Tensors, inputs: Tensors, group: Any, async_op: bool, extras: Extras) -> Work | None:
     sizes = [tensor.numel() for tensor in outputs]
     received = inputs[0].new_empty(sum(sizes))
     sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
 
     def put_in_place() -> None:
-        for tensor, part in zip(outputs, received.split(sizes), strict=True):
+        for tensor, part in zip(outputs, torch.split(received, sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     work = all_to_all_single(received, sent, sizes, [tensor.numel() for tensor in inputs], group, True, **extras)
@@ -219,7 +212,7 @@ def gather(
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Gather the tensors of all ranks into a list on `dst`."""
-    dst = _global_rank("gather", "dst", dst, group_dst, group)
+    dst = root("gather", dst, group_dst, group, default=0)
     request = Request("gather", (tensor, gather_list, dst), payload=(tensor,), detail=f"to rank {dst}")
     return run(request, group, async_op=async_op, extras=extras)
 
@@ -234,7 +227,7 @@ def scatter(
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Give each rank its tensor of a list on `src`."""
-    src = _global_rank("scatter", "src", src, group_src, group)
+    src = root("scatter", src, group_src, group, default=0)
     request = Request("scatter", (tensor, scatter_list, src), payload=(tensor,), detail=f"from rank {src}")
     return run(request, group, async_op=async_op, extras=extras)
 
@@ -258,12 +251,111 @@ def monitored_barrier(
     run(Request("monitored_barrier", options=options), group, extras=extras)
 
 
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **extras: Unpack[LogExtras],
+) -> Work | None:
+    """Start to send a tensor to one rank."""
+    dst = root("isend", dst, group_dst, group)
+    request = Request("send", (tensor, dst), {"tag": tag}, payload=(tensor,), peers=(dst,), detail=f"to rank {dst}")
+    return run(request, group, async_op=True, extras=cast(Extras, extras))
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **extras: Unpack[LogExtras],
+) -> Work | None:
+    """Start to receive a tensor from one rank, or from any when no source is given."""
+    if src is None and group_src is None:
+        detail, peers = "from any rank", (get_rank(),)
+    else:
+        src = root("irecv", src, group_src, group)
+        detail, peers = f"from rank {src}", (src,)
+    request = Request("recv", (tensor, src), {"tag": tag}, payload=(tensor,), peers=peers, detail=detail)
+    return run(request, group, async_op=True, extras=cast(Extras, extras))
+
+
 def send(
     tensor: torch.Tensor,
     dst: int | None = None,
     group: Any = None,
     tag: int = 0,
     group_dst: int | None = None,
+    **extras: Unpack[LogExtras],
+) -> None:
+    """Send a tensor to one rank and wait until it may be written to again."""
+    work = isend(tensor, dst, group, tag, group_dst, **extras)
+    if work is not None:
+        work.wait()
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **extras: Unpack[LogExtras],
+) -> int:
+    """Receive a tensor and return the rank that has sent it; -1 on a rank that is not in the group."""
+    work = irecv(tensor, src, group, tag, group_src, **extras)
+    if work is None:
+        return -1
+    work.wait()
+    if src is None and group_src is None:
+        return get_global_rank(group, work.source_rank())
+    return root("recv", src, group_src, group)
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Any = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
     **extras: Unpack[Extras],
 ) -> None:
-    """Send a tensor to one rank and wait until it has left."""
+    """Copy the pickled objects of `src` (rank 0 when not given) to every rank of the group."""
+    src = root("broadcast_object_list", src, group_src, group, default=0)
+    request = Request("broadcast_object_list", (object_list, src), {"device": device}, detail=f"from rank {src}")
+    run(request, group, extras=extras)
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **extras: Unpack[Extras]) -> None:
+    """Gather pickled objects of all ranks into a list."""
+    run(Request("all_gather_object", (object_list, obj)), group, extras=extras)
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+    **extras: Unpack[Extras],
+) -> None:
+    """Gather pickled objects of all ranks into a list on `dst` (rank 0 when not given)."""
+    dst = root("gather_object", dst, group_dst, group, default=0)
+    run(Request("gather_object", (obj, object_gather_list, dst), detail=f"to rank {dst}"), group, extras=extras)
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    group_src: int | None = None,
+    **extras: Unpack[Extras],
+) -> None:
+    """Give each rank its pickled object of a list on `src` (rank 0 when not given)."""
+    src = root("scatter_object_list", src, group_src, group, default=0)
+    arguments = (scatter_object_output_list, scatter_object_input_list, src)
+    run(Request("scatter_object_list", arguments, detail=f"from rank {src}"), group, extras=extras)

@@ -23,8 +23,8 @@ from mizzen.log import warn_once
 from mizzen.progress import get_progress
 
 
-class Extras(TypedDict, total=False):
-    """What a collective takes beside the arguments of torch.distributed."""
+class LogExtras(TypedDict, total=False):
+    """What every operation takes for the log, beside the arguments of torch.distributed."""
 
     prof: bool
     """Log it even where the log does not want all."""
@@ -32,6 +32,11 @@ class Extras(TypedDict, total=False):
     """The name in the log."""
     debug: str
     """The caller's name in the log, where it is to be logged."""
+
+
+class Extras(LogExtras, total=False):
+    """What a collective takes beside the arguments of torch.distributed."""
+
     tag: Tag | None
     """Where this rank is; the group compares it."""
 
@@ -129,7 +134,7 @@ class Communicator:
                 raise
             raise failure from error
 
-    def _timing(self, request: Request, group: Group, extras: Extras) -> Timing | None:
+    def _timing(self, request: Request, group: Group, extras: LogExtras) -> Timing | None:
         if unknown := extras.keys() - Extras.__annotations__.keys():
             raise TypeError(f"{request.operation}() got an unexpected keyword argument {min(unknown)!r}")
         log: CommLog | None = AMBIENT.comm_log
@@ -150,9 +155,9 @@ class Communicator:
         if device.type == "cpu":
 
             def gather(row: torch.Tensor) -> torch.Tensor:
-                rows = row.new_empty(len(group.ranks), row.numel())
+                rows = row.new_empty(len(group.ranks) * row.numel())
                 self._wait(Request("all_gather_into_tensor", (rows, row), payload=(row,)), handle)
-                return rows
+                return rows.view(len(group.ranks), -1)
 
             compare(text, group.ranks, gather)
         else:

@@ -38,7 +38,9 @@ def find_world(env: Mapping[str, str], *, rank: int = -1, size: int = -1, launch
             "off and RANK and WORLD_SIZE are not set: turn it on, or pass rank and world_size"
         )
     if not 0 <= found.rank < found.size:
-        raise CommError(f"this is rank {found.rank} of {found.size}: ranks are 0 to {found.size - 1}; check the launcher")
+        raise CommError(
+            f"this is rank {found.rank} of {found.size}: ranks are 0 to {found.size - 1}; check the launcher"
+        )
     return found
 
 
@@ -121,12 +123,15 @@ class Mpi:
         try:
             library = importlib.import_module("mpi4py.MPI")
         except ImportError as error:
-            raise MissingExtra("mpi4py", extra="mpi", purpose=f"a job of {world.size} ranks started by mpirun") from error
+            raise MissingExtra(
+                "mpi4py", extra="mpi", purpose=f"a job of {world.size} ranks started by mpirun"
+            ) from error
         everyone = library.COMM_WORLD
         if everyone.Get_size() != world.size:
+            vendor, _ = library.get_vendor()
             raise CommError(
-                f"mpirun has started {world.size} ranks, but mpi4py, built for {' '.join(map(str, library.get_vendor()))}"
-                f", sees {everyone.Get_size()}: the launcher belongs to another MPI; install mpi4py for that one, or set "
+                f"mpirun has started {world.size} ranks, but mpi4py, which is built for {vendor}, sees "
+                f"{everyone.Get_size()}: the launcher belongs to another MPI. Install mpi4py for that one, or set "
                 "MASTER_ADDR and MASTER_PORT"
             )
         host = everyone.Split_type(library.COMM_TYPE_SHARED)

@@ -43,7 +43,7 @@ class Interface:
 
 
 def choose_interface(target: str | None, env: Mapping[str, str]) -> Interface | None:
-    """The interface to talk over: the one the user names, else the one that leads to `target`; None if there is none."""
+    """The interface to talk over: the one that the user names, else the one that leads to `target`, else any."""
     named = ((variable, env.get(variable)) for variable in (*VARIABLES, "MIZZEN_INTERFACE"))
     for variable, value in named:
         if value and (found := _matching(value)):
@@ -76,15 +76,16 @@ def interface_problem(target: str | None, env: Mapping[str, str]) -> str | None:
         return f"MIZZEN_INTERFACE={asked}: this host has only {', '.join(sorted(known))}"
     if asked and used.name != asked:
         return (
-            f"MIZZEN_INTERFACE={asked}, but gloo will use {used.name} ({used.reason}): `mizzen run` passes the choice on; "
-            f"with another launcher set {' and '.join(VARIABLES)} to {asked} for every rank"
+            f"MIZZEN_INTERFACE={asked}, but gloo will use {used.name} ({used.reason}): start with `mizzen run`, which "
+            f"passes the choice on, or set {' and '.join(VARIABLES)} to {asked} for every rank"
         )
     # On the master's own host its name often leads to loopback, which says nothing about the way to the others.
     better = choose_interface(None if target is None or is_here(target) else target, env)
     if used.is_loopback and better is not None and not better.is_loopback:
         return (
-            f"this job spans several hosts, but gloo will use {used.name} at {used.address} ({used.reason}), which other "
-            f"hosts cannot reach: set {' and '.join(VARIABLES)} to {better.name} for every rank, or start with `mizzen run`"
+            f"this job spans several hosts, but gloo will use {used.name} at {used.address} ({used.reason}), which "
+            f"other hosts cannot reach: start with `mizzen run`, or set {' and '.join(VARIABLES)} to {better.name} for "
+            "every rank"
         )
     return None
 
@@ -126,7 +127,7 @@ def _addresses() -> list[tuple[str, str]]:
 
 
 def _matching(wanted: str) -> tuple[str, str] | None:
-    """The first interface that a variable names. NCCL's forms: `eth` is a prefix, `=eth0` exact, `^docker,lo` not these."""
+    """The first interface that a variable names. NCCL reads `eth` as a prefix, `=eth0` exactly, `^docker` as a not."""
     excluded, rest = wanted.startswith("^"), wanted.removeprefix("^")
     exact = rest.startswith("=")
     names = [name.strip().partition(":")[0] for name in rest.removeprefix("=").split(",")]

@@ -263,6 +263,8 @@ def table(rows: Mapping[str, Mapping[int, Mapping[str, Any]]], columns: Sequence
         lines.append([name, *[""] * (len(columns) - 1)])
         for row in sizes.values():
             *numbers, _, words = row.values()
-            lines.append(["", words, *(f"{number:.2f}" if isinstance(number, float) else str(number) for number in numbers)])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+            cells = (f"{number:.2f}" if isinstance(number, float) else str(number) for number in numbers)
+            lines.append(["", words, *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = (map(str.ljust, line, widths) for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)

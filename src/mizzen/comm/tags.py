@@ -61,13 +61,10 @@ def compare(text: str, ranks: Sequence[int], gather: Callable[[torch.Tensor], to
     )
 
 
-def differ_on_device(
-    text: str, device: torch.device, reduce_max: Callable[[torch.Tensor], None]
-) -> torch.Tensor:
+def differ_on_device(text: str, device: torch.device, reduce_max: Callable[[torch.Tensor], None]) -> torch.Tensor:
     """A flag on the device that is true when the texts differ; the host is not synchronised."""
     value = digest(text)
     # `full` passes the number with the kernel, where copying a host tensor would wait for the stream.
     both = torch.cat([torch.full((1,), number, dtype=torch.int64, device=device) for number in (value, -value)])
     reduce_max(both)
     return both.sum() != 0  # the largest digest minus the smallest
-

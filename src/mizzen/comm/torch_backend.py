@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from mizzen.backport import all_gather_single, reduce_scatter_single
-from mizzen.comm.backend import Backend, Group, Handle, Request, ranks_in_words, registered_backend
+from mizzen.comm.backend import Backend, Group, Handle, Request, Store, ranks_in_words, registered_backend
 from mizzen.environment import World
-from mizzen.errors import CommError, NotBuilt
+from mizzen.errors import NotBuilt
 
 COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
     "all_reduce": dist.all_reduce,
@@ -35,13 +35,13 @@ COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
 }
 """Those that return at once with `async_op=True`."""
 MESSAGES: Final[Mapping[str, Callable[..., Any]]] = {"send": dist.isend, "recv": dist.irecv}
-BLOCKING: Final[Mapping[str, Callable[..., Any]]] = {
+OBJECTS: Final[Mapping[str, Callable[..., Any]]] = {
     "broadcast_object_list": dist.broadcast_object_list,
     "all_gather_object": dist.all_gather_object,
     "gather_object": dist.gather_object,
     "scatter_object_list": dist.scatter_object_list,
-    "monitored_barrier": dist.monitored_barrier,
 }
+BLOCKING: Final[Mapping[str, Callable[..., Any]]] = {**OBJECTS, "monitored_barrier": dist.monitored_barrier}
 """Those that torch offers only as calls that wait."""
 
 
@@ -110,7 +110,8 @@ class Threaded:
     So another thread waits, and it may be left behind.
     """
 
-    def __init__(self, wait: Callable[[], Any], group: Any) -> None:
+    def __init__(self, wait: Callable[[], Any], group: Any, work: dist.Work | None = None) -> None:
+        self.work = work
         self._wait = wait
         self._group = group
         self._done = threading.Event()
@@ -171,32 +172,25 @@ class TorchBackend:
     def initialize(
         self, world: World, *, timeout: timedelta, init_method: str | None = None, device: torch.device | None = None
     ) -> None:
-        """Make the default process group."""
-        try:
-            dist.init_process_group(
-                None if self.name == "torch" else self.name,
-                init_method=init_method,
-                timeout=timeout,
-                rank=world.rank,
-                world_size=world.size,
-                device_id=device,
-            )
-        except RuntimeError as error:
-            where = init_method or f"{world.master_addr}:{world.master_port}"
-            raise CommError(
-                f"rank {world.rank} of {world.size} could not meet the others at {where} with {self.name}: {error}"
-            ) from error
+        """Make the default process group, as torch does it; `join.py` has the way that says who is missing."""
+        name = None if self.name == "torch" else self.name
+        method = init_method or f"tcp://{world.master_addr}:{world.master_port}"
+        dist.init_process_group(
+            name, init_method=method, timeout=timeout, rank=world.rank, world_size=world.size, device_id=device
+        )
         self._adopt()
 
     def is_initialized(self) -> bool:
         """Whether the default process group is still the one that was adopted."""
         return self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
 
-    def store(self) -> dist.Store | None:
+    def store(self) -> Store | None:
         """A further connection to the store that the ranks met at."""
-        if dist.get_world_size() == 1 or self.name == "fake":
+        world: Any = dist.group.WORLD
+        if world.size() == 1 or self.name == "fake":
             return None
-        return dist.PrefixStore("mizzen", dist.group.WORLD.get_group_store().clone())
+        shared: Any = dist.PrefixStore("mizzen", world.get_group_store().clone())  # type: ignore[attr-defined]
+        return shared  # type: ignore[no-any-return]
 
     def group(self, handle: Any) -> Group | None:
         """Asked of torch once per group."""
@@ -235,7 +229,7 @@ class TorchBackend:
             name, options = "barrier", {}  # torch has the monitored one for gloo only
         if name in MESSAGES:
             work = MESSAGES[name](*arguments, group=handle, **options)
-            return Threaded(work.wait, handle) if sliced else Streamed(work)
+            return Threaded(work.wait, handle, work) if sliced else Streamed(work)
         if name in BLOCKING:
             call = partial(BLOCKING[name], *arguments, group=handle, **options)
             if sliced:
@@ -255,6 +249,8 @@ class TorchBackend:
             self._backends[handle.group_name] = backends
         if request.payload:
             return backends.get(request.payload[0].device.type) == "gloo"
+        if request.operation in OBJECTS:
+            return backends.get("cpu") == "gloo"  # torch pickles to the CPU where the group has it
         return set(backends.values()) == {"gloo"}
 
     def destroy(self, handle: Any) -> None:

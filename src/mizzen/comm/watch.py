@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-import torch
 
-from mizzen.comm.backend import Group, Handle, Request
+from mizzen.comm.backend import Group, Handle, Request, Store
 from mizzen.comm.whereabouts import NAMED_PEERS, Calls, Case, Sighting, Wait, Whereabouts, absent, verdict
 from mizzen.errors import CommError
 from mizzen.log import get_logger
@@ -97,7 +96,7 @@ class Call:
 class Watch:
     """The account of this rank's collectives, what it tells the others and what it knows of them."""
 
-    def __init__(self, rank: int, size: int, store: torch.distributed.Store | None, patience: Patience) -> None:
+    def __init__(self, rank: int, size: int, store: Store | None, patience: Patience) -> None:
         self.patience = patience
         self._rank = rank
         self._size = size
@@ -165,8 +164,7 @@ class Watch:
 
     def explain(self, call: Call, error: RuntimeError) -> CommError:
         """What went wrong below, in our words, with the rank that caused it if it can be found out."""
-        said = str(error).strip().partition("\n")[0]
-        reason = said
+        reason = said = first_sentence(error)
         if LOST.search(said):
             reason = f"{self._find_culprit(call) or 'it is not known which rank has left'}. The backend says: {said}"
         waited = time.monotonic() - call.entered
@@ -176,7 +174,7 @@ class Watch:
         """Account for an operation that could not even be issued; an error of ours when a lost peer is the cause."""
         if isinstance(error, RuntimeError) and LOST.search(str(error)):
             return self.explain(call, error)
-        self._note_failure(call, f"{type(error).__name__}: {error}".partition("\n")[0])
+        self._note_failure(call, f"{type(error).__name__}: {first_sentence(error)}")
         return None
 
     def _find_culprit(self, call: Call) -> str | None:
@@ -214,7 +212,9 @@ class Watch:
         words = []
         for rank in missing[:8]:
             seen = self._sightings.get(rank)
-            words.append(f"rank {rank} ({seen.whereabouts.place or 'alive'})" if seen else f"rank {rank} (never heard of)")
+            words.append(
+                f"rank {rank} ({seen.whereabouts.place or 'alive'})" if seen else f"rank {rank} (never heard of)"
+            )
         return f"{len(missing)} of {len(wait.peers)} peers have not come: {', '.join(words)}"
 
     def leave(self, reason: str) -> None:
@@ -287,7 +287,7 @@ class Watch:
         self._next_look = time.monotonic() + interval
 
     @property
-    def _live_store(self) -> torch.distributed.Store:
+    def _live_store(self) -> Store:
         if self._store is None:
             raise AssertionError("the watch runs only where there is a store")
         return self._store
@@ -298,6 +298,12 @@ class Watch:
         return max(self.patience.beat, self._size / 256)
 
 
+def first_sentence(error: BaseException) -> str:
+    """What an error says, without the place in the C++ sources that it begins with and the advice that it ends with."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^\]]*\.(cc|cpp|hpp|h):\d+\]\s*", "", line).partition(". ")[0]
+
+
 def _key(rank: int) -> str:
     return f"whereabouts/{rank}"
 
@@ -306,8 +312,8 @@ def _why_this_process_ends() -> str:
     error = vars(sys).get("last_value")
     if error is None:
         return "its process ended"
-    said = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return f"its process ended with {said[:400]}"
+    said = str(error).partition("\n")[0][:400]
+    return f"its process ended with {type(error).__name__}: {said}"
 
 
 def this_process() -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from mizzen.config.section import Section, section
-from mizzen.config.values import Arguments, Count, Flag, Frozen, Name, Ratio, Whole
+from mizzen.config.section import Section, empty, section
+from mizzen.config.values import Arguments, Count, Flag, Name, Ratio, Whole
 
 
 class LayerReductionConfig(Section):
@@ -86,7 +86,7 @@ class WeightQuantizationTraining(Section):
 
     shared_parameters: WeightQuantizationShared = section(WeightQuantizationShared)
     """What all groups share."""
-    different_groups: Mapping[str, WeightQuantizationGroup] = Frozen()
+    different_groups: Mapping[str, WeightQuantizationGroup] = empty()
     """Groups by name."""
 
 
@@ -122,7 +122,7 @@ class ActivationQuantization(Section):
 
     shared_parameters: ActivationQuantizationShared = section(ActivationQuantizationShared)
     """What all groups share."""
-    different_groups: Mapping[str, ActivationQuantizationGroup] = Frozen()
+    different_groups: Mapping[str, ActivationQuantizationGroup] = empty()
     """Groups by name."""
 
 
@@ -186,7 +186,7 @@ class SparsePruning(Section):
 
     shared_parameters: SparsePruningShared = section(SparsePruningShared)
     """What all groups share."""
-    different_groups: Mapping[str, PruningGroup] = Frozen()
+    different_groups: Mapping[str, PruningGroup] = empty()
     """Groups by name."""
 
 
@@ -195,7 +195,7 @@ class RowPruning(Section):
 
     shared_parameters: PruningShared = section(PruningShared)
     """What all groups share."""
-    different_groups: Mapping[str, PruningGroup] = Frozen()
+    different_groups: Mapping[str, PruningGroup] = empty()
     """Groups by name."""
 
 
@@ -204,7 +204,7 @@ class HeadPruning(Section):
 
     shared_parameters: HeadPruningShared = section(HeadPruningShared)
     """What all groups share."""
-    different_groups: Mapping[str, PruningGroup] = Frozen()
+    different_groups: Mapping[str, PruningGroup] = empty()
     """Groups by name."""
 
 
@@ -238,7 +238,7 @@ class WeightQuantizationConfig(Section):
     """Whether the range lies around zero."""
     q_groups: Count = 1
     """Parts of a weight with a scale of their own."""
-    quantized_initialization: Arguments = Frozen()
+    quantized_initialization: Arguments = empty()
     """Settings (num_bits, group_size, group_dim, symmetric) for weights quantized inside `zero.Init`."""
-    post_init_quant: Arguments = Frozen()
+    post_init_quant: Arguments = empty()
     """Part of a module name -> such settings, for weights quantized after the model is built."""

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from mizzen.config.section import OpenSection, Section, refused, section
-from mizzen.config.values import Count, Flag, Frozen, Name, NotNegative, Positive, Ratio, Text, Whole
+from mizzen.config.section import OpenSection, Section, empty, refused, section
+from mizzen.config.values import Count, Flag, Name, NotNegative, Positive, Ratio, Text, Whole
 
 ScheduleType = Literal["fixed_discrete", "fixed_root", "fixed_linear", "custom"]
 
@@ -69,7 +69,7 @@ class SamplingCurriculumConfig(Section):
     """Choose samples by difficulty."""
     data_cluster_path: Name | None = None
     """Folder for the lists of samples."""
-    curriculum_metrics: Mapping[str, CurriculumMetricConfig] = Frozen()
+    curriculum_metrics: Mapping[str, CurriculumMetricConfig] = empty()
     """Measures of difficulty by name."""
 
 

@@ -56,6 +56,9 @@ def explain(path: str) -> Explanation:
     known = {place.path: place for place in places(Config)}
     if schema_path in known:
         return _explained(known[schema_path])
+    parent = schema_path.rpartition(".")[0]
+    if parent in known and known[parent].field.annotation == Mapping[str, Any]:
+        raise ConfigError(path, f"the keys of {parent} are your own")
     inside = [candidate for candidate in known if candidate.endswith(f".{path}")]
     near = inside or difflib.get_close_matches(path, known, n=3, cutoff=0.5)
     raise ConfigError(path, f"unknown key; did you mean {' or '.join(near[:3])}?" if near else "unknown key")
@@ -185,13 +188,13 @@ def render_markdown() -> str:
 
 
 def _table(keys: list[Explanation]) -> str:
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines = ["| key | type | default | fate | meaning |", "|---|---|---|---|---|"]
     for key in keys:
         name = key.path.rpartition(".")[2]
         names = " or ".join(f"`{spelling}`" for spelling in (name, *key.fate.spellings))
         default = f"`{key.default}`" if key.default else ""
-        fate = "" if key.fate.kind == "read" else f" *{fate_words(key.fate).replace(':', ':*', 1)}"
-        lines.append(f"| {names} | {key.type} | {default} | {key.sentence}{fate} |".replace("<", "\\<"))
+        row = f"| {names} | {key.type} | {default} | {fate_words(key.fate)} | {key.sentence} |"
+        lines.append(row.replace("<", "\\<"))
     return "\n".join(lines)
 
 
@@ -224,6 +227,6 @@ def _nest_schema(nest: Nest, is_optional: bool) -> dict[str, Any]:
 
 
 def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
-    outer = {key: schema.pop(key) for key in ("default", "deprecated") if key in schema}
+    outer: dict[str, Any] = {key: schema.pop(key) for key in ("default", "deprecated") if key in schema}
     schema.pop("title", None)
-    return {"anyOf": [schema, {"const": AUTO}], **outer} if schema else {**outer}
+    return {"anyOf": [schema, {"const": AUTO}], **outer} if schema else outer

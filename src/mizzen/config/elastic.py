@@ -129,8 +129,6 @@ def _check(section: ElasticityConfig, world: int) -> None:
         raise ConfigError(f"elasticity.{absent}", "needed for an elastic batch, but absent")
     if section.max_gpus > MOST_GPUS:
         raise ConfigError("elasticity.max_gpus", f"{section.max_gpus} is above the largest allowed value, {MOST_GPUS}")
-    if section.min_gpus > section.max_gpus:
-        raise ConfigError("elasticity.min_gpus", f"{section.min_gpus} is above elasticity.max_gpus, {section.max_gpus}")
     size, node = section.model_parallel_size, section.num_gpus_per_node
     if section.version == 0.1 and size > 1:
         raise ConfigError("elasticity.model_parallel_size", f"{size} needs elasticity.version 0.2: 0.1 counts GPUs only")

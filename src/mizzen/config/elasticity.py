@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from mizzen.config.section import Section
+from mizzen.config.section import Section, no_effect
 from mizzen.config.values import Count, Flag, Whole, Words, shown
 
 
@@ -27,8 +27,8 @@ class ElasticityConfig(Section):
     """Fewest GPUs that the job may run on."""
     max_gpus: Count = 10_000
     """Most GPUs that the job may run on."""
-    min_time: Whole = 0
-    """Minutes that the job should keep a number of GPUs before it changes again; a hint to schedulers."""
+    min_time: Whole = no_effect(0, "never read; the scheduler of a cluster has its own")
+    """Minutes that the job should keep a number of GPUs before it changes again."""
     prefer_larger_batch: Flag = True
     """Of batch sizes that fit equally many numbers of GPUs, take the largest; false takes the smallest."""
     ignore_non_elastic_batch_info: Flag = False

@@ -111,73 +111,71 @@ class Layout:
 
     def size(self, *axes: str) -> int:
         """How many ranks a group along these axes has."""
-        self._check_axes(axes)
+        self._view(axes)
         return math.prod(self._degree(name) for name in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along every axis, the expert axes included."""
         self._check_rank(rank)
-        places = _unravel(rank, AXES, self.shape)
-        expert = _unravel(rank, self.expert_axes, self.expert_shape)
-        return places | {name: expert[name] for name in EXPERT_AXES}
+        strides = self._strides(AXES) | {name: self._strides(EXPERT_AXES)[name] for name in EXPERT_AXES}
+        return {name: rank // stride % self._degree(name) for name, stride in strides.items()}
 
     def rank(self, **coordinates: int) -> int:
         """The rank at a place; an axis that is left out counts as 0. Expert axes replace `dp_shard` and `sp`."""
-        axes = self._check_axes(coordinates)
-        number = 0
-        for name in axes:
-            place, degree = coordinates.get(name, 0), self._degree(name)
-            if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < degree:
-                raise LayoutError(f"{name}={place!r} is not a place on the axis {name}, which has 0 to {degree - 1}")
-            number = number * degree + place
-        return number
+        strides = self._strides(coordinates)
+        for name, place in coordinates.items():
+            if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < self._degree(name):
+                last = self._degree(name) - 1
+                raise LayoutError(f"{name}={place!r} is not a place on the axis {name}, which has 0 to {last}")
+        return sum(place * strides[name] for name, place in coordinates.items())
 
     def ranks_along(self, axes: str | Iterable[str], rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` at most in these axes, itself among them, in rising order."""
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
-        view = self._check_axes(wanted)
-        here = self.coordinates(rank)
-        ways = (range(self._degree(name)) if name in wanted else (here[name],) for name in view)
-        return tuple(self.rank(**dict(zip(view, places, strict=True))) for places in product(*ways))
+        strides, places = self._strides(wanted), self.coordinates(rank)
+        first = rank - sum(places[name] * strides[name] for name in wanted)
+        return tuple(first + offset for offset in self._offsets(strides, wanted))
 
     def groups(self, axes: str | Iterable[str]) -> list[tuple[int, ...]]:
         """Every group along these axes, in the order of its first rank: together they hold each rank once."""
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
-        seen: set[int] = set()
-        found = []
-        for rank in range(self.world):
-            if rank not in seen:
-                found.append(self.ranks_along(wanted, rank))
-                seen.update(found[-1])
-        return found
+        strides = self._strides(wanted)
+        offsets = self._offsets(strides, wanted)
+        firsts = self._offsets(strides, [name for name in strides if name not in wanted])
+        return [tuple(first + offset for offset in offsets) for first in firsts]
 
     def __str__(self) -> str:
         degrees = [f"{name}={self._degree(name)}" for name in (*AXES, "ep") if self._degree(name) > 1]
-        return " ".join(degrees) if degrees else "one rank"
+        return f"{self.world} ranks: {' '.join(degrees)}" if degrees else "1 rank"
 
     def _degree(self, axis: str) -> int:
-        degrees: dict[str, int] = {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "sp": self.sp,
-            "tp": self.tp,
-            "ep": self.ep,
-        }
-        return self.edp if axis == "edp" else degrees[axis]
+        degree: int = getattr(self, axis)
+        return degree
 
-    def _check_axes(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The view that these axes belong to."""
-        wanted = list(names)
-        for name in wanted:
+    def _strides(self, names: Iterable[str]) -> dict[str, int]:
+        """How far apart neighbours along each axis are, slowest axis first, in the view that these axes belong to."""
+        strides, stride = {}, 1
+        for name in reversed(self._view(tuple(names))):
+            strides[name], stride = stride, stride * self._degree(name)
+        return dict(reversed(strides.items()))
+
+    def _offsets(self, strides: Mapping[str, int], names: Iterable[str]) -> list[int]:
+        """The distances from the first rank of a group along these axes to each of its ranks."""
+        wanted = set(names)
+        ways = (range(0, self._degree(name) * step, step) for name, step in strides.items() if name in wanted)
+        return [sum(steps) for steps in product(*ways)]
+
+    def _view(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes of the view that these belong to."""
+        for name in names:
             if name not in AXES and name not in EXPERT_AXES:
                 raise LayoutError(f"there is no axis {name!r}: use {_listed((*AXES, *EXPERT_AXES))}")
-            if wanted.count(name) > 1:
-                raise LayoutError(f"the axis {name!r} is named twice in {', '.join(wanted)}")
-        if not any(name in EXPERT_AXES for name in wanted):
+            if names.count(name) > 1:
+                raise LayoutError(f"the axis {name!r} is named twice in {', '.join(names)}")
+        if not any(name in EXPERT_AXES for name in names):
             return AXES
         for name in ("dp_shard", "sp"):
-            if name in wanted:
+            if name in names:
                 raise LayoutError(f"{name} and the expert axes cut the same ranks: use ep and edp, or dp_shard and sp")
         return self.expert_axes
 
@@ -191,19 +189,12 @@ def _check_degree(name: str, value: object) -> None:
         raise LayoutError(f"{name}={value!r}: use a whole number of at least 1")
 
 
-def _unravel(rank: int, axes: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
-    places = {}
-    for name, degree in zip(reversed(axes), reversed(shape), strict=True):
-        rank, places[name] = divmod(rank, degree)
-    return {name: places[name] for name in axes}
-
-
 def _advice(world: int, taken: int, asked: Mapping[str, int]) -> str:
     """The nearest numbers of ranks that fit, then for each degree that could change alone the values that fit."""
     below = world // taken * taken
     counts = [below, below + taken] if below else [taken]
     ways = [f"use {_listed(counts)} ranks"]
-    for name, degree in reversed(asked.items()):
+    for name, degree in reversed(list(asked.items())):
         rest = taken // degree
         if degree > 1 and world % rest == 0:
             ways.append(f"{name}={_listed(_divisors(world // rest))}")

@@ -31,8 +31,13 @@ def load(source: Source) -> Config:
 def _raise_first(problems: list[Problem]) -> None:
     """All problems in one error, because a user wants to correct a file once."""
     if problems:
-        (path, message), *others = sorted(set(problems))
+        (path, message), *others = sorted({(_readable(path), message) for path, message in problems})
         raise ConfigError(path, message + "".join(f"\n  also {path}: {message}" for path, message in others))
+
+
+def _readable(path: str) -> str:
+    """Somebody may have a key that is empty, or a page long."""
+    return f"{path[:197]}..." if len(path) > 200 else path or '""'
 
 
 def _parse(raw: dict[str, Any]) -> Config:
@@ -41,22 +46,17 @@ def _parse(raw: dict[str, Any]) -> Config:
     except ValidationError as error:
         _raise_first([_translate(problem) for problem in error.errors(include_url=False)])
         raise
-    except RecursionError:
-        raise ConfigError("", "the configuration is nested too deeply") from None
 
 
 _MESSAGES: Final = {
     "missing": "required here, but absent",
     "literal_error": "{shown} is not one of [{expected}]",
-    "greater_than_equal": "{shown} is below the least allowed value, {ge}",
-    "greater_than": "{shown} must be above {gt}",
-    "less_than_equal": "{shown} is above the largest allowed value, {le}",
-    "less_than": "{shown} must be below {lt}",
+    "greater_than_equal": "{shown} is below the least allowed value, {ge:g}",
+    "greater_than": "{shown} must be above {gt:g}",
+    "less_than_equal": "{shown} is above the largest allowed value, {le:g}",
     "model_type": "{shown} is not an object of keys",
     "mapping_type": "{shown} is not an object of keys",
     "tuple_type": "{shown} is not a list",
-    "too_short": "a list of {actual_length} is too short: at least {min_length}",
-    "too_long": "a list of {actual_length} is too long: at most {max_length}",
 }
 """pydantic's reports in our words."""
 
@@ -69,9 +69,10 @@ def _translate(problem: Any) -> Problem:
         return path + (error.below if isinstance(error, BelowError) else ""), str(error)
     if kind == "model_type" and value is None:
         return path, "null is not an object of keys; leave the key out"
+    if kind not in _MESSAGES:
+        return path, f"{shown(value)}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
     context["expected"] = str(context.get("expected", "")).replace(" or ", ", ").replace("'", '"')
-    other = f"{shown(value)}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
-    return path, _MESSAGES.get(kind, other).format_map({**context, "shown": shown(value)})
+    return path, _MESSAGES[kind].format_map({**context, "shown": shown(value)})
 
 
 def _apply_fates(raw: dict[str, Any], config: Config) -> None:

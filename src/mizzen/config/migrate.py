@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, places
+from mizzen.config.values import shown
 from mizzen.errors import ConfigError
 from mizzen.log import info_once, warn_once
 
@@ -59,7 +60,7 @@ def walk(raw: dict[str, Any], section: type[Section], path: str = "") -> Iterato
 
 def spread_paths(raw: dict[str, Any]) -> None:
     """Put a top-level key with dots where it points to. Clients write such keys as hints: a value there wins."""
-    for path in [key for key in raw if "." in key]:
+    for path in [key for key in raw if "." in key and all(key.split("."))]:
         value = raw.pop(path)
         *parents, last = path.split(".")
         holder = raw
@@ -81,7 +82,7 @@ def name_keys(
     problems: list[Problem] = []
     spellings = keys_of(section)
     for key in list(raw):
-        here = f"{path}{key}"
+        here = f"{path}{_legible(key)}"
         if key not in spellings:
             if not issubclass(section, OpenSection):
                 problems.append((here, _unknown(key, spellings, root)))
@@ -97,6 +98,11 @@ def name_keys(
             for below, inner in nest.objects(raw[name]):
                 problems += name_keys(inner, nest.section, f"{here}{below}.", root)
     return problems
+
+
+def _legible(key: str) -> str:
+    """A key as part of a path; an empty or endless one is quoted, so that the path can still be read."""
+    return key if key.strip() and len(key) <= 60 else shown(key)
 
 
 def _in_object_form(value: Any, section: type[Section], path: str) -> Any:

@@ -1,11 +1,7 @@
 """What a run tells about itself: timers, profilers, the communication log, and the places where numbers are written."""
 
-from typing import Annotated
-
-from pydantic import Field
-
 from mizzen.config.section import Section, no_effect, section
-from mizzen.config.values import Count, Flag, Integer, Name, NotNegative, Positive, Text
+from mizzen.config.values import Count, Flag, FromMinusOne, Name, NotNegative, Positive, Text
 
 
 class CommsLoggerConfig(Section):
@@ -46,7 +42,7 @@ class FlopsProfilerConfig(Section):
     """Profile one step and print the result."""
     profile_step: Count = 1
     """The step to profile."""
-    module_depth: Annotated[Integer, Field(ge=-1)] = -1
+    module_depth: FromMinusOne = -1
     """Depth of modules in the summary; -1 means the innermost ones."""
     top_modules: Count = 1
     """Modules named at each depth."""

@@ -1,7 +1,7 @@
 """`optimizer` and `scheduler`: a name and its arguments. Which ones exist is known where they are built."""
 
-from mizzen.config.section import Section, no_effect
-from mizzen.config.values import Arguments, Flag, Frozen, Name
+from mizzen.config.section import Section, empty, no_effect
+from mizzen.config.values import Arguments, Flag, Name
 
 
 class OptimizerConfig(Section):
@@ -9,7 +9,7 @@ class OptimizerConfig(Section):
 
     type: Name
     """Name of the rule, such as AdamW or Muon; names of ours in any case, others as in torch.optim."""
-    params: Arguments = Frozen()
+    params: Arguments = empty()
     """Arguments of the rule, such as lr and betas."""
     legacy_fusion: Flag = no_effect(False, "there is one fused step, in torch")
     """Use the old fused implementation."""
@@ -20,5 +20,5 @@ class SchedulerConfig(Section):
 
     type: Name
     """Name of the schedule, such as WarmupCosineLR, or of a class in torch.optim.lr_scheduler."""
-    params: Arguments = Frozen()
+    params: Arguments = empty()
     """Arguments of the schedule, such as warmup_num_steps."""

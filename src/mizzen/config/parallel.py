@@ -107,7 +107,9 @@ class TensorParallelConfig(Section):
     """Names of the layers whose outputs are summed."""
     keep_module_on_host: Flag = no_effect(False, "each rank reads only its own part of a checkpoint")
     """Leave the model on the host while a checkpoint is loaded."""
-    replace_with_kernel_inject: Flag = refused(False, "a matter of inference; leave the key out of a training file")
+    replace_with_kernel_inject: Flag = refused(
+        False, "a matter of inference; leave the key out of a training file", "kernel_inject"
+    )
     """Replace layers by fused inference kernels."""
 
 

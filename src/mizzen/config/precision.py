@@ -2,10 +2,12 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mizzen.config.section import OpenSection, Section, no_effect, refused
-from mizzen.config.values import Count, Dtype, Flag, Name, NotNegative, Positive, Whole
+from mizzen.config.values import Count, Dtype, Flag, Name, NotNegative, Positive, Words, whole
+
+_Power = Annotated[int, Field(ge=0, le=126), BeforeValidator(whole), Words("whole number 0..126")]
 
 
 class Fp16Config(Section):
@@ -17,7 +19,7 @@ class Fp16Config(Section):
     """Cast floating-point inputs of the model to fp16."""
     loss_scale: NotNegative = 0.0
     """A fixed loss scale; 0 means a dynamic one."""
-    initial_scale_power: Annotated[Whole, Field(le=126)] = 16
+    initial_scale_power: _Power = 16
     """The dynamic scale starts at 2 to this power."""
     loss_scale_window: Count = 1000
     """Steps without overflow after which the dynamic scale is doubled."""
@@ -71,7 +73,7 @@ class DataTypesConfig(Section):
 
     grad_accum_dtype: Dtype | None = None
     """Format in which gradients accumulate over micro-steps; absent means fp32."""
-    param_dtype: Dtype | None = None
-    """Format of the parameters; if given, it must be the one of the enabled precision section."""
+    param_dtype: Dtype | None = no_effect(None, "it can only repeat the enabled precision, and is checked against it")
+    """Format of the parameters."""
     buffer_dtype: Dtype | None = None
     """Format of the model's buffers; absent leaves them as they are."""

@@ -1,6 +1,5 @@
 """Everything that is wrong with a configuration at once, and what in it changes nothing. `load` stops at the first kind."""
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +32,10 @@ def examine(source: Source) -> Findings:
         _drop(raw, path)
     problems = [f"{path}: {message}" for path, message in unknown]
     try:
-        config = load(copy.deepcopy(raw))
+        config = load(raw)
     except ConfigError as error:
-        return Findings(None, (*problems, *_unless_caused_by(unknown, _split(error))), ())
+        problems += _unless_caused_by(unknown, _split(error))
+        return Findings(None, tuple(dict.fromkeys(problems)), ())
     return Findings(None if problems else config, tuple(problems), tuple(_notes(raw, config)))
 
 
@@ -43,12 +43,14 @@ def _split(error: ConfigError) -> tuple[str, ...]:
     return tuple(str(error).split("\n  also "))
 
 
-def _drop(raw: dict[str, Any], path: str) -> None:
-    holder: Any = raw
-    *parents, last = path.split(".")
-    for parent in parents:
-        holder = holder[int(parent)] if isinstance(holder, list) else holder[parent]
-    del holder[last]
+def _drop(raw: Any, path: str) -> None:
+    """Remove what stands at a path; keys may have dots, so each is compared whole."""
+    holders = list(raw.items()) if isinstance(raw, dict) else list(enumerate(raw)) if isinstance(raw, list) else []
+    for key, inner in holders:
+        if path == str(key):
+            del raw[key]
+        elif path.startswith(f"{key}."):
+            _drop(inner, path.removeprefix(f"{key}."))
 
 
 def _unless_caused_by(unknown: list[Problem], found: tuple[str, ...]) -> Iterator[str]:

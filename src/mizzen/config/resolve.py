@@ -43,7 +43,7 @@ def resolve(config: Config, world: int) -> Resolved:
 def _layout(config: Config, world: int) -> Layout:
     tensor, expert = config.tensor_parallel, config.expert_parallel
     degrees: dict[str, Any] = {
-        "tp": tensor.autotp_size or tensor.tensor_parallel.tp_size,
+        "tp": max(tensor.autotp_size, tensor.tensor_parallel.tp_size),
         "pp": config.pipeline_parallel_size,
         "sp": config.sequence_parallel_size,
         "ep": expert.autoep_size if expert.enabled else 1,

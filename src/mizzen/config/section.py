@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
+from mizzen.config.values import Frozen
+
 FateKind = Literal["read", "no_effect", "refused", "moved"]
 
 
@@ -79,6 +81,11 @@ def section(default: type[Section]) -> Any:
     return _key(default, _READ)
 
 
+def empty() -> Any:
+    """An object of the user's own keys, or a table of sections by the user's own names, that is empty unless given."""
+    return Field(default_factory=Frozen, json_schema_extra=_READ)
+
+
 def also_spelled(default: Any, *spellings: str) -> Any:
     """A key with other names that mean the same."""
     return _key(default, Fate(spellings=spellings))
@@ -89,9 +96,9 @@ def no_effect(default: Any, reason: str, *spellings: str) -> Any:
     return _key(default, Fate("no_effect", reason, spellings=spellings))
 
 
-def refused(default: Any, reason: str) -> Any:
+def refused(default: Any, reason: str, *spellings: str) -> Any:
     """A key that may only be absent or hold its default, with the reason and the way out."""
-    return _key(default, Fate("refused", reason))
+    return _key(default, Fate("refused", reason, spellings=spellings))
 
 
 def deprecated(moved_to: str = "", convert: Callable[[Any], Any] | None = None, message: str = "") -> Any:

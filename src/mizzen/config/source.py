@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mizzen.errors import ConfigError
 
@@ -15,8 +15,11 @@ Source = Mapping[str, Any] | str | os.PathLike[str]
 
 def read_source(source: Source) -> dict[str, Any]:
     """The configuration as a dict of its own: what the caller holds is never changed."""
-    if isinstance(source, Mapping):
-        return _copy(source)
+    found: dict[str, Any] = _copied(source if isinstance(source, Mapping) else _read_text(source))
+    return found
+
+
+def _read_text(source: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(source, str | os.PathLike):
         raise ConfigError("", f"a configuration is a dict, a path, or text; this is a {type(source).__name__}")
     text = os.fspath(source)
@@ -92,20 +95,18 @@ def _parse_json_or_hjson(text: str, origin: str) -> Any:
         raise ConfigError("", f"{origin} is neither JSON nor HJSON: {strict.msg} at {where}") from None
 
 
-def _copy(source: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        copied: dict[str, Any] = _copied(source)
-    except RecursionError:
-        raise ConfigError("", "the given dict is nested too deeply or contains itself") from None
-    return copied
+DEEPEST: Final = 100
+"""Levels of objects and lists. No file has a tenth of them, and one that contains itself has no end."""
 
 
-def _copied(value: Any, path: str = "") -> Any:
+def _copied(value: Any, path: str = "", depth: int = 0) -> Any:
     """Objects and lists of any kind as new dicts and lists; anything else cannot be changed by us."""
+    if depth > DEEPEST:
+        raise ConfigError("", f"nested too deeply: more than {DEEPEST} levels, or an object that contains itself")
     if isinstance(value, Mapping):
-        return {_str_key(key, path): _copied(inner, f"{path}{key}.") for key, inner in value.items()}
+        return {_str_key(key, path): _copied(inner, f"{path}{key}.", depth + 1) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_copied(inner, f"{path}{index}.") for index, inner in enumerate(value)]
+        return [_copied(inner, f"{path}{index}.", depth + 1) for index, inner in enumerate(value)]
     return value
 
 

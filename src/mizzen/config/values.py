@@ -25,6 +25,8 @@ class Words:
 
 def shown(value: Any) -> str:
     """A value in a message: as JSON where it is JSON, and never long."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
+        value = int(value)
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -193,18 +195,19 @@ def _or_auto(convert: Callable[[Any], Any], least: float) -> PlainValidator:
     return PlainValidator(check)
 
 
+# The range comes first: it then belongs to the number itself, which is what a JSON schema needs.
 Integer = Annotated[int, BeforeValidator(whole), Words("whole number")]
-Whole = Annotated[int, BeforeValidator(whole), Field(ge=0), Words("whole number, 0 or more")]
-Count = Annotated[int, BeforeValidator(whole), Field(ge=1), Words("whole number, 1 or more")]
-Size = Annotated[int, BeforeValidator(size), Field(ge=0), Words("size, 0 or more")]
-BucketSize = Annotated[int, BeforeValidator(size), Field(ge=1), Words("size, 1 or more")]
-Real = Annotated[float, BeforeValidator(real), Words("number")]
-Positive = Annotated[float, BeforeValidator(real), Field(gt=0), Words("number above 0")]
-NotNegative = Annotated[float, BeforeValidator(real), Field(ge=0), Words("number, 0 or more")]
-Ratio = Annotated[float, BeforeValidator(real), Field(ge=0, le=1), Words("number from 0 to 1")]
+Whole = Annotated[int, Field(ge=0), BeforeValidator(whole), Words("whole number >= 0")]
+Count = Annotated[int, Field(ge=1), BeforeValidator(whole), Words("whole number >= 1")]
+Size = Annotated[int, Field(ge=0), BeforeValidator(size), Words("size >= 0")]
+BucketSize = Annotated[int, Field(ge=1), BeforeValidator(size), Words("size >= 1")]
+FromMinusOne = Annotated[int, Field(ge=-1), BeforeValidator(whole), Words("whole number >= -1")]
+Positive = Annotated[float, Field(gt=0), BeforeValidator(real), Words("number > 0")]
+NotNegative = Annotated[float, Field(ge=0), BeforeValidator(real), Words("number >= 0")]
+Ratio = Annotated[float, Field(ge=0, le=1), BeforeValidator(real), Words("number 0..1")]
 Flag = Annotated[bool, BeforeValidator(flag), Words("true or false")]
 Text = Annotated[str, BeforeValidator(_text), Words("string")]
-Name = Annotated[str, BeforeValidator(_nonempty), Words("string, not empty")]
+Name = Annotated[str, BeforeValidator(_nonempty), Words("string")]
 Pattern = Annotated[str, BeforeValidator(_pattern), Words("regular expression")]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
 Opaque = Annotated[Any, Words("object")]
@@ -219,11 +222,11 @@ CountOrAuto = Annotated[
     int | Literal["auto"],
     _or_auto(whole, 1),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
-    Words('whole number, 1 or more, or "auto"'),
+    Words('whole number >= 1 or "auto"'),
 ]
 NumberOrAuto = Annotated[
     float | Literal["auto"],
     _or_auto(real, 0),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto"}]}),
-    Words('number, 0 or more, or "auto"'),
+    Words('number >= 0 or "auto"'),
 ]

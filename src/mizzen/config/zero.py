@@ -3,7 +3,7 @@
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator
 
 from mizzen.config.section import Section, also_spelled, deprecated, no_effect, refused, section
 from mizzen.config.values import (
@@ -11,7 +11,7 @@ from mizzen.config.values import (
     Count,
     CountOrAuto,
     Flag,
-    Integer,
+    FromMinusOne,
     Name,
     Ratio,
     Size,
@@ -163,7 +163,7 @@ class ZeroConfig(Section):
     """Reduce gradients as 4-bit blocks, inside a node first."""
     zeropp_loco_param: LocoConfig | None = None
     """Error feedback for quantized gradients; absent means none."""
-    mics_shard_size: Annotated[Integer, Field(ge=-1)] = -1
+    mics_shard_size: FromMinusOne = -1
     """Ranks among which one copy of the state is sharded; -1 shards over all data-parallel ranks."""
 
     contiguous_gradients: Flag = no_effect(True, "gradients always lie in one contiguous buffer")

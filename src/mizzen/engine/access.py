@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
-from mizzen.model.piece import Piece, copy_overlap, piece_of_tensor
+from mizzen.model.piece import Piece, copy_overlap
+from mizzen.model.placement import piece_of_tensor
 from mizzen.plan.parts import Store
 
 
@@ -131,7 +132,7 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
     Without a modifier rank what is written stays a local matter, as in a forward pass. Parameters that no engine trains
     are left alone.
     """
-    wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     owned = [(parameter, owner) for parameter in wanted if (owner := owner_of(parameter)) is not None]
     yield
     if modifier_rank is None:

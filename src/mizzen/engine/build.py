@@ -2,17 +2,20 @@
 
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.engine.access import Owner
 from mizzen.engine.engine import Driving, Engine
 from mizzen.engine.face import Surroundings
-from mizzen.engine.optimizer import EngineOptimizer, repoint
+from mizzen.engine.optimizer import repoint
+from mizzen.engine.phases import Phases
 from mizzen.engine.runner import Accumulate
 from mizzen.engine.update import Updater
 from mizzen.monitor.report import Observer
-from mizzen.plan.parts import Parts
+from mizzen.plan.parts import Parts, Store
 
 
 def build_engine(
@@ -21,23 +24,25 @@ def build_engine(
     *,
     optimizer: Optimizer | None,
     scheduler: Any,
-    gain: float,
     observers: tuple[Observer, ...],
 ) -> Engine:
     """Put an engine together. `optimizer` was built on the model's own parameters; it is given the masters instead."""
     stores = [store for part in parts for store in part.stores]
+    config = surroundings.resolved.config
     updater = None
     if optimizer is not None:
         names = {id(parameter): name for store in stores for name, parameter in store.parameters.items()}
         repoint(optimizer, [master for store in stores for master in store.masters()], names)
-        limit = surroundings.resolved.config.gradient_clipping
-        updater = Updater(stores, optimizer, surroundings.group, max_norm=limit, gain=gain)
-    runner = Accumulate(parts[0].module, stores)
-    engine = Engine(parts, Driving(runner, updater, None, scheduler, observers), surroundings)
-    if optimizer is not None:
-        engine.optimizer = EngineOptimizer(optimizer, step=engine.step, clear=engine.zero_grad)
+        updater = Updater(stores, optimizer, _reduced_over(stores), max_norm=config.gradient_clipping)
+    phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
+    runner = Accumulate(parts[0].module, stores, phases)
+    engine = Engine(parts, Driving(runner, updater, scheduler, phases, observers), surroundings)
     for store in stores:
         for name, parameter in store.parameters.items():
             AMBIENT.owners.set(parameter, Owner(name, store, optimizer))
     return engine
 
+
+def _reduced_over(stores: list[Store]) -> ProcessGroup | None:
+    """The ranks that take a step together."""
+    return next((store.group for store in stores if store.group is not None), None)

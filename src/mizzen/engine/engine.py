@@ -10,12 +10,14 @@ from torch import Tensor
 
 from mizzen.engine.face import Face, Surroundings
 from mizzen.engine.optimizer import EngineOptimizer
+from mizzen.engine.phases import Phases
 from mizzen.engine.runner import LossFunction, Runner, to_device
 from mizzen.engine.update import Outcome, Updater
 from mizzen.engine.window import Window
 from mizzen.errors import StepError, UsageError
 from mizzen.log import warn_once
 from mizzen.monitor.report import ACCUMULATING, Observer, StepReport
+from mizzen.optim.stepping import Stepper
 from mizzen.plan.parts import Parts
 
 
@@ -25,8 +27,8 @@ class Driving:
 
     runner: Runner
     updater: Updater | None
-    optimizer: EngineOptimizer | None
     scheduler: Any
+    phases: Phases
     observers: tuple[Observer, ...] = ()
 
 
@@ -38,10 +40,13 @@ class Engine(Face):
         self.parts = parts
         self.runner = driving.runner
         self.updater = driving.updater
-        self.optimizer = driving.optimizer
+        self.phases = driving.phases
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
+        if self.updater is not None:
+            self.optimizer = EngineOptimizer(self.updater.optimizer, step=self.step, clear=self.zero_grad)
         self._window = Window()
+        self._stepper = Stepper()
         self._clock = time.perf_counter()
         self._outcome: Outcome | None = None
         self._consecutive_skips = 0
@@ -58,7 +63,9 @@ class Engine(Face):
         """Gradients of one micro-batch; returns the loss divided by the accumulation steps (unless told not to)."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"backward takes a loss of one element; this one is {shape}: reduce it first, with .mean()")
+            raise UsageError(
+                f"backward takes a loss of one element; this one is {shape}: reduce it first, with .mean()"
+            )
         if not loss.requires_grad:
             raise UsageError("backward takes a loss that depends on trained parameters; this one needs no gradient")
         self._require_updater("backward")
@@ -93,7 +100,9 @@ class Engine(Face):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next `step()` updates the parameters, instead of counting; None counts again."""
         if not self.managed:
-            raise UsageError("managed_gradient_accumulation is false: every step() updates, there is no boundary to set")
+            raise UsageError(
+                "managed_gradient_accumulation is false: every step() updates, there is no boundary to set"
+            )
         self._window.boundary = is_boundary
 
     @contextmanager
@@ -119,7 +128,9 @@ class Engine(Face):
         """Pull the micro-batches of one step, run them, update. Raises StopIteration on all ranks together."""
         self._require_updater("train_batch")
         if self.micro_steps % self.batch.accumulation:
-            raise UsageError("train_batch() in the middle of an accumulation: finish it with backward() and step() first")
+            raise UsageError(
+                "train_batch() in the middle of an accumulation: finish it with backward() and step() first"
+            )
         micros = self._pull(data_iter if data_iter is not None else self.data_iterator())
         for micro in micros:
             self._window.see(micro)
@@ -150,7 +161,8 @@ class Engine(Face):
 
     def _finish(self, factor: float, lr_kwargs: dict[str, Any] | None) -> StepReport:
         updater = self._require_updater("step")
-        outcome = self._outcome = updater.update(self._window.tally, factor=factor)
+        with self.phases.phase("step"):
+            outcome = self._outcome = updater.update(self._window.tally, factor=factor)
         self.global_samples += self.batch.train
         if self.optimizer is not None:
             self.optimizer.overflow = not outcome.applied
@@ -159,10 +171,11 @@ class Engine(Face):
             self.global_steps += 1
             self._consecutive_skips = 0
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+                self._stepper.advance(self.lr_scheduler, **(lr_kwargs or {}))
         else:
             self.skipped_steps += 1
             self._consecutive_skips += 1
+        self.phases.at_step(self.global_steps)
         report = self._report(outcome.applied, outcome.reason, outcome, rates=rates)
         self._window.close()
         for observer in self.observers:
@@ -197,6 +210,7 @@ class Engine(Face):
             tokens=tokens * self.batch.dp if tokens is not None else None,
             seconds=seconds,
             skipped_steps=self.skipped_steps,
+            phases=self.phases.read() if outcome else {},
             read_loss=lambda: outcome.loss if outcome else None,
             read_norm=lambda: outcome.norm if outcome else None,
         )

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
+from torch.distributed import ProcessGroup, ReduceOp
 
 from mizzen.comm import collectives
 from mizzen.comm.mesh import Mesh
@@ -117,9 +117,7 @@ class Surroundings:
     mesh: Mesh
     world: World
     device: torch.device
-    group: ProcessGroup | None
-    """The ranks that share gradients; None when there is one."""
-    loader: Any = None
+    seed: int = 0
     make_loader: Callable[..., Any] | None = None
 
 
@@ -131,7 +129,7 @@ class Face(nn.Module):
         self.module = module
         self.surroundings = surroundings
         self.batch: Batch = surroundings.resolved.batch
-        self.training_dataloader = surroundings.loader
+        self.training_dataloader: Any = None
         self.device = surroundings.device
         self.local_rank = surroundings.world.local_rank
         self.global_rank = surroundings.world.rank
@@ -244,7 +242,7 @@ class Face(nn.Module):
 
     def get_data_parallel_rank(self) -> int:
         """This rank's place among the data-parallel ranks."""
-        return self.mesh.coordinate("dp_replicate") * self.mesh.layout.dp_shard + self.mesh.coordinate("dp_shard")
+        return self.mesh.ranks("dp_replicate", "dp_shard").index(self.mesh.rank)
 
     def get_tensor_parallel_rank(self) -> int:
         """This rank's place among the tensor-parallel ranks."""
@@ -259,11 +257,11 @@ class Face(nn.Module):
         return self.mesh.group("sp")
 
     def fewest_over_ranks(self, count: int) -> int:
-        """The least of a count over the data-parallel ranks."""
-        if self.surroundings.group is None:
+        """The least of a count over all ranks."""
+        if self.world_size == 1:
             return count
         least = torch.tensor(count, device=self.device)
-        collectives.all_reduce(least, op=collectives.ReduceOp.MIN, group=self.surroundings.group)
+        collectives.all_reduce(least, op=ReduceOp.MIN)
         return int(least)
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
@@ -312,7 +310,7 @@ class Face(nn.Module):
 
     def module_state_dict(
         self,
-        destination: dict[str, Any] | None = None,
+        destination: Any = None,
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
@@ -327,7 +325,7 @@ class Face(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Not built yet."""
-        raise NotBuilt("engine.compile: compilation is not built yet; compile the model before initialize()")
+        raise NotBuilt("engine.compile() waits for a capability that is not built yet; compile the model yourself before")
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
@@ -354,7 +352,7 @@ class Face(nn.Module):
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:
-    raise NotBuilt(f"engine.{name}: {UNBUILT[name]} is not built yet")
+    raise NotBuilt(f"engine.{name}() waits for a capability that is not built yet: {UNBUILT[name]}")
 
 
 def _for_ever(loader: Any) -> Iterator[Any]:

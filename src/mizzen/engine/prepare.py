@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mizzen.accelerator import get_accelerator
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare
 from mizzen.comm.mesh import Mesh
 from mizzen.config.schema import Config
 from mizzen.errors import ConfigError, UsageError
-from mizzen.optim.build import build_optimizer, is_elementwise
-from mizzen.optim.schedules import build_scheduler
+from mizzen.optim.build import build_optimizer, build_scheduler
+from mizzen.optim.rules import is_elementwise
 from mizzen.plan.build import Plan
 from mizzen.precision.policy import Policy
 
@@ -71,7 +71,7 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 def _spread(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     group = mesh.group("dp_replicate", "dp_shard", "sp")
-    source = collectives.get_global_rank(group, 0)
+    source = groups.get_global_rank(group, 0)
     for tensor in tensors:
         data = tensor.detach()
         whole = data if data.is_contiguous() else data.contiguous()
@@ -111,27 +111,37 @@ def choose_optimizer(
         return build_optimizer(config.optimizer.type, dict(config.optimizer.params), groups, device_type=device_type)
     made = given if isinstance(given, Optimizer) else given(groups) if callable(given) else given
     if not isinstance(made, Optimizer):
-        raise UsageError(f"optimizer= is a torch optimizer or a callable that makes one; it gave a {type(made).__name__}")
+        raise UsageError(
+            f"optimizer= is a torch optimizer or a callable that makes one; it gave a {type(made).__name__}"
+        )
     if not is_elementwise(made) and not config.zero_allow_untested_optimizer:
         raise ConfigError(
             "zero_allow_untested_optimizer",
-            f"{type(made).__name__} is not known to work element by element, and the engine gives it flat pieces of many "
-            "parameters; set this key to true if it does",
+            f"{type(made).__name__} is not known to work element by element, and the engine gives it flat pieces of "
+            "many parameters; set this key to true if it does",
         )
     return made
 
 
 def choose_scheduler(given: Any, config: Config, optimizer: Optimizer | None) -> Any:
-    """The learning-rate schedule of a run: an object, what a callable makes, or the one that the configuration names."""
+    """The learning-rate schedule of a run: an object, what a callable makes, or the one that is configured."""
     if optimizer is None:
         if given is not None or config.scheduler is not None:
-            raise UsageError("a learning-rate schedule without an optimizer: name one in the configuration, or give one")
+            raise UsageError(
+                "a learning-rate schedule without an optimizer: name one in the configuration, or give one"
+            )
         return None
     if given is None:
         if config.scheduler is None or config.scheduler.type is None:
             return None
         return build_scheduler(config.scheduler.type, dict(config.scheduler.params), optimizer)
     if "step" in dir(given):
+        attached = vars(given).get("optimizer")
+        if attached is not None and attached is not optimizer:
+            raise UsageError(
+                "lr_scheduler= belongs to another optimizer than the one in use: give a callable that makes the schedule "
+                "from the optimizer it gets, or give optimizer= as well"
+            )
         return given
     if callable(given):
         return given(optimizer)

@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from mizzen.engine.phases import Phases
 from mizzen.engine.update import Tally
 from mizzen.errors import UsageError
 from mizzen.plan.parts import Store
@@ -30,21 +31,27 @@ class Runner(Protocol):
 class Accumulate:
     """One micro-batch after the other."""
 
-    def __init__(self, module: nn.Module, stores: Sequence[Store]) -> None:
+    def __init__(self, module: nn.Module, stores: Sequence[Store], phases: Phases) -> None:
         self.module = module
         self.stores = tuple(stores)
+        self.phases = phases
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        """The model's own output."""
+        with self.phases.phase("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool | None, retain_graph: bool = False) -> None:
-        for store in self.stores:
-            store.gradients.arm(last)
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        for store in self.stores:
-            store.gradients.settle()
+        """Gradients of one micro-batch, on their way to their owners as `last` says."""
+        with self.phases.phase("backward"):
+            for store in self.stores:
+                store.gradients.arm(last)
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            for store in self.stores:
+                store.gradients.settle()
 
     def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
+        """Forward and backward of all of them; the gradient is that of their mean, or of their sum when counted."""
         tally = Tally()
         for number, micro in enumerate(micros, 1):
             loss, count = loss_of(self._output(micro, loss_function))

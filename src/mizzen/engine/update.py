@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
 from mizzen.errors import UsageError
 from mizzen.plan.parts import Store
 
@@ -49,21 +49,20 @@ class Updater:
     """The optimizer step over all stores of this rank."""
 
     def __init__(
-        self, stores: Sequence[Store], optimizer: Optimizer, group: ProcessGroup | None, *, max_norm: float, gain: float
+        self, stores: Sequence[Store], optimizer: Optimizer, group: ProcessGroup | None, *, max_norm: float
     ) -> None:
         self.stores = tuple(stores)
         self.optimizer = optimizer
         self.group = group
         self.max_norm = max_norm
-        self.gain = gain
-        self.ranks = collectives.get_world_size(group) if group is not None else 1
+        self.ranks = groups.get_world_size(group) if group is not None else 1
 
     def update(self, tally: Tally, *, factor: float = 1.0) -> Outcome:
         """Take the step, with gradients multiplied by `factor`, unless one of them is not finite."""
         for store in self.stores:
             store.gradients.collect()
         squares, loss, count = self._sum_over_ranks(tally)
-        factor *= self.gain
+        factor *= self.stores[0].gain
         if tally.is_counted:
             factor *= self.ranks / count if count else 0.0
         norm = _rounded(math.sqrt(squares) * abs(factor)) if squares >= 0 else math.nan
@@ -110,7 +109,7 @@ class Updater:
             collectives.all_gather_object(gathered, mine, group=self.group)
             named = gathered
         found = [
-            f"rank {collectives.get_global_rank(self.group, rank) if self.group else 0}: "
+            f"rank {groups.get_global_rank(self.group, rank) if self.group else 0}: "
             + ", ".join(names[:3])
             + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             for rank, names in enumerate(named)

@@ -1,1 +1,1 @@
-"""Python faces of fused operations, each with a plain twin that is its specification. Compiled on use, never at import."""
+"""Python faces of fused operations, each with a plain twin that specifies it. Compiled on use, never at import."""

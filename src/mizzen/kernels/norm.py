@@ -1,6 +1,6 @@
 """Sums of squares that do not depend on how a tensor is cut: every square is taken and added in fp64."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -16,7 +16,7 @@ def sum_of_squares(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         if flat.device.type == "cpu":
-            for part in flat.split(_CACHE):
+            for part in torch.split(flat, _CACHE):
                 wide = part.double()
                 total += torch.dot(wide, wide)
         elif flat.numel():
@@ -24,8 +24,12 @@ def sum_of_squares(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor
     return total
 
 
-def are_finite(tensors: list[Tensor]) -> Tensor:
-    """For each tensor, whether all its elements are finite and of a sane size, without a copy and in one pass."""
+def are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """For each tensor of one dtype, whether all its elements are finite and of a sane size: no copy, one pass.
+
+    The norms of halves are taken in fp32, since many small halves have a norm that is none.
+    """
     if not tensors:
         return torch.ones(0, dtype=torch.bool)
-    return torch.stack(torch._foreach_norm(tensors)).isfinite()
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).isfinite()

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mizzen.errors import UsageError
@@ -44,6 +44,8 @@ class ParameterSketch:
     kind: str = ""
     """The class of the module that holds it."""
     is_embedding: bool = False
+    group: int | None = 0
+    """The optimizer group that trains it; None when none does."""
 
     @property
     def numel(self) -> int:
@@ -109,6 +111,10 @@ class Sketch:
     def of(cls, module: "nn.Module") -> "Sketch":
         """Read a module. No tensor is copied or kept, and none needs to have storage."""
         return _Reader().read(module)
+
+    def with_groups(self, groups: Mapping[str, int]) -> "Sketch":
+        """The same model with its parameters in these optimizer groups; one that is in none is not trained."""
+        return replace(self, parameters=tuple(replace(p, group=groups.get(p.name)) for p in self.parameters))
 
     @classmethod
     def of_shapes(

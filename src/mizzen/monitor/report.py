@@ -21,13 +21,18 @@ class StepReport:
     reason: str = ""
     """Why it was not applied: still accumulating, or which gradient on which rank was not finite."""
     lr: tuple[float, ...] = ()
+    """Learning rate of each parameter group, as this step used it."""
+    momentum: tuple[Any, ...] = ()
+    """Momentum, or betas, of each parameter group."""
     loss_scale: float = 1.0
     samples: int = 0
     """Samples of all ranks that went into this step."""
+    global_samples: int = 0
+    """Samples of all ranks so far, those of skipped steps included."""
     tokens: int | None = None
     """Tokens of all ranks, where the inputs show them."""
     seconds: float = 0.0
-    """Since the previous step ended, by the host's clock."""
+    """Since the previous step ended, by the host's clock; for the first one since the engine was built."""
     skipped_steps: int = 0
     """Steps skipped so far because a gradient was not finite."""
     phases: dict[str, float] = field(default_factory=dict)

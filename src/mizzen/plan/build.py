@@ -48,9 +48,8 @@ class Plan:
 def build(config: Config, world: int, sketch: Sketch, order: Sequence[Transform]) -> Plan:
     """Decide everything, or raise a `PlanError` that lists every reason at once."""
     resolved = resolve(config, world)
-    reasons = [str(refusal) for refusal in refusals(resolved.config)]
-    steps: list[Step] = []
-    cost = replicated(resolved.config, sketch)
+    reasons = [str(refusal) for refusal in refusals(config)]
+    wanted: list[tuple[Transform, Any]] = []
     for transform in order:
         try:
             choice = transform.wants(resolved.config, resolved.layout, sketch)
@@ -58,8 +57,8 @@ def build(config: Config, world: int, sketch: Sketch, order: Sequence[Transform]
             reasons.append(str(refusal))
             continue
         if choice is not None:
-            steps.append(Step(transform, choice, transform.price(choice, sketch)))
-            cost = cost + steps[-1].cost
+            wanted.append((transform, choice))
     if reasons:
         raise PlanError("\n".join(reasons))
-    return Plan(resolved, sketch, tuple(steps), cost)
+    steps = tuple(Step(transform, choice, transform.price(choice, sketch)) for transform, choice in wanted)
+    return Plan(resolved, sketch, steps, sum((step.cost for step in steps), replicated(resolved.config, sketch)))

@@ -1,30 +1,23 @@
 """Analytic cost: the bytes that one rank holds for parameters, gradients, master weights and optimizer states.
 
-Activations depend on the run and are not here; they are measured by simulation.
+Activations depend on the run and are not here; they are measured by simulation. Nor are buffers of the model, and the
+few bytes of an optimizer's step counts.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from mizzen.config.schema import Config
-from mizzen.model.sketch import Sketch
+from mizzen.model.sketch import Sketch, bytes_per_element
+from mizzen.precision.policy import Policy, wider
 
-STATES_PER_PARAMETER: Final = {
-    "adam": 2,
-    "adamw": 2,
-    "lamb": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adamax": 2,
-    "lion": 1,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "muon": 1,
-}
-"""Full-size state tensors that an optimizer keeps; a name that is not here counts as 2, the common case."""
+STATES: Final = {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0}
+"""Full-size tensors that an optimizer keeps, by the end of its name, so that DeepSpeedCPUAdagrad is Adagrad.
 
-_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
-"""Any other dtype takes one byte."""
+All others count as 2: Adam and its relatives, Adadelta, Rprop, and what is not known."""
+
+FURTHER_STATES: Final = ("momentum", "centered", "amsgrad")
+"""Arguments of an optimizer that add one such tensor each, when they are not 0 or false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +30,18 @@ class Cost:
     states: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(self.__getattribute__(f.name) + other.__getattribute__(f.name) for f in fields(self)))
+        return Cost(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.masters + other.masters,
+            self.states + other.states,
+        )
+
+    def __neg__(self) -> "Cost":
+        return Cost(-self.parameters, -self.gradients, -self.masters, -self.states)
+
+    def __sub__(self, other: "Cost") -> "Cost":
+        return self + -other
 
     @property
     def total(self) -> int:
@@ -45,8 +49,13 @@ class Cost:
         return self.parameters + self.gradients + self.masters + self.states
 
     def __str__(self) -> str:
-        named = [(f.name, self.__getattribute__(f.name)) for f in fields(self)]
-        return f"{in_bytes(self.total)} (" + ", ".join(f"{name} {in_bytes(size)}" for name, size in named) + ")"
+        parts = (
+            f"parameters {in_bytes(self.parameters)}",
+            f"gradients {in_bytes(self.gradients)}",
+            f"masters {in_bytes(self.masters)}",
+            f"states {in_bytes(self.states)}",
+        )
+        return f"{in_bytes(self.total)} ({', '.join(parts)})"
 
 
 def in_bytes(size: float) -> str:
@@ -58,23 +67,37 @@ def in_bytes(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def bytes_of(dtype: str) -> int:
-    """The size of one element."""
-    return _BYTES.get(dtype, 1)
-
-
 def replicated(config: Config, sketch: Sketch) -> Cost:
     """The cost of training the model whole on every rank, which every transform then changes."""
-    low = "bfloat16" if config.bf16.enabled else "float16" if config.fp16.enabled else None
-    held = sum(p.numel * bytes_of(low if low and p.is_floating else p.dtype) for p in sketch.parameters)
-    trained = sum(p.numel for p in sketch.parameters if p.requires_grad)
-    accumulation = config.data_types.grad_accum_dtype or "fp32"
-    name = (config.optimizer.type if config.optimizer else "adamw").lower()
-    momentum = config.optimizer.params.get("momentum", 0) if config.optimizer else 0
-    states = (1 if momentum else 0) if name == "sgd" else STATES_PER_PARAMETER.get(name, 2)
+    policy, states = Policy.of(config), states_per_parameter(config)
+    cost = Cost()
+    for parameter in sketch.parameters:
+        dtype = policy.held(parameter.dtype)
+        if parameter.requires_grad and parameter.group is not None:
+            cost += trained(parameter.numel, dtype, accumulation=policy.accumulation, states=states)
+        else:
+            cost += Cost(parameters=parameter.numel * bytes_per_element(dtype))
+    return cost
+
+
+def trained(count: int, dtype: str, *, accumulation: str, states: int) -> Cost:
+    """The cost of so many trained elements where a rank holds everything that belongs to them.
+
+    Low-precision parameters have fp32 masters; others are their own, and states are as wide as the masters.
+    """
+    width = bytes_per_element(dtype)
     return Cost(
-        parameters=held,
-        gradients=trained * (4 if accumulation == "fp32" else 2),
-        masters=4 * trained if low else 0,
-        states=4 * states * trained,
+        parameters=count * width,
+        gradients=count * bytes_per_element(wider(accumulation, dtype)),
+        masters=count * 4 if width < 4 else 0,
+        states=count * max(width, 4) * states,
     )
+
+
+def states_per_parameter(config: Config) -> int:
+    """How many full-size tensors the configured optimizer keeps for each parameter."""
+    if config.optimizer is None:
+        return 2
+    name, arguments = config.optimizer.type.lower(), config.optimizer.params
+    kept = next((count for rule, count in STATES.items() if name.endswith(rule)), 2)
+    return kept + sum(bool(arguments.get(key)) for key in FURTHER_STATES)

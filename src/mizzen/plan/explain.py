@@ -1,5 +1,6 @@
 """A plan in words, for people: layout, batch, the transforms in their order, and the bytes of one rank."""
 
+from mizzen.model.sketch import count_of
 from mizzen.plan.build import Plan
 from mizzen.plan.cost import Cost
 
@@ -9,10 +10,13 @@ def explain(plan: Plan) -> str:
     layout, batch = plan.resolved.layout, plan.resolved.batch
     lines = [
         f"world   {layout.world} ranks: pp={layout.pp} dp={layout.dp} sp={layout.sp} tp={layout.tp} ep={layout.ep}",
-        f"batch   {batch.train} samples per step = {batch.micro} micro x {batch.accumulation} accumulation x {batch.dp} dp",
+        f"batch   {batch.train} samples per step = "
+        f"{batch.micro} micro x {batch.accumulation} accumulation x {batch.dp} dp",
     ]
     if plan.sketch.parameters:
-        lines.append(f"model   {_in_words(plan.sketch.numel)} parameters, {_in_words(plan.sketch.trainable_numel)} trainable")
+        lines.append(
+            f"model   {count_of(plan.sketch.numel)} parameters, {count_of(plan.sketch.trainable_numel)} trainable"
+        )
         lines.append(f"memory  {plan.cost} per rank, without activations")
     lines.append("changes" if plan.steps else "changes none: the model runs as it is")
     for number, step in enumerate(plan.steps, 1):
@@ -20,10 +24,3 @@ def explain(plan: Plan) -> str:
         if step.cost != Cost() and plan.sketch.parameters:
             lines.append(f"     memory {step.cost}")
     return "\n".join(lines)
-
-
-def _in_words(count: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return str(count)

@@ -42,14 +42,24 @@ class Store(Protocol):
     any time          pieces(), state_pieces(), not_finite()
     """
 
-    parameters: Mapping[str, nn.Parameter]
-    gradients: Collector
     group: ProcessGroup | None
     """The ranks over which gradients are summed; None when there is one."""
 
     @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters by name."""
+
+    @property
+    def gradients(self) -> Collector:
+        """Where their gradients go."""
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each of those ranks holds only its share of masters and states."""
+
+    @property
+    def gain(self) -> float:
+        """What the mean gradient is to be multiplied with before a step, where the sum over ranks was asked for."""
 
     def masters(self) -> Sequence[tuple[int, Tensor]]:
         """(optimizer group, tensor to optimize), each with its gradient attached."""

@@ -8,35 +8,49 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mizzen.config.schema import Config
-from mizzen.config.section import Section
+from mizzen.config.section import Section, fate_of
 
 
 @dataclass(frozen=True, slots=True)
 class Unbuilt:
-    """One path, the capability that will read it, and the values that ask for it (any that is not inert when empty)."""
+    """One path and the capability that will read it. A value that differs from the default asks for it."""
 
     path: str
     capability: str
-    values: tuple[Any, ...] = ()
+    switches: tuple[str, ...] = ()
+    """The keys below it that ask, where the others say how; none means that all ask."""
+    inert: tuple[Any, ...] = ()
+    """Values beside the default that ask for nothing."""
 
-    def is_asked_for(self, config: Config) -> bool:
-        """Whether this configuration needs the capability."""
-        value = config.at(self.path)
-        if self.values:
-            return value in self.values
-        return config.is_given(self.path) and not _is_inert(value)
+    def asked_for(self, config: Config) -> Iterator[str]:
+        """The paths at which this configuration asks for the capability."""
+        for path in [f"{self.path}.{switch}" for switch in self.switches] or [self.path]:
+            value = config.at(path)
+            if value not in self.inert and _differs(value, Config.model_construct().at(path)):
+                yield path
 
 
-def _is_inert(value: Any) -> bool:
-    """Absent, switched off, or left at what does nothing."""
-    if isinstance(value, Section):
-        switches = [value.__dict__[name] for name in ("enabled", "device") if name in value.__dict__]
-        return any(switch in (False, "none") for switch in switches) or value == type(value).model_construct()
-    return value is None or value is False or value in (0, 1, -1) or value == {} or value == []
+def _differs(value: Any, default: Any) -> bool:
+    """Whether a value asks for more than its default does; keys that are never read do not count."""
+    if isinstance(value, Section) and isinstance(default, Section):
+        read = [name for name, field in type(value).model_fields.items() if fate_of(field).kind == "read"]
+        return any(_differs(value.__dict__[name], default.__dict__[name]) for name in read)
+    return bool(value) and value != default
 
+
+_ON: Final = ("enabled",)
+_TECHNIQUES: Final = (
+    "layer_reduction.enabled",
+    "weight_quantization.shared_parameters.enabled",
+    "activation_quantization.shared_parameters.enabled",
+    "sparse_pruning.shared_parameters.enabled",
+    "row_pruning.shared_parameters.enabled",
+    "head_pruning.shared_parameters.enabled",
+    "channel_pruning.shared_parameters.enabled",
+)
 
 UNBUILT: Final = (
-    Unbuilt("zero_optimization.stage", "ZeRO stage 3", values=(3,)),
+    Unbuilt("zero_optimization.stage", "ZeRO stage 3", inert=(1, 2)),
     Unbuilt("zero_optimization.offload_param", "parameter offload"),
     Unbuilt("zero_optimization.offload_optimizer", "optimizer offload"),
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
@@ -46,26 +60,28 @@ UNBUILT: Final = (
     Unbuilt("zero_optimization.zero_quantized_gradients", "ZeRO++"),
     Unbuilt("zero_optimization.zeropp_loco_param", "ZeRO++"),
     Unbuilt("zero_optimization.mics_shard_size", "MiCS"),
-    Unbuilt("zero_optimization.mics_hierarchical_params_gather", "MiCS"),
-    Unbuilt("fp16", "fp16 training"),
-    Unbuilt("torch_autocast", "autocast"),
+    Unbuilt("data_parallel_replicate_size", "sharding inside replicas"),
+    Unbuilt("fp16", "fp16 training", _ON),
+    Unbuilt("bf16.bf16_master_weights_and_grads", "training without fp32 masters"),
+    Unbuilt("bf16.bf16_optimizer_states", "training without fp32 states"),
+    Unbuilt("torch_autocast", "autocast", _ON),
     Unbuilt("activation_checkpointing", "activation checkpointing"),
     Unbuilt("pipeline_parallel_size", "pipeline parallelism"),
     Unbuilt("pipeline", "pipeline parallelism"),
-    Unbuilt("tensor_parallel", "tensor parallelism"),
+    Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
-    Unbuilt("expert_parallel", "expert parallelism"),
-    Unbuilt("hybrid_engine", "the hybrid engine"),
-    Unbuilt("compile", "compilation"),
-    Unbuilt("compression_training", "compression"),
-    Unbuilt("weight_quantization", "quantized weights"),
-    Unbuilt("data_efficiency", "data efficiency"),
-    Unbuilt("curriculum_learning", "curriculum learning"),
-    Unbuilt("progressive_layer_drop", "progressive layer drop"),
+    Unbuilt("expert_parallel", "expert parallelism", _ON),
+    Unbuilt("hybrid_engine", "the hybrid engine", _ON),
+    Unbuilt("compile", "compilation", ("enabled", "deepcompile")),
+    Unbuilt("compression_training", "compression", _TECHNIQUES),
+    Unbuilt("weight_quantization", "quantized weights", ("enabled", "quantized_initialization", "post_init_quant")),
+    Unbuilt("data_efficiency", "data efficiency", _ON),
+    Unbuilt("curriculum_learning", "curriculum learning", _ON),
+    Unbuilt("progressive_layer_drop", "progressive layer drop", _ON),
     Unbuilt("checkpoint", "checkpoints"),
     Unbuilt("aio", "NVMe offload"),
-    Unbuilt("flops_profiler", "the flops profiler"),
-    Unbuilt("autotuning", "autotuning"),
+    Unbuilt("flops_profiler", "the flops profiler", _ON),
+    Unbuilt("autotuning", "autotuning", _ON),
 )
 
 
@@ -83,5 +99,5 @@ class Refusal:
 def refusals(config: Config) -> Iterator[Refusal]:
     """Every capability asked for that does not exist."""
     for row in UNBUILT:
-        if row.is_asked_for(config):
-            yield Refusal(row.path, row.capability)
+        for path in row.asked_for(config):
+            yield Refusal(path, row.capability)

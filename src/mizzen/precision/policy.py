@@ -8,7 +8,8 @@ from mizzen.config.schema import Config
 DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The configuration's words in torch's."""
 
-FLOATING: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+FLOATING: Final = ("float16", "bfloat16", "float32", "float64")
+"""What can be trained, narrowest first; the first two are equally wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,22 +18,29 @@ class Policy:
 
     parameters: str | None
     accumulation: str
-    wire: str
+    """Of gradients, over micro-steps; those of wider parameters add up in the parameters' own dtype."""
+    wire: str | None
+    """In which gradients are summed over ranks; None is float32, or the dtype in which they add up if that is wider."""
     buffers: str | None = None
 
     @classmethod
     def of(cls, config: Config) -> "Policy":
         """Read the policy out of a configuration."""
         low = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None
-        accumulation = DTYPES[config.data_types.grad_accum_dtype or "fp32"]
-        wire = config.communication_data_type
+        wire, buffers = config.communication_data_type, config.data_types.buffer_dtype
         return cls(
             parameters=DTYPES[low] if low else None,
-            accumulation=accumulation,
-            wire=DTYPES[wire] if wire else accumulation,
-            buffers=DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None,
+            accumulation=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
+            wire=DTYPES[wire] if wire else None,
+            buffers=DTYPES[buffers] if buffers else None,
         )
 
     def held(self, dtype: str) -> str:
         """The dtype in which a parameter of this dtype is held for compute."""
         return self.parameters if self.parameters and dtype in FLOATING else dtype
+
+
+def wider(one: str, other: str) -> str:
+    """The narrowest floating dtype that holds the values of both."""
+    low, high = sorted((one, other), key=FLOATING.index)
+    return "float32" if (low, high) == ("float16", "bfloat16") else high

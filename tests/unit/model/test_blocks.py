@@ -253,6 +253,24 @@ def test_what_no_hint_speaks_of_is_found_by_repetition():
     ]
 
 
+class Stage(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = nn.ModuleDict({"only": layer})
+        self.adapters = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
+
+
+def test_what_is_around_a_hinted_unit_is_no_unit_though_its_class_repeats():
+    model = nn.Module()
+    model._no_split_modules = ["Layer"]
+    model.plain = nn.ModuleList(Stage(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    model.hinted = nn.ModuleList(Stage(Layer()) for _ in range(2))
+    assert paths(find(model)) == [
+        *numbered("plain.", 2),
+        *(f"hinted.{index}.{inside}" for index in range(2) for inside in ("layer.only", "adapters.0", "adapters.1")),
+    ]
+
+
 def test_a_hint_that_names_nothing_changes_nothing():
     model = Gpt()
     model._no_split_modules = ["Absent"]

@@ -1,6 +1,7 @@
 """Sketches: they say what torch says, they keep no tensor, and they can be written without torch."""
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -219,6 +220,10 @@ def test_sketches_need_no_torch():
         "print(Sketch.of_shapes({'layers.0.w': (2, 2)}).nbytes, 'torch' in sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": "src"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.stdout.split() == ["16", "False"]

@@ -1,6 +1,6 @@
-"""How the gradients of one bucket are summed over the data-parallel ranks. Which bucket, and when, is decided elsewhere.
+"""How the gradients of one bucket are summed over the data-parallel ranks. Which bucket and when is decided elsewhere.
 
-Every function starts the communication and returns the call that finishes it, so that backward can go on in between.
+A call starts the sum and returns the call that finishes it, so that backward can go on in between.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives
+from mizzen.comm.communicator import Work
 
 Finish = Callable[[], None]
 
@@ -20,8 +21,8 @@ class Reduction:
     """What happens to a gradient on its way, as plain values of the plan."""
 
     ranks: int
-    dtype: str
-    """On the wire."""
+    dtype: str | None = None
+    """On the wire; None is float32, or the gradient's own dtype where that is wider."""
     before: float = 1.0
     """Factor applied by each rank before the sum."""
     after: float = 1.0
@@ -36,8 +37,6 @@ class Reducer:
     def __init__(self, reduction: Reduction, group: ProcessGroup | None) -> None:
         self.reduction = reduction
         self.group = group
-        self.rank = collectives.get_rank(group) if reduction.ranks > 1 else 0
-        self.wire = torch_dtype(reduction.dtype)
 
     def to_all(self, bucket: Tensor) -> Finish:
         """Every rank gets the sum, in place."""
@@ -49,8 +48,8 @@ class Reducer:
         work = collectives.all_reduce(sent, group=self.group, async_op=True)
 
         def finish() -> None:
-            work.wait()
-            if sent.data_ptr() != bucket.data_ptr():
+            wait_for(work)
+            if sent is not bucket:
                 bucket.copy_(sent)
             self._scale(bucket)
 
@@ -69,7 +68,7 @@ class Reducer:
             work = collectives.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
 
         def finish() -> None:
-            work.wait()
+            wait_for(work)
             total = _sum_of_rows(received.view(-1, chunk.numel()))
             if not add:
                 chunk.copy_(total)
@@ -81,36 +80,36 @@ class Reducer:
 
     def rows_to_all(self, gradient: Tensor) -> None:
         """Sum a matrix of which few rows are not zero, such as an embedding's gradient, by sending those rows only."""
-        if self.reduction.ranks == 1:
-            return
         index = gradient.ne(0).any(dim=1).nonzero().squeeze(1)
         counts = [index.new_zeros(1) for _ in range(self.reduction.ranks)]
         collectives.all_gather(counts, index.new_tensor([index.numel()]), group=self.group)
         most = int(torch.stack(counts).max())
-        indices, rows = index.new_zeros(most), gradient.new_zeros(most, gradient.shape[1])
-        indices[: index.numel()] = index
-        rows[: index.numel()] = gradient[index] * self.reduction.before
+        if most == 0:
+            return
+        sent = self._sent(gradient[index])
+        indices, rows = index.new_zeros(most), sent.new_zeros(most, gradient.shape[1])
+        indices[: index.numel()], rows[: index.numel()] = index, sent
         all_indices = [torch.empty_like(indices) for _ in counts]
         all_rows = [torch.empty_like(rows) for _ in counts]
         collectives.all_gather(all_indices, indices, group=self.group)
         collectives.all_gather(all_rows, rows, group=self.group)
         gradient.zero_()
         for theirs, values in zip(all_indices, all_rows, strict=True):
-            gradient.index_add_(0, theirs, values)
+            gradient.index_add_(0, theirs, values.to(gradient.dtype))
         self._scale(gradient)
 
     def _sent(self, bucket: Tensor) -> Tensor:
-        sent = bucket.to(self.wire)
-        return sent if self.reduction.before == 1 else sent * self.reduction.before
+        """What goes on the wire. The factor comes before the cast: it is there to keep large sums within a dtype."""
+        wire = self.reduction.dtype
+        dtype = torch_dtype(wire) if wire else torch.promote_types(bucket.dtype, torch.float32)
+        return (bucket if self.reduction.before == 1 else bucket * self.reduction.before).to(dtype)
 
     def _scale(self, tensor: Tensor) -> None:
         if self.reduction.after != 1:
             tensor.mul_(self.reduction.after)
 
     def _to_all_in_rank_order(self, bucket: Tensor) -> Finish:
-        size = bucket.numel() // self.reduction.ranks
-        chunk = bucket[self.rank * size : (self.rank + 1) * size]
-        total = torch.empty_like(chunk)
+        total = bucket.new_empty(bucket.numel() // self.reduction.ranks)
         finish_sum = self.to_owner(bucket, total, add=False)
 
         def finish() -> None:
@@ -130,6 +129,13 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
     for row in rows[1:]:
         total = total.add_(row)
     return total
+
+
+def wait_for(*works: Work | None) -> None:
+    """Wait for collectives that were started; a rank outside of the group has none to wait for."""
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def torch_dtype(name: str) -> torch.dtype:

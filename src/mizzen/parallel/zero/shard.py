@@ -1,6 +1,9 @@
 """ZeRO as a transform: decides the buffers, buckets and reduction of a run, and moves the parameters into them."""
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
@@ -10,11 +13,11 @@ from mizzen.model.sketch import Sketch, bytes_per_element
 from mizzen.parallel.zero.reduce import Reduction
 from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
-from mizzen.plan.cost import Cost
+from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Parts
-from mizzen.precision.policy import Policy
+from mizzen.precision.policy import FLOATING, Policy, wider
 
-DATA_AXES = ("dp_replicate", "dp_shard", "sp")
+DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
 """The axes over which parameters are the same and gradients are summed."""
 
 
@@ -25,15 +28,16 @@ class ZeroChoice:
     asked: int
     holding: Holding
     buffers: tuple[Buffer, ...]
-    gain: float = 1.0
-    """What the mean gradient is multiplied with before the step: 1, or the ranks where a sum was asked for."""
+    states: int = 2
+    """Full-size tensors that the optimizer keeps for each parameter."""
 
     def __str__(self) -> str:
-        ranks = self.holding.reduction.ranks
-        buckets = sum(len(buffer.buckets) for buffer in self.buffers)
+        ranks, dtype = self.holding.reduction.ranks, self.holding.reduction.dtype or "float32"
         if ranks == 1:
             return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard"
-        return f"ZeRO stage {self.asked} over dp={ranks} in {buckets} buckets, sums in {self.holding.reduction.dtype}"
+        count = sum(len(buffer.buckets) for buffer in self.buffers)
+        buckets = f" in {count} bucket{'s' if count > 1 else ''}" if count else ""
+        return f"ZeRO stage {self.asked} over dp={ranks}{buckets}, sums in {dtype}"
 
 
 class ZeroShard:
@@ -47,8 +51,7 @@ class ZeroShard:
         ranks = layout.dp * layout.sp
         if zero.stage == 3:
             return None  # refused by name until it is built
-        if config.gradient_predivide_factor <= 0:
-            raise PlanError(f"gradient_predivide_factor: {config.gradient_predivide_factor} must be greater than 0")
+        _refuse_what_does_not_float(sketch)
         stage = zero.stage if ranks > 1 else 0
         tenants = [
             Tenant(p.name, p.shape, policy.held(p.dtype), p.group, config.sparse_gradients and p.is_embedding)
@@ -57,24 +60,31 @@ class ZeroShard:
         ]
         if not tenants and sketch.parameters:
             return None
-        limit = bucket_limit(sum(t.numel for t in tenants), zero.reduce_bucket_size, chunks=ranks)
+        asked = min(zero.reduce_bucket_size, zero.allgather_bucket_size) if stage else zero.reduce_bucket_size
+        limit = bucket_limit(sum(tenant.numel for tenant in tenants), asked, chunks=ranks)
         return ZeroChoice(
             asked=zero.stage,
-            holding=Holding(stage, _reduction(config, policy, ranks), policy.accumulation, overlap=zero.overlap_comm),
+            holding=Holding(
+                stage,
+                _reduction(config, policy, ranks),
+                policy.accumulation,
+                overlap=zero.overlap_comm,
+                gain=float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0,
+            ),
             buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
-            gain=float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0,
+            states=states_per_parameter(config),
         )
 
     def price(self, choice: ZeroChoice, sketch: Sketch) -> Cost:
-        """What sharding saves on one rank, and what its buckets in flight cost."""
-        ranks, stage = choice.holding.chunks, choice.holding.stage
-        trained = sum(buffer.numel for buffer in choice.buffers)
-        low = sum(buffer.numel for buffer in choice.buffers if bytes_per_element(buffer.dtype) < 4)
-        width = bytes_per_element(choice.holding.accumulation)
-        away = 1 - 1 / ranks
-        largest = max((bucket.numel for buffer in choice.buffers for bucket in buffer.buckets), default=0)
-        gradients = -trained * width * away + 2 * largest * width if stage == 2 else trained * width / ranks if stage else 0
-        return Cost(gradients=int(gradients), masters=-int(4 * low * away), states=-int(8 * trained * away))
+        """What sharding saves on one rank, and what padding and the buckets in flight cost."""
+        holding, states = choice.holding, choice.states
+        change = Cost(gradients=_in_flight(choice) if holding.stage == 2 else 0)
+        for buffer in choice.buffers:
+            price = partial(trained, dtype=buffer.dtype, accumulation=holding.accumulation, states=states)
+            padded, share = price(buffer.numel), price(buffer.numel // holding.chunks)
+            gradients = {0: padded.gradients, 1: padded.gradients + share.gradients, 2: share.gradients}[holding.stage]
+            change += Cost(padded.parameters, gradients, share.masters, share.states) - price(buffer.occupied)
+        return change
 
     def apply(self, parts: Parts, choice: ZeroChoice, mesh: Mesh) -> Parts:
         """Move the parameters of every part into flat buffers."""
@@ -82,10 +92,22 @@ class ZeroShard:
         return tuple(
             replace(
                 part,
-                stores=(*part.stores, FlatStore(choice.buffers, dict(part.module.named_parameters()), choice.holding, group)),
+                stores=(
+                    *part.stores,
+                    FlatStore(choice.buffers, dict(part.module.named_parameters()), choice.holding, group),
+                ),
             )
             for part in parts
         )
+
+
+def _refuse_what_does_not_float(sketch: Sketch) -> None:
+    for parameter in sketch.parameters:
+        if parameter.requires_grad and parameter.group is not None and parameter.dtype not in FLOATING:
+            raise PlanError(
+                f"'{parameter.name}' is trained in {parameter.dtype}: gradients are summed in one of "
+                f"{', '.join(FLOATING)}; freeze it, or hold it as one of these"
+            )
 
 
 def _reduction(config: Config, policy: Policy, ranks: int) -> Reduction:
@@ -98,3 +120,20 @@ def _reduction(config: Config, policy: Policy, ranks: int) -> Reduction:
         after=1 / (before * ranks),
         in_rank_order=config.deterministic,
     )
+
+
+def _in_flight(choice: ZeroChoice) -> int:
+    """Bytes of stage 2 on their way, at most: one bucket that fills, and two that travel with what they send and receive.
+
+    That is while gradients arrive in the order of the buckets; one that waits for others is a further bucket.
+    """
+    reduction = choice.holding.reduction
+    most = 0
+    for buffer in choice.buffers:
+        dtype = wider(choice.holding.accumulation, buffer.dtype)
+        wire = reduction.dtype or wider(dtype, "float32")
+        copies = 1 if wire != dtype or reduction.before != 1 else 0
+        received = 1 if reduction.in_rank_order else 1 / reduction.ranks
+        sizes = 3 * bytes_per_element(dtype) + 2 * (copies + received) * bytes_per_element(wire)
+        most = max(most, *(math.ceil(bucket.numel * sizes) for bucket in buffer.buckets))
+    return most

@@ -4,6 +4,7 @@ A bucket is what one collective moves. A sharded bucket is padded to a multiple 
 chunk, so that reduce-scatter and all-gather of any bucket are single collectives without copies.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,10 +26,7 @@ class Tenant:
     @property
     def numel(self) -> int:
         """Its number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,11 @@ class Buffer:
     def numel(self) -> int:
         """Elements, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def occupied(self) -> int:
+        """Elements of the parameters themselves."""
+        return sum(slot.stop - slot.start for bucket in self.buckets for slot in bucket.slots)
 
 
 def lay_out(tenants: Sequence[Tenant], *, chunks: int, bucket_elements: int) -> tuple[Buffer, ...]:

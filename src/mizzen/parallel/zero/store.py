@@ -1,6 +1,6 @@
-"""The trained parameters of one part in flat buffers: values, master weights and gradients, whole or this rank's share."""
+"""The trained parameters of one part in flat buffers: values, masters and gradients, whole or this rank's share."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece, piece_of_range
-from mizzen.parallel.zero.gradients import Gradients, LiveBucket, PassingGradients, WholeGradients
-from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype
-from mizzen.parallel.zero.slots import Bucket, Buffer, Slot
+from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
+from mizzen.parallel.zero.live import LiveBucket, alone
+from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
+from mizzen.parallel.zero.slots import Bucket, Buffer
+from mizzen.precision.policy import wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +24,15 @@ class Holding:
 
     stage: Literal[0, 1, 2]
     reduction: Reduction
-    accumulation: str
-    """The dtype in which gradients add up."""
+    accumulation: str = "float32"
+    """The dtype in which gradients add up; those of wider parameters do so in the parameters' own."""
     overlap: bool = True
+    gain: float = 1.0
+    """What the mean gradient is multiplied with before a step: 1, or the ranks where a sum was asked for."""
+
+    def __post_init__(self) -> None:
+        if self.stage and self.reduction.ranks == 1:
+            raise AssertionError(f"stage {self.stage} on one rank: there is nobody to share with")
 
     @property
     def chunks(self) -> int:
@@ -36,121 +44,116 @@ class FlatStore:
     """Flat buffers of one part. What the engine asks of it is `plan.parts.Store`."""
 
     def __init__(
-        self, buffers: Sequence[Buffer], parameters: Mapping[str, nn.Parameter], holding: Holding, group: ProcessGroup | None
+        self,
+        buffers: Sequence[Buffer],
+        parameters: Mapping[str, nn.Parameter],
+        holding: Holding,
+        group: ProcessGroup | None,
     ) -> None:
         self.holding = holding
         self.group = group
-        self.rank = collectives.get_rank(group) if holding.reduction.ranks > 1 else 0
-        held = {slot.name for slot in _slots(buffers)}
+        self.rank = groups.get_rank(group) if holding.reduction.ranks > 1 else 0
+        held = {slot.name for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots}
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
         self.device = next(iter(self.parameters.values())).device
-        self.buffers = tuple(buffers)
-        self._values: list[Tensor] = []
-        self._masters: list[Tensor] = []
-        self._groups: list[int] = []
-        self._buckets: list[Bucket] = []
-        for buffer in buffers:
-            self._take_in(buffer)
-        self.live, self.gradients = self._start_gradients()
+        self.buckets = self._by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)])
+        kind = PassingGradients if holding.stage == 2 else WholeGradients
+        self.gradients: Gradients = kind(self.buckets, Reducer(holding.reduction, group), overlap=holding.overlap)
 
-    def _take_in(self, buffer: Buffer) -> None:
-        """Move the parameters of a buffer into it; masters start from the values as they were, before any cast."""
-        dtype = torch_dtype(buffer.dtype)
-        flat = torch.zeros(buffer.numel, dtype=dtype, device=self.device)
+    def _take_in(self, buffer: Buffer) -> Iterator[LiveBucket]:
+        flat = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.dtype), device=self.device)
+        accumulation = torch_dtype(wider(self.holding.accumulation, buffer.dtype))
         for bucket in buffer.buckets:
             values = flat[bucket.start : bucket.stop]
-            exact = values
-            if dtype in (torch.bfloat16, torch.float16):
-                exact = torch.zeros(bucket.numel, dtype=torch.float32, device=self.device)
-            for slot in bucket.slots:
-                exact[slot.start : slot.stop].copy_(self.parameters[slot.name].detach().reshape(-1))
-            self._send_from_first(exact)
-            if exact is not values:
-                values.copy_(exact)
-            for slot in bucket.slots:
-                self.parameters[slot.name].data = values[slot.start : slot.stop].view(slot.shape)
+            parameters = tuple(self.parameters[slot.name] for slot in bucket.slots)
             start, stop = self._owned(bucket)
-            mine = exact[start:stop]
-            self._masters.append(mine.clone() if exact is not values and self.holding.chunks > 1 else mine)
-            self._values.append(values)
-            self._groups.append(buffer.group)
-            self._buckets.append(bucket)
-
-    def _send_from_first(self, values: Tensor) -> None:
-        if self.holding.reduction.ranks > 1:
-            collectives.broadcast(values, collectives.get_global_rank(self.group, 0), group=self.group)
+            master = self._move(parameters, bucket, values)[start:stop]
+            whole = torch.zeros(bucket.numel if self.holding.stage < 2 else 0, dtype=accumulation, device=self.device)
+            yield LiveBucket(
+                plan=bucket,
+                group=buffer.group,
+                parameters=parameters,
+                values=values,
+                start=start,
+                # The rest of a full-precision copy is not kept; a part of the values themselves stays one.
+                master=master if self.holding.stage == 0 or master.dtype == values.dtype else master.clone(),
+                gradient=torch.zeros_like(master, dtype=accumulation) if self.holding.stage else whole,
+                whole=whole,
+                finite=torch.ones(len(bucket.slots), dtype=torch.bool, device=self.device),
+            )
 
     def _owned(self, bucket: Bucket) -> tuple[int, int]:
         size = bucket.numel // self.holding.chunks
-        rank = self.rank if self.holding.chunks > 1 else 0
-        return rank * size, (rank + 1) * size
+        start = self.rank * size if self.is_sharded else 0
+        return start, start + size
 
-    def _start_gradients(self) -> tuple[list[LiveBucket], Gradients]:
-        holding, reducer = self.holding, Reducer(self.holding.reduction, self.group)
-        wholes: list[Tensor] = []
-        live: list[LiveBucket] = []
-        for bucket, values in zip(self._buckets, self._values, strict=True):
-            dtype = _wider(torch_dtype(holding.accumulation), values.dtype)
-            start, stop = self._owned(bucket)
-            whole = torch.zeros(bucket.numel if holding.stage < 2 else 0, dtype=dtype, device=self.device)
-            own = whole if not holding.stage else torch.zeros(stop - start, dtype=dtype, device=self.device)
-            wholes.append(whole)
-            live.append(LiveBucket(bucket, [self.parameters[slot.name] for slot in bucket.slots], own))
-        ordered = self._by_arrival(live)
-        if holding.stage == 2:
-            return live, PassingGradients(ordered, reducer, overlap=holding.overlap)
-        flats = [wholes[live.index(bucket)] for bucket in ordered]
-        return live, WholeGradients(ordered, flats, reducer, overlap=holding.overlap, shards=holding.chunks > 1)
+    def _move(self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor) -> Tensor:
+        """Move parameters into their bucket, with the first rank's values; returns these as they were before any cast."""
+        exact = values
+        if values.dtype in (torch.bfloat16, torch.float16):
+            exact = torch.zeros_like(values, dtype=torch.float32)
+        for slot, parameter in zip(bucket.slots, parameters, strict=True):
+            exact[slot.start : slot.stop].copy_(parameter.detach().reshape(-1))
+        if self.holding.reduction.ranks > 1:
+            collectives.broadcast(exact, group=self.group, group_src=0)
+        if exact is not values:
+            values.copy_(exact)
+        for slot, parameter in zip(bucket.slots, parameters, strict=True):
+            parameter.data = alone(values[slot.start : slot.stop].view(slot.shape))
+        return exact
 
-    def _by_arrival(self, live: list[LiveBucket]) -> list[LiveBucket]:
+    def _by_arrival(self, buckets: list[LiveBucket]) -> tuple[LiveBucket, ...]:
         """The buckets of all buffers in the order in which backward is likely to fill them: last parameters first."""
         place = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
-        return sorted(live, key=lambda bucket: -min(place[id(parameter)] for parameter in bucket.parameters))
+        return tuple(sorted(buckets, key=lambda bucket: -min(place[id(parameter)] for parameter in bucket.parameters)))
 
     @property
     def is_sharded(self) -> bool:
         """Whether this rank holds only a share of masters and states."""
         return self.holding.chunks > 1
 
+    @property
+    def gain(self) -> float:
+        """What the mean gradient is to be multiplied with before a step."""
+        return self.holding.gain
+
     # What the optimizer works on
 
     def masters(self) -> list[tuple[int, Tensor]]:
         """(optimizer group, owned values to optimize) for every bucket, each with its gradient attached."""
-        for master, bucket in zip(self._masters, self.live, strict=True):
-            master.grad = bucket.gradient.to(master.dtype)
-        return list(zip(self._groups, self._masters, strict=True))
+        for bucket in self.buckets:
+            bucket.master.grad = bucket.gradient.to(bucket.master.dtype)
+        return [(bucket.group, bucket.master) for bucket in self.buckets]
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that share them count them once."""
-        counts = self.holding.chunks > 1 or self.rank == 0
-        return sum_of_squares((bucket.gradient for bucket in self.live if counts), device=self.device)
+        counts = self.is_sharded or self.rank == 0
+        return sum_of_squares((bucket.gradient for bucket in self.buckets if counts), device=self.device)
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply every owned gradient."""
-        for bucket in self.live:
+        for bucket in self.buckets:
             bucket.gradient.mul_(factor)
 
     def publish(self) -> None:
         """Bring the new master values to the parameters of every rank."""
         works = []
-        for bucket, master, values in zip(self._buckets, self._masters, self._values, strict=True):
-            start, stop = self._owned(bucket)
-            mine = values[start:stop]
-            if mine.data_ptr() != master.data_ptr():
-                mine.copy_(master)
-            if self.holding.chunks > 1:
-                works.append(collectives.all_gather_into_tensor(values, mine, group=self.group, async_op=True))
-        for work in works:
-            work.wait()
+        for bucket in self.buckets:
+            bucket.master.grad = None  # a cast copy of the gradient is not kept between steps
+            mine = bucket.mine(bucket.values)
+            if mine.data_ptr() != bucket.master.data_ptr():
+                mine.copy_(bucket.master)
+            if self.is_sharded:
+                works.append(collectives.all_gather_into_tensor(bucket.values, mine, group=self.group, async_op=True))
+        wait_for(*works)
 
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""
         if self.holding.reduction.ranks == 1:
-            finite = {p.name: bool(p.data.isfinite().all()) for p in self.pieces("gradient")}
-            return [name for name, is_finite in finite.items() if not is_finite]
+            return [piece.name for piece in self.pieces("gradient") if not bool(piece.data.isfinite().all())]
         return [
             slot.name
-            for bucket in self.live
+            for bucket in self.buckets
             for slot, is_finite in zip(bucket.plan.slots, bucket.finite.tolist(), strict=True)
             if not is_finite
         ]
@@ -159,23 +162,27 @@ class FlatStore:
 
     def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
         """What this rank holds, by parameter name."""
-        if of == "master":
-            return list(self._pieces(self._masters))
-        return list(self._pieces([bucket.gradient for bucket in self.live]))
+        return list(self._pieces(lambda bucket: bucket.master if of == "master" else bucket.gradient))
 
     def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
         """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
-        tensors = [states.get(master, {}).get(key) for master in self._masters]
-        return list(self._pieces([t if isinstance(t, Tensor) and t.dim() == 1 else None for t in tensors]))
 
-    def _pieces(self, owned: Sequence[Tensor | None]) -> Iterator[Piece]:
-        for bucket, tensor in zip(self._buckets, owned, strict=True):
+        def state(bucket: LiveBucket) -> Tensor | None:
+            found = states.get(bucket.master, {}).get(key)
+            return found if isinstance(found, Tensor) and found.shape == bucket.master.shape else None
+
+        return list(self._pieces(state))
+
+    def _pieces(self, owned: Callable[[LiveBucket], Tensor | None]) -> Iterator[Piece]:
+        for bucket in self.buckets:
+            tensor = owned(bucket)
             if tensor is None:
                 continue
-            start, stop = self._owned(bucket)
-            for slot in bucket.slots:
+            start, stop = bucket.start, bucket.start + tensor.numel()
+            for slot in bucket.plan.slots:
                 low, high = max(slot.start, start), min(slot.stop, stop)
-                if low < high:
+                is_here = low < high or start <= slot.start == slot.stop < stop  # without elements, but with a name
+                if is_here:
                     data = tensor[low - start : high - start]
                     yield piece_of_range(slot.name, slot.shape, data, low - slot.start, high - slot.start)
 
@@ -184,15 +191,4 @@ class FlatStore:
         self.gradients.detach()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
-        for tensors in (self._values, self._masters, self.live):
-            tensors.clear()
-
-
-def _slots(buffers: Sequence[Buffer]) -> Iterator[Slot]:
-    for buffer in buffers:
-        for bucket in buffer.buckets:
-            yield from bucket.slots
-
-
-def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return torch.promote_types(one, other)
+        self.buckets = ()

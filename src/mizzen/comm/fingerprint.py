@@ -1,0 +1,95 @@
+"""The start-up fingerprint: before the first step all ranks compare what they are about to do, in one exchange.
+
+What goes into it (configuration, versions, shapes of the model) is the caller's choice. A rank that differs is named
+with the field and both values, on every rank alike.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from mizzen.comm.collectives import all_gather_into_tensor, broadcast
+from mizzen.comm.groups import exchange_device, get_all_ranks_from_group
+from mizzen.errors import CommError
+
+DIGEST: Final = 24
+"""Bytes of the hash; with eight for the length of the text they make the record of one rank."""
+ABSENT: Final = "nothing"
+VERSIONS: Final = 8
+"""How many different texts are looked at: enough to name the odd rank, whatever the size of the job."""
+SHOWN: Final = 6
+"""How many differences are told."""
+
+
+def compare(fields: Mapping[str, str], group: Any = None) -> None:
+    """Raise a CommError on every rank of the group unless all have the same fields. Every rank of it calls this.
+
+    The records that are always exchanged have one size, and texts only follow once records differ, so that ranks with
+    different numbers of fields still understand each other.
+    """
+    ranks = get_all_ranks_from_group(group)
+    text = json.dumps(dict(sorted(fields.items()))).encode()
+    mine = hashlib.blake2b(text, digest_size=DIGEST).digest() + len(text).to_bytes(8)
+    device = exchange_device(group)
+    records = torch.empty(len(ranks) * len(mine), dtype=torch.uint8, device=device)
+    all_gather_into_tensor(records, _bytes(mine).to(device), group=group)
+    rows = [bytes(row) for row in records.view(len(ranks), len(mine)).tolist()]
+    if len(set(rows)) == 1:
+        return
+    # The first rank with each record speaks for all that have the same.
+    speakers = {row: ranks[rows.index(row)] for row in dict.fromkeys(rows)}
+    texts: dict[bytes, Mapping[str, str]] = {}
+    for row, speaker in list(speakers.items())[:VERSIONS]:
+        length = int.from_bytes(row[DIGEST:])
+        told = _bytes(text if row == mine else bytes(length)).to(device)
+        broadcast(told, speaker, group=group)
+        texts[row] = json.loads(bytes(told.tolist()))
+    raise CommError(explain([(rank, texts[row]) for rank, row in zip(ranks, rows, strict=True) if row in texts]))
+
+
+def explain(ranks: Sequence[tuple[int, Mapping[str, str]]]) -> str:
+    """The ranks that differ from the others, by field; where no value has a majority, the first rank's counts."""
+    names = dict.fromkeys(name for _, fields in ranks for name in fields)
+    told = []
+    for name in names:
+        values = {rank: fields.get(name, ABSENT) for rank, fields in ranks}
+        usual, _ = Counter(values.values()).most_common(1)[0]
+        odd: dict[str, list[str]] = {}
+        for rank, value in values.items():
+            if value != usual:
+                odd.setdefault(value, []).append(str(rank))
+        for value, where in odd.items():
+            which = f"rank {where[0]} has" if len(where) == 1 else f"ranks {_some(where)} have"
+            told.append(f"{name}: {which} {_short(value)}, the others {_short(usual)}")
+    rest = f" (and {len(told) - SHOWN} more differences)" if len(told) > SHOWN else ""
+    return (
+        f"the ranks are not about to do the same: {'; '.join(told[:SHOWN])}{rest}. Start all ranks with the same code, "
+        "configuration and packages"
+    )
+
+
+def flatten(values: Any, path: str = "") -> dict[str, str]:
+    """Nested dicts and lists as fields with dotted paths, so that a difference is named by its key."""
+    if isinstance(values, Mapping) and values:
+        parts = [(f"{path}.{key}" if path else str(key), value) for key, value in values.items()]
+    elif isinstance(values, list | tuple) and values:
+        parts = [(f"{path}[{index}]", value) for index, value in enumerate(values)]
+    else:
+        return {path: values if isinstance(values, str) else repr(values)}
+    return {name: text for part, value in parts for name, text in flatten(value, part).items()}
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 80 else f"{value[:60]}... ({len(value)} characters)"
+
+
+def _some(words: Sequence[str]) -> str:
+    return ", ".join(words) if len(words) <= 8 else f"{', '.join(words[:8])} and {len(words) - 8} more"

@@ -1,0 +1,163 @@
+"""Joining the world: find out who we are, meet the other ranks, and make the backend that collectives go through.
+
+`discover.py` says who this process is, `meeting.py` where the ranks meet, `roll.py` who has come: a job that cannot
+start says which rank is missing, where it was waited for, and what to do. The mesh of groups is `mesh.py`'s business.
+Nothing is written to the environment.
+"""
+
+import time
+from datetime import timedelta
+from typing import Any, TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from mizzen.accelerator.registry import get_accelerator
+from mizzen.ambient import AMBIENT
+from mizzen.comm.backend import registered_backend
+from mizzen.comm.communicator import set_patience, use
+from mizzen.comm.discover import find_world, with_meeting_place
+from mizzen.comm.groups import get_rank, get_world_size, is_initialized
+from mizzen.comm.interface import interface_problem
+from mizzen.comm.meeting import TIMEOUT, Terms, meet, place
+from mizzen.comm.report import configure
+from mizzen.comm.roll import call_roll
+from mizzen.comm.torch_backend import TorchBackend
+from mizzen.comm.watch import Patience
+from mizzen.environment import Switches, World, environ
+from mizzen.errors import CommError, DeviceError, UsageError
+from mizzen.log import get_logger
+
+
+class Identity(TypedDict, total=False):
+    """Who this process is, where no variable says it."""
+
+    rank: int
+    world_size: int
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    **identity: Unpack[Identity],
+) -> World:
+    """Join the other ranks of this job, once; a process group that exists already is adopted. Every rank calls this.
+
+    `timeout` is for the meeting and for every collective after it: the argument, else MIZZEN_TIMEOUT in minutes, else
+    ten minutes. `dist_init_required=False` says that somebody else has made the process group.
+    """
+    if config is not None:
+        configure(config)
+    if is_initialized():
+        if timeout is not None:
+            set_patience(timeout=_limit(timeout).total_seconds())
+        AMBIENT.world = _adopted()
+    elif dist_init_required is False:
+        raise UsageError("dist_init_required is false, but no process group exists: make one first, or leave it out")
+    else:
+        terms = Terms(
+            dist_backend,
+            launchers=auto_mpi_discovery,
+            port=distributed_port,
+            timeout=_limit(timeout),
+            init_method=init_method,
+            rank=identity.get("rank", -1),
+            size=identity.get("world_size", -1),
+            is_verbose=verbose,
+        )
+        AMBIENT.world = join(terms)
+    world: World = AMBIENT.world
+    return world
+
+
+def _limit(timeout: timedelta | None) -> timedelta:
+    if timeout is None:
+        minutes = Switches.read(environ()).timeout_minutes
+        timeout = TIMEOUT if minutes is None else timedelta(minutes=minutes)
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise UsageError(f"timeout={timeout!r}: use a datetime.timedelta above zero, such as timedelta(minutes=10)")
+    return timeout
+
+
+def _adopted() -> World:
+    """The world of a process group that exists already; the variables can only add the local rank to it."""
+    rank, size = get_rank(), get_world_size()
+    for known in (AMBIENT.world, World.detect(environ())):
+        if known is not None and (known.rank, known.size) == (rank, size):
+            return known
+    return World(rank, size)
+
+
+def join(terms: Terms) -> World:
+    """Meet the other ranks and make the backend that all collectives of this process go through."""
+    world = find_world(environ(), rank=terms.rank, size=terms.size, launchers=terms.launchers)
+    backend = registered_backend(terms.backend) if terms.backend else None
+    if backend is None:
+        world = join_torch(world, terms)
+        backend = TorchBackend()
+    else:
+        world = with_meeting_place(world, environ(), terms.port)
+        backend.initialize(world, timeout=terms.timeout, init_method=terms.init_method)
+    use(backend, Patience(timeout=terms.timeout.total_seconds()))
+    return world
+
+
+def join_torch(world: World, terms: Terms) -> World:
+    """Make torch's default process group among all ranks of the job."""
+    env, started = environ(), time.monotonic()
+    store, world = meet(world, env, terms)
+    where = place(world, terms)
+    roll = call_roll(store, world, terms.timeout, where)
+    world = roll.settle(world, env)
+    if roll.spread > 1 and (problem := interface_problem(world.master_addr, env)):
+        get_logger().warning("rank %d: %s", world.rank, problem)
+    name, device = take_device(world, terms.backend)
+    try:
+        dist.init_process_group(
+            name,
+            store=PrefixStore(f"mizzen/{roll.name}", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=terms.timeout,
+            device_id=device,
+        )
+    except RuntimeError as error:
+        raise CommError(
+            f"all {world.size} ranks met at {where}, but rank {world.rank} could not connect to the others by {name}: "
+            f"{error}. Where hosts have several networks, set MIZZEN_INTERFACE and start with `mizzen run`"
+        ) from error
+    if world.rank == 0 and terms.is_verbose:
+        took = time.monotonic() - started
+        get_logger().info(f"{world.size} ranks on {roll.spread} hosts joined at {where} by {name} in {took:.1f} s")
+    return world
+
+
+def take_device(world: World, backend: str | None) -> tuple[str, torch.device | None]:
+    """Make this rank's device current; the name of the backend, and the device to bind it to.
+
+    Beside the backend of a device there is always gloo for tensors on the host: what ranks tell each other about
+    themselves needs no device, and must get through when the device hangs.
+    """
+    accelerator = get_accelerator()
+    name = backend or accelerator.comm_backend
+    count = accelerator.device_count()
+    if accelerator.name != "cpu":
+        # A launcher may give each rank its own device to see: then it is number 0 for all of them.
+        if world.local_rank >= count > 1 or count < 1:
+            raise DeviceError(
+                f"rank {world.rank} is number {world.local_rank} on its host, but it sees {count} {accelerator.name} "
+                f"devices: start at most {count} ranks on a host, or check {accelerator.visible_devices}"
+            )
+        accelerator.set_device(0 if count == 1 else world.local_rank)
+    else:
+        accelerator.set_device(world.local_rank)
+    if accelerator.name == "cpu" or name != accelerator.comm_backend or name == "gloo":
+        return name, None
+    return f"cpu:gloo,{accelerator.name}:{name}", accelerator.device(accelerator.current_device())

@@ -1,0 +1,165 @@
+"""A layout laid over the ranks of this job: named axes, and every process group that their products need.
+
+Which ranks belong together is arithmetic and lives in `config/layout.py`; here are the groups and the DeviceMesh. This
+is the only file that may call `DeviceMesh._flatten` and `distributed_c10d._set_pg_timeout` (docs/borrowed.md).
+
+[Note: all groups at once]
+Forming a group is something that all ranks do, in the same order; a group formed when it is first asked for, by some
+ranks and not by others, ends in a hang or, worse, in two groups under one name. So `Mesh.build` forms every group there
+will be, in a fixed order, and asking for a product that is not in `PRODUCTS` is an error. It costs little: products
+that have the same ranks share one group, all axes of size 1 share one group of this rank alone, and a product of
+everything is the job's own group.
+
+[Note: groups of ours]
+`init_device_mesh` would give each axis of size 1 a group of its own, and every group torch's default timeout of half an
+hour instead of the job's. So the groups are formed here and handed to `DeviceMesh.from_group`. Only a product of
+several axes is flattened by torch, because FSDP2 accepts a mesh beside a tensor-parallel one only if both are cut from
+one root.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from mizzen.comm.communicator import current
+from mizzen.comm.groups import new_group
+from mizzen.config.layout import AXES, EXPERT_AXES, Layout
+from mizzen.errors import LayoutError, UsageError
+
+PRODUCTS: Final = (
+    ("dp_replicate", "dp_shard"),  # different samples
+    ("dp_shard", "sp"),  # one copy of the sharded state
+    ("dp_replicate", "dp_shard", "sp"),  # gradients are averaged
+    ("pp", "tp"),  # one copy of the model
+    AXES,
+)
+"""The products of axes that there are groups for, beside the axes themselves."""
+EXPERT_PRODUCTS: Final = (("dp_replicate", "edp"),)  # gradients of experts are averaged
+"""The same for the second view."""
+
+Partition = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A Layout laid over the ranks of this job, seen from one of them."""
+
+    layout: Layout
+    devices: DeviceMesh
+    """All axes of `AXES`."""
+    expert: DeviceMesh
+    """The second view, whose axes are `layout.expert_axes`."""
+    rank: int
+    _meshes: Mapping[tuple[str, ...], DeviceMesh] = field(repr=False, compare=False)
+
+    @classmethod
+    def build(cls, layout: Layout, *, device_type: str, timeout: timedelta | None = None) -> "Mesh":
+        """Form all groups of a layout. Every rank of the job calls this, with the same layout."""
+        if not dist.is_initialized():
+            raise UsageError("a mesh needs a process group: call mizzen.init_distributed() first")
+        if dist.get_world_size() != layout.world:
+            raise LayoutError(
+                f"the layout is for {layout.world} ranks ({layout}), but the job has {dist.get_world_size()}"
+            )
+        limit = timeout or timedelta(seconds=current().watch.patience.timeout)
+        builder = _Builder(layout, device_type, dist.get_rank(), limit)
+        devices = builder.view(AXES, layout.shape, PRODUCTS)
+        expert = builder.view(layout.expert_axes, layout.expert_shape, EXPERT_PRODUCTS)
+        return cls(layout, devices, expert, dist.get_rank(), builder.meshes)
+
+    def axis(self, name: str) -> DeviceMesh:
+        """The one-dimensional mesh that this rank belongs to along one axis."""
+        return self.axes(name)
+
+    def axes(self, *names: str) -> DeviceMesh:
+        """The one-dimensional mesh of all ranks that differ from this one only along these axes."""
+        key = _key(self.layout, names)
+        if key not in self._meshes:
+            known = ", ".join(" * ".join(product) for product in (*PRODUCTS, *EXPERT_PRODUCTS))
+            raise UsageError(
+                f"there is no group for {' * '.join(names)}: groups are formed when the mesh is built, for every axis "
+                f"and for {known}; a further one has to be added to PRODUCTS in comm/mesh.py"
+            )
+        return self._meshes[key]
+
+    def group(self, *names: str) -> ProcessGroup:
+        """The process group of the same ranks."""
+        return self.axes(*names).get_group()
+
+    def size(self, *names: str) -> int:
+        """How many ranks that is."""
+        return self.layout.size(*names)
+
+    def coordinate(self, name: str) -> int:
+        """The place of this rank along an axis."""
+        self.layout.size(name)
+        return self.layout.coordinates(self.rank)[name]
+
+    def ranks(self, *names: str) -> tuple[int, ...]:
+        """The global ranks of the group along these axes, in its order."""
+        return self.layout.ranks_along(names, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Forms each group once, however many names it has."""
+
+    layout: Layout
+    device_type: str
+    rank: int
+    timeout: timedelta
+    groups: dict[Partition, ProcessGroup] = field(default_factory=dict)
+    meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+
+    def view(self, axes: tuple[str, ...], shape: tuple[int, ...], products: tuple[tuple[str, ...], ...]) -> DeviceMesh:
+        """All ranks, with named axes; they and their products are put among the meshes."""
+        ranks = torch.arange(self.layout.world, dtype=torch.int, device="cpu").view(shape)
+        groups = [self._group(name) for name in axes]
+        view = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
+        for name in axes:
+            self.meshes.setdefault((name,), view[name])
+        for product in products:
+            key = _key(self.layout, product)
+            if key not in self.meshes:
+                self.meshes[key] = self._flatten(view[key], tuple(self.layout.groups(product)))
+        return view
+
+    def _flatten(self, mesh: DeviceMesh, partition: Partition) -> DeviceMesh:
+        flat = mesh._flatten()
+        if len(partition) > 1 and "fake" not in dist.get_backend_config():
+            _set_pg_timeout(self.timeout, flat.get_group())
+        self.groups.setdefault(partition, flat.get_group())
+        return flat
+
+    def _group(self, axis: str) -> ProcessGroup:
+        partition = tuple(self.layout.groups(axis))
+        if partition not in self.groups:
+            self.groups[partition] = self._form(partition, axis)
+        return self.groups[partition]
+
+    def _form(self, partition: Partition, title: str) -> ProcessGroup:
+        everyone: Any = dist.group.WORLD
+        if len(partition) == 1:
+            return everyone  # type: ignore[no-any-return]
+        if everyone.bound_device_id is not None:
+            # One call splits the communicator of all ranks for all groups of the partition.
+            split = [list(ranks) for ranks in partition]
+            return dist.split_group(split_ranks=split, timeout=self.timeout, group_desc=title)  # type: ignore[return-value]
+        formed = [new_group(ranks, self.timeout, group_desc=title) for ranks in partition]
+        return next(group for ranks, group in zip(partition, formed, strict=True) if self.rank in ranks)  # type: ignore[no-any-return]
+
+
+def _key(layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that make a difference, in the order of the ranks; one of size 1 when none does."""
+    if not names:
+        raise UsageError("name at least one axis")
+    layout.size(*names)  # names are known, and not twice
+    order = layout.expert_axes if any(name in EXPERT_AXES for name in names) else AXES
+    return tuple(name for name in order if name in names and layout.size(name) > 1) or (names[0],)

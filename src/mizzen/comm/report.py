@@ -1,0 +1,94 @@
+"""Turning the log of collectives on, and printing it. What is measured, and how, is in `ledger.py`."""
+
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from mizzen.ambient import AMBIENT
+from mizzen.comm.collectives import all_gather_object, all_reduce, barrier
+from mizzen.comm.groups import exchange_device, get_rank, get_world_size
+from mizzen.comm.ledger import COLUMNS, STRAGGLER_COLUMNS, CommLog, LogSettings, table
+
+
+def comm_log() -> CommLog:
+    """The log of this process."""
+    if AMBIENT.comm_log is None:
+        AMBIENT.comm_log = CommLog()
+    log: CommLog = AMBIENT.comm_log
+    return log
+
+
+def configure(
+    config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Set what is logged: from a configuration or its section `comms_logger`, then what is given by name."""
+    log = comm_log()
+    settings = LogSettings.of(config) if config is not None else log.settings
+    given = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if prof_ops is not None:
+        changes["prof_ops"] = tuple(prof_ops)
+    log.settings = replace(settings, **changes)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print what was measured, on rank 0. Every rank calls this: it waits for all, and compares them when asked to."""
+    log = comm_log()
+    summary = log.summary()
+    settings, log.settings = log.settings, LogSettings(enabled=False)  # what follows is not the user's communication
+    try:
+        barrier()
+        stragglers = log.stragglers(_gather, _reduce_min) if show_straggler else None
+        barrier()
+    finally:
+        log.settings = settings
+    if get_rank() == 0:
+        text = table(summary, COLUMNS)
+        if stragglers is not None:
+            text += "\n\n" + table(stragglers, STRAGGLER_COLUMNS)
+        sys.stdout.write(text + "\n")
+    if not return_dict:
+        return None
+    metadata = {"world_size": get_world_size(), "rank": get_rank(), "timestamp": time.time()}
+    return {"summary": summary, "straggler_analysis": stragglers, "metadata": metadata}
+
+
+def reset_log() -> None:
+    """Forget all measurements."""
+    comm_log().reset()
+
+
+def has_comm_data() -> bool:
+    """Whether anything has been measured."""
+    return get_comm_operation_count() > 0
+
+
+def get_comm_operation_count() -> int:
+    """How many operations have been measured."""
+    return sum(len(measured.latencies) for sizes in comm_log().records.values() for measured in sizes.values())
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The names of the operations that have been measured."""
+    return list(comm_log().records)
+
+
+def _gather(value: Any) -> list[Any]:
+    values = [None] * get_world_size()
+    all_gather_object(values, value)
+    return values
+
+
+def _reduce_min(values: torch.Tensor) -> None:
+    there = values.to(exchange_device())
+    all_reduce(there, ReduceOp.MIN)
+    values.copy_(there)

@@ -1,0 +1,277 @@
+"""The distributed loader, on top of torch's: collation, worker processes and pinned memory are torch's own.
+
+What is ours is which samples come when (`sampler.py`), and a position that can be saved at one number of ranks and
+loaded at another. Moving batches to a device is the engine's business, and so is stopping together: ranks whose data
+ends unevenly are not waited for here.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, Protocol, runtime_checkable
+from weakref import WeakSet
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, get_worker_info
+
+from mizzen.data.sampler import Ending, MicroBatches, Position, Share, derive_seed, epoch_order
+from mizzen.errors import CheckpointError, UsageError
+from mizzen.log import warn_once
+
+Collate = Callable[[list[Any]], Any]
+
+ROUTES: Final = ("train", "eval", "predict")
+WORKERS: Final = 2
+"""Worker processes of a rank that computes on an accelerator; one that computes on the CPU has no core to spare."""
+UNPINNED: Final = frozenset({"cpu", "mps"})
+"""Devices that read host memory directly."""
+
+
+@runtime_checkable
+class Epochal(Protocol):
+    """Something whose order depends on the epoch: a data set, a sampler, a loader."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch from the next iteration on."""
+
+
+@runtime_checkable
+class Sharding(Protocol):
+    """An iterable data set that says whether it gives each rank and worker its own part by itself."""
+
+    shards_itself: bool
+
+
+class Loader:
+    """Micro-batches of one rank, epoch after epoch. Each iteration is one epoch, with its own order if it is shuffled.
+
+    A data set with a length and indices is ordered and split by index, see [Note: the order of samples]; what happens
+    at the end of an epoch is its `Ending`. Any other iterable keeps its own order: every rank reads all of it and takes
+    its places, in at most one worker, unless the data set says `shards_itself`; its end is always `short`, except that
+    `drop` leaves out a shorter last micro-batch. Its position is found again by reading up to it.
+
+    The position counts what was handed out, not what workers have loaded ahead. After `load_state_dict` the next
+    iteration goes on from there; an iteration that was broken off is not resumed by the next, which is a new epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: Share,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        ending: Ending = "wrap",
+        collate_fn: Collate | None = None,
+        workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.share = share
+        self.size = _size_of(dataset)
+        """Samples of the data set; None when it can only be iterated."""
+        self.shuffle = shuffle
+        self.ending = ending
+        self._seed = seed
+        self._torch_arguments: dict[str, Any] = {
+            "collate_fn": collate_fn or default_collate,
+            # Each worker would read all of an iterable, or a part that depends on their number: one keeps its order.
+            "num_workers": min(workers, 1) if self.size is None and not _shards_itself(dataset) else workers,
+            "pin_memory": pin_memory,
+        }
+        self._position = self._next = Position()
+        self._live: WeakSet[Generator[Any, None, None]] = WeakSet()
+        if self.size is not None:
+            _check_size(self.size, share, ending)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one micro-batch."""
+        return self.share.micro
+
+    @property
+    def position(self) -> Position:
+        """Where the last batch that was handed out has left all ranks; the end of an epoch is the start of the next."""
+        return self._position
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in a whole epoch."""
+        if self.size is None:
+            raise TypeError(f"{type(self.dataset).__name__} can only be iterated: its length is not known")
+        return self.share.micro_batches(self.size, 0, self.ending)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._batches()
+        self._live.add(batches)
+        return batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration this epoch, from its beginning or, if it was just loaded, from its position."""
+        if epoch != self._next.epoch:
+            self._position = self._next = Position(epoch)
+
+    def state_dict(self) -> dict[str, int | None]:
+        """The position and what the order depends on; the same on every rank."""
+        return {
+            "epoch": self._position.epoch,
+            "samples": self._position.samples,
+            "seed": self._seed,
+            "size": self.size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position saved at any number of ranks, in the order that it was saved with."""
+        epoch, samples, seed = (_read(state, key) for key in ("epoch", "samples", "seed"))
+        if samples and state.get("size") != self.size:
+            warn_once(
+                f"the data set had {state.get('size')} samples when its position was saved and has {self.size} now: "
+                f"epoch {epoch} goes on after {samples} samples, but in another order"
+            )
+        self._seed = seed
+        self._position = self._next = Position(epoch, samples)
+
+    def close(self) -> None:
+        """End every iteration that is still under way, and its workers."""
+        for batches in list(self._live):
+            batches.close()
+
+    def _batches(self) -> Generator[Any, None, None]:
+        position = self._settled(self._next)
+        self._next = Position(position.epoch + 1)
+        # torch's iterator has no name here: it goes, and its workers with it, as soon as this generator does.
+        for batch in self._torch_loader(position):
+            position = Position(position.epoch, position.samples + self.share.round)
+            self._position = self._settled(position)
+            yield batch
+        self._position = Position(position.epoch + 1)
+
+    def _settled(self, position: Position) -> Position:
+        """The position, or the start of the next epoch if nothing is left of this one."""
+        if self.size is None or self.share.micro_batches(self.size, position.samples, self.ending):
+            return position
+        return Position(position.epoch + 1)
+
+    def _torch_loader(self, position: Position) -> "DataLoader[Any]":
+        if isinstance(self.dataset, Epochal):
+            self.dataset.set_epoch(position.epoch)
+        # A generator of our own: torch would take the seed of its workers from the global one, and so move it.
+        seed = derive_seed("workers", self._seed, position.epoch, position.samples, self.share.rank)
+        generator = torch.Generator().manual_seed(seed)
+        if self.size is None:
+            stream = Stream(self.dataset, self.share, position.samples, drop_last=self.ending == "drop")
+            return DataLoader(stream, batch_size=None, generator=generator, **self._torch_arguments)
+        order = torch.arange(self.size)
+        if self.shuffle:
+            order = epoch_order(self.size, seed=self._seed, epoch=position.epoch)
+        batches = MicroBatches(order, self.share, start=position.samples, ending=self.ending)
+        return DataLoader(self.dataset, batch_sampler=batches, generator=generator, **self._torch_arguments)
+
+
+class Stream(IterableDataset[list[Any]]):
+    """One rank's micro-batches of an iterable, as lists of samples. It runs inside the workers, where there are any."""
+
+    def __init__(self, source: Iterable[Any], share: Share, start: int, *, drop_last: bool) -> None:
+        self.source = source
+        self.share = share
+        self.start = start
+        self.drop_last = drop_last
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        share, start = self.share, self.start
+        if _shards_itself(self.source):
+            # torch takes batches from its workers in turn, so this is how many this one has given before.
+            worker = get_worker_info()
+            turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+            share, start = Share(share.micro), len(range(turn, start // share.round, workers)) * share.micro
+        samples, ahead = iter(self.source), share.places(start, 0).start
+        while True:
+            batch = list(islice(samples, ahead, ahead + share.micro))
+            if not batch or (self.drop_last and len(batch) < share.micro):
+                return
+            yield batch
+            ahead = share.round - share.micro
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderFactory:
+    """Makes the loaders of one rank."""
+
+    seed: int
+    rank: int = 0
+    """Among the data-parallel ranks."""
+    ranks: int = 1
+    accumulation: int = 1
+    drop_last: bool = False
+    device_type: str = "cpu"
+    """Where batches will go: it decides on workers and on pinned memory."""
+
+    def __call__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        route: str = "train",
+        pin_memory: bool = True,
+        sampler: Any = None,
+        collate_fn: Collate | None = None,
+        workers: int | None = None,
+    ) -> "Loader | DataLoader[Any]":
+        """A loader of micro-batches of `batch_size` samples; a user's own DataLoader or sampler is used as it is.
+
+        Training data is shuffled, and every epoch is a whole number of steps. Other routes keep the order of the data
+        set; nothing is repeated or left out there, so ranks may get a different number of batches.
+        """
+        if isinstance(dataset, DataLoader):
+            return dataset
+        if route not in ROUTES:
+            raise UsageError(f"route {route!r} is not one of {', '.join(ROUTES)}")
+        workers = workers if workers is not None else 0 if self.device_type == "cpu" else WORKERS
+        pinned = pin_memory and self.device_type not in UNPINNED
+        if sampler is not None:
+            chosen: dict[str, Any] = {"sampler": sampler, "batch_size": batch_size, "drop_last": self.drop_last}
+            if isinstance(sampler, BatchSampler):
+                chosen = {"batch_sampler": sampler}
+            return DataLoader(dataset, collate_fn=collate_fn, num_workers=workers, pin_memory=pinned, **chosen)
+        trains = route == "train"
+        return Loader(
+            dataset,
+            Share(batch_size, self.rank, self.ranks, self.accumulation if trains else 1),
+            seed=self.seed,
+            shuffle=trains,
+            ending="short" if not trains else "drop" if self.drop_last else "wrap",
+            collate_fn=collate_fn,
+            workers=workers,
+            pin_memory=pinned,
+        )
+
+
+def _size_of(dataset: Any) -> int | None:
+    """The number of samples that can be had by index; None when there are none such."""
+    if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) and "__getitem__" in dir(dataset):
+        return len(dataset)
+    if not isinstance(dataset, Iterable):
+        raise UsageError(
+            f"{type(dataset).__name__} is no data set: it has neither a length and samples by index nor an iterator"
+        )
+    return None
+
+
+def _shards_itself(dataset: Any) -> bool:
+    return isinstance(dataset, Sharding) and dataset.shards_itself
+
+
+def _check_size(size: int, share: Share, ending: Ending) -> None:
+    if ending == "short" or size >= share.step:
+        return
+    batch = f"{share.step} = micro {share.micro} * accumulation {share.accumulation} * dp {share.ranks}"
+    shortage = f"the data set has {size} samples, fewer than one train batch ({batch})"
+    if ending == "drop" or not size:
+        raise UsageError(f"{shortage}, so an epoch has no step: lower the batch size or unset dataloader_drop_last")
+    warn_once(f"{shortage}: every step repeats some of them")
+
+
+def _read(state: Mapping[str, Any], key: str) -> int:
+    value = state.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CheckpointError(f"the data position holds {key} = {value!r}, which is not a whole number of at least 0")
+    return value

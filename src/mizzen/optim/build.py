@@ -1,0 +1,118 @@
+"""From a name and arguments in the configuration to a torch optimizer or a schedule."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
+
+from mizzen.config.values import flag, shown
+from mizzen.errors import ConfigError
+from mizzen.optim.names import check_arguments, unknown
+from mizzen.optim.rules import ELEMENTWISE, UNBUILT
+from mizzen.optim.schedules import SCHEDULES, Schedule
+
+OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
+
+_FUSED: Final = {Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), SGD: ("cpu", "cuda"), Adagrad: ("cpu",)}
+"""Where a rule has a fused kernel on every torch that we support; Adagrad's on CUDA is missing in 2.11."""
+
+_ADAM_ONLY: Final = {
+    "bias_correction": "Adam without bias correction is not built yet",
+    "fp32_optimizer_states": "states are kept in fp32",
+}
+"""Arguments of other implementations of Adam that may only be true here."""
+
+_NOT_FROM_JSON: Final = {
+    "lambdalr": "it takes a function",
+    "multiplicativelr": "it takes a function",
+    "sequentiallr": "it takes other schedules",
+    "chainedscheduler": "it takes other schedules",
+}
+_TORCH_SCHEDULES: Final[Mapping[str, type[Any]]] = {
+    name.lower(): vars(lr_scheduler)[name] for name in lr_scheduler.__all__ if name != "LRScheduler"
+}
+
+
+def build_optimizer(
+    name: str, arguments: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, device_type: str
+) -> Optimizer:
+    """The optimizer called `name` in any case, over parameter groups; fused where the device has a kernel for it.
+
+    Names of other implementations of a rule, such as FusedAdam or DeepSpeedCPUAdam, mean the rule.
+    """
+    kind = OPTIMIZERS.get(_plain(name))
+    if kind is None:
+        raise _no_optimizer(name)
+    given = dict(arguments)
+    if kind in (Adam, AdamW):
+        kind = _adam(kind, given)
+    check_arguments("optimizer", kind, given)
+    for key, value in given.items():
+        if isinstance(value, str):
+            raise ConfigError(f"optimizer.params.{key}", f"{shown(value)} is not a number")
+    if device_type in _FUSED.get(kind, ()) and not given.keys() & {"fused", "foreach", "differentiable"}:
+        given["fused"] = all(p.is_floating_point() for group in groups for p in group["params"])
+    try:
+        return kind([dict(group) for group in groups], **given)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError("optimizer.params", f"{kind.__name__} cannot be built: {error}") from error
+
+
+def _plain(name: str) -> str:
+    return name.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")
+
+
+def _no_optimizer(name: str) -> ConfigError:
+    path, known = "optimizer.type", [kind.__name__ for kind in ELEMENTWISE]
+    why = UNBUILT.get(_plain(name))
+    if why is not None:
+        return ConfigError(path, f"{name} is not built yet: {why}; known: {', '.join(sorted(known))}")
+    return unknown(path, f"no optimizer is called {shown(name)}", name, known)
+
+
+def _adam(kind: type[Optimizer], given: dict[str, Any]) -> type[Optimizer]:
+    """Which Adam is meant, by arguments that torch does not have; they are taken out.
+
+    Weight decay is decoupled also under the name Adam, unless `adam_w_mode` says otherwise. It is 0 when absent, as in
+    every implementation that these names stand for but torch's, which `torch_adam` asks for.
+    """
+    for key, why in _ADAM_ONLY.items():
+        if not _taken(given, key, True):
+            raise ConfigError(f"optimizer.params.{key}", f"false is refused: {why}")
+    _taken(given, "set_grad_none", True)
+    if not _taken(given, "torch_adam", False):
+        given.setdefault("weight_decay", 0.0)
+    spelling = "adamw_mode" if "adamw_mode" in given else "adam_w_mode"
+    is_decoupled = _taken(given, spelling, True)
+    if kind is AdamW and not is_decoupled:
+        raise ConfigError(f"optimizer.params.{spelling}", "AdamW is the decoupled one: use type Adam for false")
+    return AdamW if is_decoupled else Adam
+
+
+def _taken(given: dict[str, Any], key: str, default: bool) -> bool:
+    try:
+        return flag(given.pop(key, default))
+    except ValueError as error:
+        raise ConfigError(f"optimizer.params.{key}", str(error)) from None
+
+
+def build_scheduler(
+    name: str, arguments: Mapping[str, Any], optimizer: Optimizer
+) -> Schedule | lr_scheduler.LRScheduler:
+    """The schedule called `name` in any case, ours or a class of torch.optim.lr_scheduler."""
+    path, key = "scheduler.type", name.lower()
+    if key in _NOT_FROM_JSON:
+        raise ConfigError(path, f"{name} cannot come from JSON, since {_NOT_FROM_JSON[key]}: give it to initialize()")
+    ours = {kind.__name__.lower(): kind for kind in SCHEDULES}
+    kind = ours.get(key) or _TORCH_SCHEDULES.get(key)
+    if kind is None:
+        known = [one.__name__ for one in (*SCHEDULES, *_TORCH_SCHEDULES.values())]
+        raise unknown(path, f"no schedule is called {shown(name)}", name, known)
+    check_arguments("scheduler", kind, arguments)
+    try:
+        made: Schedule | lr_scheduler.LRScheduler = kind(optimizer, **arguments)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError("scheduler.params", f"{kind.__name__} cannot be built: {error}") from error
+    return made

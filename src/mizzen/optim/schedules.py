@@ -1,0 +1,365 @@
+"""Learning-rate schedules. Each is a pure function of the step; the object around it writes its values into groups.
+
+A schedule is made before the first step, at step -1, and sets the rates with which that step is taken. After the i-th
+applied step, counted from 0, it is at step i. Who steps it, and when, is the engine's business.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mizzen.config.values import flag, real, shown, whole
+from mizzen.errors import CheckpointError, ConfigError, UsageError
+from mizzen.log import warn_once
+
+PerGroup = float | Sequence[float]
+"""One value for all parameter groups, or one for each."""
+
+
+@dataclass(eq=False)
+class Schedule(ABC):
+    """What all schedules share; each has its arguments as fields, and `lr_at`."""
+
+    optimizer: Optimizer = field(repr=False)
+    """Whose groups are written to."""
+    last_batch_iteration: int = field(default=-1, kw_only=True)
+    """The step at which the schedule is."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Optimizer):
+            raise UsageError(f"a schedule needs a torch optimizer; this is {type(self.optimizer).__name__}")
+        for one in fields(self):
+            convert, value = _CONVERT.get(one.type), getattr(self, one.name)
+            if convert is None or (value is None and one.default is None):
+                continue
+            try:
+                setattr(self, one.name, convert(value))
+            except ValueError as error:
+                raise _refusal(one.name, str(error)) from None
+        self.check()
+        self._base = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+        self._write(self.last_batch_iteration)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise a `ConfigError` for arguments that do not fit."""
+
+    @abstractmethod
+    def lr_at(self, step: int) -> list[float]:
+        """The learning rate of every group at a step."""
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next step, or to the given one."""
+        step = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self._write(step)
+        self.last_batch_iteration = step
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every group now."""
+        return self.lr_at(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:
+        """The same, under the name that torch gives it."""
+        return self.get_lr()
+
+    def state_dict(self) -> dict[str, int]:
+        """The step; all else follows from the arguments."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved step."""
+        try:
+            step = whole(state.get("last_batch_iteration"))
+        except ValueError as error:
+            raise CheckpointError(f"the schedule's state holds no step: last_batch_iteration: {error}") from None
+        self.step(step)
+
+    def _write(self, step: int) -> None:
+        rates = self.lr_at(step)
+        if len(rates) != len(self.optimizer.param_groups):
+            raise UsageError(
+                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups and had {len(rates)} when its "
+                "schedule was made: add groups first"
+            )
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _per_group(self, name: str) -> list[float]:
+        """An argument as one value for each group."""
+        value, count = getattr(self, name), len(self._base)
+        if isinstance(value, float):
+            return [value] * count
+        if len(value) != count:
+            raise _refusal(name, f"{len(value)} values for {count} parameter groups: give one value, or one for each")
+        return list(value)
+
+
+@dataclass(eq=False)
+class LRRangeTest(Schedule):
+    """Raise the rate steadily, to see how far it can go: min * (1 + rate * intervals)."""
+
+    lr_range_test_min_lr: PerGroup = 1e-3
+    """The rate to start from."""
+    lr_range_test_step_size: int = 2000
+    """Steps of one interval."""
+    lr_range_test_step_rate: float = 1.0
+    """How much one interval adds, as a multiple of the start."""
+    lr_range_test_staircase: bool = False
+    """Raise the rate once per interval instead of at every step."""
+
+    def check(self) -> None:
+        """An interval has steps."""
+        _at_least(self, 1, "lr_range_test_step_size")
+
+    def lr_at(self, step: int) -> list[float]:
+        """Grows without a limit."""
+        intervals = (step + 1) / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
+            intervals = math.floor(intervals)
+        growth = 1 + self.lr_range_test_step_rate * intervals
+        return [low * growth for low in self._per_group("lr_range_test_min_lr")]
+
+
+@dataclass(eq=False)
+class OneCycle(Schedule):
+    """Up from `cycle_min_lr` to `cycle_max_lr` and down again, then decay. The first beta goes the other way round.
+
+    While momentum is cycled the second beta is 0.99. An optimizer without betas keeps its momentum.
+    """
+
+    cycle_min_lr: PerGroup
+    """The rate at both ends of the cycle."""
+    cycle_max_lr: PerGroup
+    """The rate at its top."""
+    decay_lr_rate: float = 0.0
+    """After the cycle the rate is divided by 1 + this * intervals."""
+    cycle_first_step_size: int = 2000
+    """Steps of the way up."""
+    cycle_second_step_size: int | None = None
+    """Steps of the way down; absent means as many."""
+    cycle_first_stair_count: int = 0
+    """Go up in so many stairs; 0 goes smoothly."""
+    cycle_second_stair_count: int | None = None
+    """Go down in so many stairs; absent means as many."""
+    decay_step_size: int = 0
+    """Steps of one interval of decay; 0 does not decay."""
+    cycle_momentum: bool = True
+    """Cycle the first beta."""
+    cycle_min_mom: float = 0.8
+    """The first beta at the top of the cycle, and for the very first step."""
+    cycle_max_mom: float = 0.9
+    """The first beta at both ends."""
+    decay_mom_rate: float = 0.0
+    """After the cycle the first beta is multiplied with 1 + this * intervals."""
+
+    def check(self) -> None:
+        """The way up has steps; momentum needs betas."""
+        _at_least(self, 1, "cycle_first_step_size")
+        _at_least(
+            self, 0, "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size"
+        )
+        if self.cycle_momentum and any("betas" not in group for group in self.optimizer.param_groups):
+            warn_once(f"OneCycle: {type(self.optimizer).__name__} has no betas, so its momentum is not cycled")
+            self.cycle_momentum = False
+
+    def lr_at(self, step: int) -> list[float]:
+        """Between the two rates in the cycle, below the lower one after it."""
+        height, decay = self._height(step), 1 + self.decay_lr_rate * self._intervals(step)
+        lows, highs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
+        return [(low + (high - low) * height) / decay for low, high in zip(lows, highs, strict=True)]
+
+    def momentum_at(self, step: int) -> float:
+        """The first beta; never 1, at which moments would not forget."""
+        if step < 0:
+            return self.cycle_min_mom
+        cycled = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(step)
+        return min(cycled * (1 + self.decay_mom_rate * self._intervals(step)), max(self.cycle_max_mom, 0.999))
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of every group now; None when they are not cycled."""
+        return [group["betas"] for group in self.optimizer.param_groups] if self.cycle_momentum else None
+
+    def _write(self, step: int) -> None:
+        super()._write(step)
+        if self.cycle_momentum:
+            for group in self.optimizer.param_groups:
+                group["betas"] = (self.momentum_at(step), 0.99)
+
+    @property
+    def _second(self) -> int:
+        return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
+
+    def _height(self, step: int) -> float:
+        """0 at the ends of the cycle, 1 at its top."""
+        done, first, second = step + 1, self.cycle_first_step_size, self._second
+        climbed, size, stairs = done, first, self.cycle_first_stair_count
+        if done > first:
+            climbed, size = max(0, first + second - done), second
+            stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
+        if not climbed:
+            return 0.0
+        return climbed * stairs // size / stairs if stairs else climbed / size
+
+    def _intervals(self, step: int) -> float:
+        past = step + 1 - self.cycle_first_step_size - self._second
+        return past / self.decay_step_size if past > 0 and self.decay_step_size else 0.0
+
+
+@dataclass(eq=False)
+class WarmupLR(Schedule):
+    """Warm up from `warmup_min_lr` to `warmup_max_lr`, and stay there."""
+
+    warmup_min_lr: PerGroup = 0.0
+    """The rate to start from."""
+    warmup_max_lr: PerGroup | None = None
+    """The rate to reach; absent means the optimizer's own."""
+    warmup_num_steps: int = 1000
+    """Steps of the warm-up; 0 starts at the top."""
+    warmup_type: str = "log"
+    """How it grows: log or linear."""
+
+    def check(self) -> None:
+        """A known way to grow."""
+        _check_warmup(self)
+
+    def lr_at(self, step: int) -> list[float]:
+        """Between the two rates."""
+        height = _warmed(step, self.warmup_num_steps, self.warmup_type)
+        highs = self._base if self.warmup_max_lr is None else self._per_group("warmup_max_lr")
+        return _between(self._per_group("warmup_min_lr"), highs, height)
+
+
+@dataclass(eq=False)
+class WarmupDecayLR(Schedule):
+    """Warm up from `warmup_min_lr` to `warmup_max_lr`, then go back in a straight line until `total_num_steps`."""
+
+    total_num_steps: int
+    """Steps of the whole run."""
+    warmup_min_lr: PerGroup = 0.0
+    """The rate at both ends."""
+    warmup_max_lr: PerGroup = 1e-3
+    """The rate after the warm-up."""
+    warmup_num_steps: int = 1000
+    """Steps of the warm-up; 0 starts at the top."""
+    warmup_type: str = "log"
+    """How it grows: log or linear."""
+
+    def check(self) -> None:
+        """A known way to grow, and room for it."""
+        _check_warmup(self)
+        _check_total(self, self.total_num_steps, self.warmup_num_steps)
+
+    def lr_at(self, step: int) -> list[float]:
+        """Between the two rates."""
+        warm = _steps_of_warmup(self.warmup_num_steps)
+        height = _warmed(step, self.warmup_num_steps, self.warmup_type)
+        if step >= warm:
+            height = max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - warm))
+        return _between(self._per_group("warmup_min_lr"), self._per_group("warmup_max_lr"), height)
+
+
+@dataclass(eq=False)
+class WarmupCosineLR(Schedule):
+    """Warm up to the optimizer's own rates, then follow half a cosine down to `cos_min_ratio` of them."""
+
+    total_num_steps: int
+    """Steps of the whole run."""
+    warmup_min_ratio: float = 0.0
+    """The part of each rate from which the warm-up starts; the very first step, with a warm-up, is taken with 0."""
+    warmup_num_steps: int = 1000
+    """Steps of the warm-up; 0 starts at the top."""
+    cos_min_ratio: float = 1e-4
+    """The part of each rate at the end and after it."""
+    warmup_type: str = "log"
+    """How it grows: log or linear."""
+
+    def check(self) -> None:
+        """A known way to grow, and room for it."""
+        _check_warmup(self)
+        _check_total(self, self.total_num_steps, self.warmup_num_steps)
+
+    def lr_at(self, step: int) -> list[float]:
+        """A part of each group's own rate."""
+        return [base * self._ratio(step) for base in self._base]
+
+    def _ratio(self, step: int) -> float:
+        warm = _steps_of_warmup(self.warmup_num_steps)
+        if step < 0 and warm:
+            return 0.0
+        if step < warm:
+            height = _warmed(step, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * height
+        done = min(1.0, (step - warm + 1) / max(1, self.total_num_steps - warm))
+        return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
+
+
+SCHEDULES: Final[tuple[type[Schedule], ...]] = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+VALID_LR_SCHEDULES: Final = tuple(kind.__name__ for kind in SCHEDULES)
+
+
+def _steps_of_warmup(steps: int) -> int:
+    """A warm-up has at least 2 steps: the logarithm of one has no slope. 0 is none at all."""
+    return max(2, steps) if steps else 0
+
+
+def _warmed(step: int, steps: int, kind: str) -> float:
+    """How warm a step is, from 0 to 1."""
+    steps = _steps_of_warmup(steps)
+    if step >= steps or not steps:
+        return 1.0
+    if step <= 0:
+        return 0.0
+    return step / steps if kind == "linear" else math.log(step + 1) / math.log(steps)
+
+
+def _between(lows: Sequence[float], highs: Sequence[float], height: float) -> list[float]:
+    return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
+
+
+def _check_warmup(schedule: WarmupLR | WarmupDecayLR | WarmupCosineLR) -> None:
+    _at_least(schedule, 0, "warmup_num_steps")
+    if schedule.warmup_type not in ("log", "linear"):
+        raise _refusal("warmup_type", f'{shown(schedule.warmup_type)} is not one of ["log", "linear"]')
+
+
+def _check_total(schedule: Schedule, total: int, warmup: int) -> None:
+    _at_least(schedule, 1, "total_num_steps")
+    if total < warmup:
+        warn_once(
+            f"{type(schedule).__name__}: total_num_steps is {total}, less than warmup_num_steps = {warmup}: the rate "
+            "falls to its least value when the warm-up ends"
+        )
+
+
+def _at_least(schedule: Schedule, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(schedule, name)
+        if value is not None and value < least:
+            raise _refusal(name, f"{value} is below the least allowed value, {least}")
+
+
+def _per_group_values(value: Any) -> float | tuple[float, ...]:
+    return tuple(real(one) for one in value) if isinstance(value, list | tuple) else real(value)
+
+
+def _refusal(name: str, message: str) -> ConfigError:
+    return ConfigError(f"scheduler.params.{name}", message)
+
+
+_CONVERT: Final[Mapping[Any, Callable[[Any], Any]]] = {
+    int: whole,
+    int | None: whole,
+    float: real,
+    bool: flag,
+    PerGroup: _per_group_values,
+    PerGroup | None: _per_group_values,
+}
+"""The type of an argument -> what makes a value of it out of JSON, or raises a ValueError."""

@@ -1,0 +1,42 @@
+"""One owner for a learning-rate schedule: the engine steps it, and notices when somebody else does too."""
+
+from typing import Any
+
+from mizzen.errors import UsageError
+
+
+class Stepper:
+    """Steps a schedule once per applied step, and refuses to go on when its position has moved in between.
+
+    It looks at the position only, so it works for any schedule and also when the user holds the very object. Who sets
+    `engine.lr_scheduler = None` takes the schedule over.
+    """
+
+    def __init__(self) -> None:
+        self._scheduler: Any = None
+        self._position: Any = None
+
+    def advance(self, scheduler: Any, **arguments: Any) -> None:
+        """One step. `arguments` are those of the schedule's own `step`."""
+        found = _position(scheduler)
+        if scheduler is self._scheduler and found != self._position:
+            raise UsageError(
+                f"the learning-rate schedule {type(scheduler).__name__} was left at {self._position} and is now at "
+                f"{found}: the engine steps it after every applied step, so remove the other scheduler.step(), or set "
+                "engine.lr_scheduler = None and step it yourself"
+            )
+        scheduler.step(**arguments)
+        self._scheduler, self._position = scheduler, _position(scheduler)
+
+    def forget(self) -> None:
+        """The schedule was moved on purpose, by loading a state."""
+        self._scheduler = self._position = None
+
+
+def _position(scheduler: Any) -> Any:
+    """Where a schedule is; None for one that does not say."""
+    for name in ("last_batch_iteration", "last_epoch"):
+        position = getattr(scheduler, name, None)
+        if position is not None:
+            return position
+    return None

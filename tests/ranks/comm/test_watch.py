@@ -1,0 +1,382 @@
+"""Ranks that part ways: whatever becomes of a peer, the others get an error that names it, within seconds."""
+
+import atexit
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+import mizzen.comm as dist
+from mizzen.ambient import AMBIENT
+from mizzen.errors import CommError
+from mizzen.progress import get_progress
+
+SOON = {"look": 0.5, "beat": 0.2, "silence": 1.5}
+"""Patience for tests: as the default, several times faster."""
+
+
+def parted(culprit, fate, operation):
+    """All ranks but one go into a collective; that one meets its fate instead. Returns what the others are told."""
+    dist.set_patience(**SOON)
+    dist.all_reduce(torch.ones(1))
+    get_progress().at(step=3, unit="layers.1", phase="forward")
+    time.sleep(0.5)  # for a beat: what was never told cannot be known
+    if dist.get_rank() == culprit:
+        FATES[fate]()
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        OPERATIONS[operation](culprit)
+    return str(caught.value), time.monotonic() - started
+
+
+def end_orderly():
+    """What the end of the interpreter does to a rank, short of closing what the test itself has open."""
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def end_with_an_error():
+    sys.last_value = KeyError("no such token")
+    end_orderly()
+
+
+FATES = {
+    "ends": end_orderly,
+    "raises": end_with_an_error,
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "vanishes": lambda: os._exit(7),
+    "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+OPERATIONS = {
+    "all_reduce": lambda culprit: dist.all_reduce(torch.ones(1000)),
+    "barrier": lambda culprit: dist.barrier(),
+    "async": lambda culprit: dist.all_gather_into_tensor(torch.ones(3), torch.ones(1), async_op=True).wait(),
+    "recv": lambda culprit: dist.recv(torch.ones(4), src=culprit),
+    "objects": lambda culprit: dist.all_gather_object([None] * dist.get_world_size(), "x"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fate", "operation", "reason"),
+    [
+        ("ends", "all_reduce", r"rank 2 has left: its process ended \(it was at step 3"),
+        ("raises", "barrier", r"rank 2 has left: its process ended with KeyError: 'no such token'"),
+        ("is killed", "all_reduce", r"rank 2 was killed or has crashed: its process exists no more"),
+        ("is killed", "recv", r"rank 2 was killed or has crashed"),
+        ("is killed", "objects", r"rank 2 was killed or has crashed"),
+        ("vanishes", "async", r"rank 2 was killed or has crashed"),
+        ("is stopped", "all_reduce", r"rank 2 has not been heard of for \d s: it is stopped, frozen or cut off"),
+        ("is stopped", "recv", r"rank 2 has not been heard of"),
+    ],
+)
+def test_a_peer_that_is_gone_is_named(world, fate, operation, reason):
+    # A stopped rank never ends by itself: the job is over when its time is.
+    seconds = 9 if fate == "is stopped" else 30
+    outcomes = world(3).run(parted, 2, fate, operation, expect_failure=True, grace=20, timeout=seconds)
+    for rank in (0, 1):
+        assert outcomes[rank].error_type is None, outcomes[rank].traceback
+        message, waited = outcomes[rank].value
+        assert message.startswith(f"rank {rank} ")
+        assert re.search(reason, message), message
+        assert waited < 9
+
+
+@pytest.mark.parametrize("fate", ["is killed", "is stopped"])
+def test_the_host_of_the_store_is_suspected_when_the_store_is_silent(world, fate):
+    outcomes = world(3).run(parted, 0, fate, "all_reduce", expect_failure=True, grace=20, timeout=11)
+    for rank in (1, 2):
+        assert outcomes[rank].error_type is None, outcomes[rank].traceback
+        message, _ = outcomes[rank].value
+        assert message.startswith(f"rank {rank} ")
+        assert "rank 0" in message
+
+
+def another_collective():
+    dist.set_patience(**SOON)
+    rank = dist.get_rank()
+    dist.barrier()
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        if rank == 0:
+            dist.all_reduce(torch.ones(4))
+        else:
+            dist.broadcast(torch.ones(4), src=1)
+            dist.barrier()
+    return str(caught.value), time.monotonic() - started
+
+
+def test_ranks_in_different_collectives_are_both_named(world):
+    (first, soon), (second, late) = world(2).run(another_collective)
+    assert "rank 0 waited" in first
+    assert "in all_reduce (call 2 of all ranks)" in first
+    assert "rank 1 entered broadcast from rank 1 as call 2 of all ranks: the ranks have parted ways" in first
+    assert second.startswith("rank 1 ")
+    assert "rank 0" in second
+    assert soon < 10
+    assert late < 10
+
+
+def other_roots():
+    dist.set_patience(**SOON)
+    rank = dist.get_rank()
+    with pytest.raises(CommError) as caught:
+        dist.reduce(torch.ones(4), dst=rank)
+        dist.barrier()
+    return str(caught.value)
+
+
+def test_roots_that_differ_are_named(world):
+    first, second = world(2).run(other_roots)
+    assert "rank 1 entered reduce to rank 1" in first
+    assert "rank 0 entered reduce to rank 0" in second
+
+
+def other_groups():
+    dist.set_patience(**SOON)
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1], group_desc="pair")
+    dist.barrier(pair)
+    with pytest.raises(CommError) as caught:
+        dist.barrier(pair if rank == 0 else None)
+    return str(caught.value)
+
+
+def test_two_ranks_that_wait_for_each_other_in_different_groups_are_named(world):
+    first, second = world(2).run(other_groups)
+    assert "in barrier (call 2 of group 'pair' of ranks 0, 1): rank 1 waits for rank 0" in first
+    assert "in barrier (call 1 of all ranks): neither can go on" in first
+    assert second.startswith("rank 1 ")
+    assert "rank 0" in second
+
+
+def a_thread_that_waits_meanwhile():
+    """A background thread waits in its own group for a rank whose main thread is late: that is no deadlock."""
+    dist.set_patience(**SOON)
+    rank = dist.get_rank()
+    background = dist.new_group([0, 1])
+    answers = []
+    if rank == 1:
+        thread = threading.Thread(target=lambda: answers.append(dist.barrier(background)))
+        thread.start()
+        time.sleep(2.5)
+        dist.barrier()
+    else:
+        dist.barrier()
+        dist.barrier(background)
+        return True
+    thread.join()
+    return answers == [None]
+
+
+def test_a_background_thread_may_wait(world):
+    assert world(2).run(a_thread_that_waits_meanwhile) == [True, True]
+
+
+def late():
+    dist.set_patience(**SOON)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.send(tensor, 1) if dist.get_rank() == 0 else (time.sleep(2), dist.recv(tensor, 0))
+    return tensor.item()
+
+
+def test_a_peer_that_is_only_late_is_waited_for(world):
+    assert world(2).run(late) == [2.0, 2.0]
+
+
+def never():
+    dist.set_patience(**SOON, timeout=2.0)
+    dist.barrier()
+    get_progress().at(step=4, phase="evaluate")
+    time.sleep(0.5)
+    if dist.get_rank() == 1:
+        time.sleep(5)
+        return None
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        dist.all_reduce(torch.ones(1))
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_rank_that_never_comes_is_named_when_the_time_is_over(world):
+    (message, seconds), _ = world(2).run(never)
+    assert "in all_reduce (call 2 of all ranks): the limit is 2 s" in message
+    assert "1 of 1 peers have not come: rank 1 (step 4, phase 'evaluate')" in message
+    assert 2 < seconds < 4
+
+
+def limits():
+    """The group's own limit, and that of one wait."""
+    dist.set_patience(**SOON)
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return None
+    said = []
+    for wait in (
+        lambda: dist.barrier(group),
+        lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(timedelta(seconds=1.5)),
+    ):
+        with pytest.raises(CommError) as caught:
+            wait()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_group_and_a_wait_have_limits_of_their_own(world):
+    (group, single), _ = world(2).run(limits)
+    assert "limit is 1 s" in group or "Timed out waiting" in group  # gloo has the group's limit as well
+    assert "limit is 2 s" in single
+
+
+def failing_alone():
+    """One rank's call is refused by torch; the others learn why it did not come."""
+    dist.set_patience(**SOON)
+    dist.barrier()
+    with pytest.raises(RuntimeError) as caught:
+        if dist.get_rank() == 1:
+            dist.all_gather([torch.ones(1)], torch.ones(1))  # a list of the wrong length
+        else:
+            dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
+    time.sleep(2)
+    return str(caught.value)
+
+
+def test_the_others_learn_why_a_rank_was_refused(world):
+    waiting, refused = world(2).run(failing_alone)
+    assert "rank 1 failed in it" in waiting
+    assert refused.splitlines()[0][:30] in waiting
+
+
+def leaves_by_destroying():
+    dist.set_patience(**SOON)
+    dist.barrier()
+    time.sleep(0.5)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        time.sleep(3)
+        return ""
+    with pytest.raises(CommError) as caught:
+        dist.all_reduce(torch.ones(1))
+    return str(caught.value)
+
+
+def test_a_rank_that_destroyed_its_group_has_left(world):
+    message, _ = world(2).run(leaves_by_destroying)
+    assert "rank 1 has left: it has destroyed its process group" in message
+
+
+def stale_record():
+    """A record that an attempt before this one has left on the same store."""
+    dist.set_patience(**SOON)
+    watch = AMBIENT.comm.watch
+    if dist.get_rank() == 0:
+        from dataclasses import replace
+
+        old = replace(watch._whereabouts(), rank=1, beat=99, written=time.time() - 3600, left="long ago")
+        watch._store.set("whereabouts/1", old.pack())
+    torch_dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(2)  # and has not begun to publish
+    dist.all_reduce(torch.ones(1))
+    return True
+
+
+def test_records_of_an_earlier_attempt_count_for_nothing(world):
+    assert world(2).run(stale_record) == [True, True]
+
+
+def forked_child():
+    """A forked child ends with its parent's exit handlers; the rank is still there."""
+    dist.set_patience(**SOON)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if child == 0:
+            end_orderly()
+        os.waitpid(child, 0)
+        time.sleep(2)
+    dist.all_reduce(torch.ones(1))
+    return AMBIENT.comm.watch._thread.is_alive()
+
+
+def test_the_end_of_a_forked_child_is_not_the_end_of_the_rank(world):
+    assert world(2).run(forked_child) == [True, True]
+
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed
+torch.distributed.init_process_group("gloo")
+import mizzen.comm as dist
+dist.set_patience(look=0.5, beat=0.2, silence=20)
+dist.barrier()
+if sys.argv[1] == "mismatch":
+    dist.all_reduce(torch.ones(4)) if dist.get_rank() == 0 else (dist.broadcast(torch.ones(4), src=0), dist.barrier())
+elif dist.get_rank() == 1:
+    {}["missing"]
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def job(tmp_path, port, what):
+    """Two real processes, started as torchrun would; (exit status, stderr) of each."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    source = str(Path(__file__).parents[3] / "src")
+    processes = []
+    for rank in range(2):
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": source,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        command = [sys.executable, str(script), what]
+        processes.append(subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+
+
+@pytest.fixture
+def port():
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        found = holder.getsockname()[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("raise", "rank 1 has left: its process ended with KeyError: 'missing'"),
+        ("mismatch", "rank 1 entered broadcast from rank 0 as call 2 of all ranks"),
+    ],
+)
+def test_a_script_under_plain_torchrun_ends_with_the_reason(tmp_path, port, what, reason):
+    (first, said), (second, _) = job(tmp_path, port, what)
+    assert (first, second) == (1, 1)
+    assert "mizzen.errors.CommError: rank 0 " in said
+    assert reason in said

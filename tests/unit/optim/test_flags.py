@@ -1,0 +1,33 @@
+"""Flags for schedules: one for each argument that a schedule has."""
+
+from argparse import ArgumentParser
+from dataclasses import fields
+
+from mizzen.optim.flags import FLAGS, add_tuning_arguments
+from mizzen.optim.schedules import SCHEDULES, Schedule
+
+
+def parse(*words):
+    parser = ArgumentParser()
+    assert add_tuning_arguments(parser) is parser
+    return parser.parse_args(words)
+
+
+def test_every_argument_of_a_schedule_has_a_flag():
+    shared = {one.name for one in fields(Schedule)}
+    arguments = {one.name for kind in SCHEDULES for one in fields(kind)} - shared
+    # How long a run is comes from the run, not from a flag.
+    assert {name for name, *_ in FLAGS} == arguments - {"total_num_steps"}
+
+
+def test_defaults():
+    found = parse()
+    assert found.lr_schedule is None and found.lr_range_test_step_size == 1000
+    assert (found.cycle_first_stair_count, found.cycle_momentum, found.warmup_type) == (-1, False, "log")
+
+
+def test_values():
+    words = ["--lr_schedule", "OneCycle", "--cycle_momentum", "--cycle_min_lr", "0.5", "--cycle_first_step_size", "7"]
+    found = parse(*words)
+    assert (found.lr_schedule, found.cycle_momentum) == ("OneCycle", True)
+    assert (found.cycle_min_lr, found.cycle_first_step_size) == (0.5, 7)
