@@ -10,24 +10,23 @@ from weakref import ref
 
 
 class Owners:
-    """Objects and who owns them, by identity: tensors compare element by element, so an ordinary dict will not do."""
+    """Objects and who owns them, by identity: tensors compare element by element, so an ordinary dict will not do.
+
+    Neither is kept alive by this: an owner holds the thing it owns, so keeping the owner would keep both for ever.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[ref[Any], Any]] = {}
+        self._entries: dict[int, tuple[ref[Any], ref[Any]]] = {}
 
     def set(self, thing: Any, owner: Any) -> None:
-        """Note an owner for as long as the thing lives."""
+        """Note an owner for as long as both live."""
         key = id(thing)
-        self._entries[key] = (ref(thing, lambda _: self._entries.pop(key, None)), owner)
+        self._entries[key] = (ref(thing, lambda _: self._entries.pop(key, None)), ref(owner))
 
     def get(self, thing: Any) -> Any:
         """The owner of a thing, or None."""
         found = self._entries.get(id(thing))
-        return found[1] if found is not None and found[0]() is thing else None
-
-    def drop(self, thing: Any) -> None:
-        """Forget the owner of a thing."""
-        self._entries.pop(id(thing), None)
+        return found[1]() if found is not None and found[0]() is thing else None
 
 
 @dataclass(slots=True)

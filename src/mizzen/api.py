@@ -21,6 +21,7 @@ from mizzen.engine.prepare import agree, choose_optimizer, choose_scheduler, pla
 from mizzen.errors import ConfigError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
+from mizzen.monitor.printer import dump_state
 from mizzen.optim.groups import param_groups
 from mizzen.order import ORDER
 from mizzen.plan.build import build
@@ -96,6 +97,8 @@ def initialize(
         scheduler=choose_scheduler(lr_scheduler, plan.resolved.config, chosen),
         observers=build_observers(plan.resolved.config, world),
     )
+    if plan.resolved.config.dump_state:
+        dump_state(plan.resolved.config, world)
     if training_data is not None:
         engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

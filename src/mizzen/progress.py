@@ -10,6 +10,8 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -43,10 +45,10 @@ class Record:
     """Finished optimizer steps; -1 before the engine has said anything."""
     number: int
     """Which collective of its group the last one is, counted from 1."""
-    inside: bool
-    """Whether the rank is inside that collective now."""
+    waiting: bool
+    """Whether the rank is waiting in it now, and has been for more than a moment."""
     entered: float
-    """When it was entered, as `time.monotonic()`, which is one clock for all processes of a host."""
+    """When it came there, as `time.monotonic()`, which is one clock for all processes of a host."""
     unit: str
     phase: str
     collective: str
@@ -64,7 +66,7 @@ class Progress:
         self._writes = 0
         self._step = -1
         self._unit = self._phase = self._collective = self._group = b""
-        self._number, self._inside, self._entered = 0, False, 0.0
+        self._number, self._waits, self._entered = 0, 0, 0.0
         self._memory[: len(_MAGIC)] = _MAGIC
         self.at()
 
@@ -80,16 +82,24 @@ class Progress:
             self._write()
 
     def enter(self, number: int, collective: str, group: str) -> None:
-        """Note that the rank goes into a collective, and may not come out."""
+        """Note that the rank comes to a collective."""
         with self._lock:
-            self._number, self._inside, self._entered = number, True, time.monotonic()
+            self._number, self._entered = number, time.monotonic()
             self._collective, self._group = collective.encode(), group.encode()
             self._write()
 
-    def leave(self) -> None:
-        """Note that the rank has come out of the collective."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that the rank has to wait in it for more than a moment, until it comes out."""
+        self._wait(1)
+        try:
+            yield
+        finally:
+            self._wait(-1)
+
+    def _wait(self, more: int) -> None:
         with self._lock:
-            self._inside = False
+            self._waits += more  # of several threads, one may come out while another still waits
             self._write()
 
     @property
@@ -127,7 +137,7 @@ class Progress:
             self._rank,
             self._step,
             self._number,
-            self._inside,
+            self._waits > 0,
             self._entered,
             self._unit,
             self._phase,

@@ -26,9 +26,16 @@ def configure(parser: Parser) -> None:
         epilog=parser.epilog,
     )
     comm.add_argument(
-        "--operations", nargs="+", choices=tuple(OPERATIONS), default=tuple(OPERATIONS), metavar="NAME", help=", ".join(OPERATIONS)
+        "--operations",
+        nargs="+",
+        choices=tuple(OPERATIONS),
+        default=tuple(OPERATIONS),
+        metavar="NAME",
+        help=", ".join(OPERATIONS),
     )
-    comm.add_argument("--sizes", nargs="+", type=size, default=SIZES, metavar="BYTES", help="message sizes, such as 64KiB 1MiB")
+    comm.add_argument(
+        "--sizes", nargs="+", type=size, default=SIZES, metavar="BYTES", help="message sizes, such as 64KiB 1MiB"
+    )
     comm.add_argument("--trials", type=count, default=20, metavar="N", help="timed runs of each (default: 20)")
     comm.add_argument("--json", action="store_true", help="print JSON")
     comm.set_defaults(run=run_comm)
@@ -51,7 +58,8 @@ def run_comm(arguments: argparse.Namespace) -> int:
         destroy_process_group()
     if world.rank == 0:
         if world.size == 1:
-            sys.stderr.write("mizzen: one rank talks to itself here; start N with torchrun --nproc-per-node N -m mizzen.cli bench comm\n")
+            way_out = "start N of them with torchrun --nproc-per-node N -m mizzen.cli bench comm"
+            sys.stderr.write(f"mizzen: one rank talks to itself here; {way_out}\n")
         if arguments.json:
             write_json(found.as_dict())
         else:

@@ -1,6 +1,9 @@
 """`mizzen config`: check, resolve, explain and document a configuration, without a rank and without torch."""
 
 import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from mizzen.config.load import load
 from mizzen.config.problems import examine
 from mizzen.config.resolve import resolve
 from mizzen.errors import ConfigError, LayoutError
-from mizzen.log import set_level
+from mizzen.log import LOGGER
 
 
 def configure(parser: Parser) -> None:
@@ -60,8 +63,8 @@ def _add_explain(commands: Any) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     """Print every problem and return 2, or say that all is well and return 0."""
-    set_level("error")  # what `load` would warn of is among the notes
-    findings = examine(Path(arguments.file))
+    with _without_warnings():
+        findings = examine(Path(arguments.file))
     problems, summary = list(findings.problems), []
     if findings.config is not None and arguments.world:
         try:
@@ -73,6 +76,17 @@ def check(arguments: argparse.Namespace) -> int:
     verdict = f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else f"ok, {len(given)} values given"
     write("\n  ".join((f"{arguments.file}: {verdict}", *problems, *summary, *findings.notes)))
     return 2 if problems else 0
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What `load` would warn of is among the notes."""
+    level = LOGGER.level
+    LOGGER.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        LOGGER.setLevel(level)
 
 
 def print_resolved(arguments: argparse.Namespace) -> int:

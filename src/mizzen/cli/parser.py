@@ -1,4 +1,4 @@
-"""What every command shares: a parser that fails with one clean line, types of arguments, and writing to standard output."""
+"""What every command shares: a parser that fails with one clean line, types of arguments, and printing."""
 
 import argparse
 import json

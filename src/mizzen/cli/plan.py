@@ -30,7 +30,9 @@ def configure(parser: Parser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="JSON or HJSON file")
     parser.add_argument("--world", type=count, required=True, metavar="N", help="number of ranks")
     parser.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="function without arguments that builds the model; it is called on the meta device"
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="function without arguments that builds the model; it is called on the meta device",
     )
     parser.set_defaults(run=run)
 
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         plan = build(config, arguments.world, sketch, ORDER)
     except PlanError as refusal:
-        write(f"world   {resolved.layout}\nbatch   {resolved.batch}\nrefused")
+        write(f"layout  {resolved.layout}\nbatch   {resolved.batch}\nrefused")
         write("\n".join(f"  - {reason}" for reason in str(refusal).splitlines()))
         return 2
     write(explain(plan))
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sketch_of(address: str) -> Sketch:
-    """Call `module:function` on the meta device, where tensors have shapes but no memory, and look at what it builds."""
+    """Call `module:function` on the meta device, where tensors have shapes but no memory, and read what it builds."""
     import torch
 
     function = _function_at(address)

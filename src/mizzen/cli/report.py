@@ -8,7 +8,9 @@ from mizzen.diagnose.report import collect, render
 
 def configure(parser: Parser) -> None:
     """Declare the arguments."""
-    parser.description = "Print versions, devices, memory and network of this machine, and what to do about what is missing."
+    parser.description = (
+        "Print versions, devices, memory and network of this machine, and what to do about what is missing."
+    )
     parser.epilog = examples("mizzen report", "mizzen report --json > report.json")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

@@ -25,13 +25,13 @@ class Group:
     """Global ranks, in the order of the group."""
     rank: int
     """The place of this rank in it."""
-    title: str = ""
+    title: str
     """What a message calls it."""
     timeout: float | None = None
     """Seconds that one of its collectives may take; None for the job's own limit."""
 
     def __str__(self) -> str:
-        return self.title or f"the group of {ranks_in_words(self.ranks)}"
+        return self.title
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

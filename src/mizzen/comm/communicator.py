@@ -58,12 +58,7 @@ class Work:
         """Return when the result may be used: on a CPU when it is there, on a device when the stream will have it."""
         if self._is_done:
             return True
-        progress = get_progress()
-        progress.enter(self._call.number, self._call.request.title, str(self._call.group))
-        try:
-            self._watch.wait(self._call, self._handle, timeout.total_seconds() if timeout else None)
-        finally:
-            progress.leave()
+        self._watch.wait(self._call, self._handle, timeout.total_seconds() if timeout else None)
         self._is_done = True
         if self._finish is not None:
             self._finish()

@@ -157,7 +157,7 @@ class TorchBackend:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or "torch"
-        self._world: weakref.ref[Any] | None = None
+        self._world: Callable[[], Any] = lambda: None
         self._groups: dict[str, Group] = {}
         self._timeouts: dict[str, float] = {}
         self._backends: dict[str, dict[str, str]] = {}
@@ -182,7 +182,8 @@ class TorchBackend:
 
     def is_initialized(self) -> bool:
         """Whether the default process group is still the one that was adopted."""
-        return self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
+        world = self._world()
+        return world is not None and world is dist.group.WORLD
 
     def store(self) -> Store | None:
         """A further connection to the store that the ranks met at."""

@@ -26,7 +26,7 @@ from mizzen.log import get_logger
 from mizzen.progress import get_progress
 
 SLICE: Final = 0.25
-"""Seconds between two looks at what is known, of a rank that waits for long."""
+"""Seconds between two looks at what is known, of a rank that waits for long; less than that is no wait at all."""
 LOST: Final = re.compile("(?i)connection|closed|reset by peer|broken pipe|timed out|socket")
 """Words in torch's errors that mean that a peer is no longer there, as opposed to a wrong argument."""
 RECORDS_PER_SECOND: Final = 32
@@ -119,18 +119,20 @@ class Watch:
         count = self._counts.get(group.name)
         if count is None:
             count = self._counts[group.name] = Count()
-        if request.peers:
-            return Call(request, group, count, 0)
-        count.issued += 1
-        count.recent.append((count.issued, request.title))
-        return Call(request, group, count, count.issued)
+        number, title = 0, request.title
+        if not request.peers:
+            number = count.issued = count.issued + 1
+            count.recent.append((number, title))
+        get_progress().enter(number, title, group.title)
+        return Call(request, group, count, number)
 
     def wait(self, call: Call, handle: Handle, timeout: float | None = None) -> None:
         """Return when the operation is done; raise a CommError when it has failed or cannot be done any more."""
         limit = timeout or call.group.timeout or self.patience.timeout
         try:
-            if not handle.poll(min(self.patience.look, limit)):
-                self._wait_long(call, handle, limit)
+            if not handle.poll(min(SLICE, limit)):
+                with get_progress().waiting():
+                    self._wait_long(call, handle, limit)
         except CommError:
             raise
         except RuntimeError as error:
@@ -138,6 +140,9 @@ class Watch:
         call.count.finished = max(call.count.finished, call.number)
 
     def _wait_long(self, call: Call, handle: Handle, limit: float) -> None:
+        started = time.monotonic() - SLICE
+        if handle.poll(max(min(self.patience.look, limit) - SLICE, 0)):
+            return
         wait = call.as_wait(self._rank)
         answers, unanswered = self._answers, 0.0
         self._waits[id(call)] = wait
@@ -147,20 +152,22 @@ class Watch:
                 # Silence is the sum of slices, not a difference of clocks: whoever was suspended itself accuses nobody.
                 unanswered = 0.0 if answers != self._answers else unanswered + SLICE
                 answers = self._answers
-                waited = time.monotonic() - call.entered
-                reason = verdict(self._case(wait, self.patience.silence), self._sightings)
-                if reason is None and unanswered > self.patience.silence and self._store is not None:
-                    reason = (
-                        f"the job's store has not answered for {unanswered:.0f} s: the process that hosts it (rank 0, "
-                        "unless a launcher does) has left or is stopped"
-                    )
-                if reason is None and waited > limit:
-                    reason = f"the limit is {limit:.0f} s; {self._roll_call(wait)}"
-                if reason is not None:
+                waited = time.monotonic() - started
+                if reason := self._reason_to_stop(wait, waited, limit, unanswered):
                     handle.abandon()
                     raise self._failure(call, f"waited {waited:.1f} s in {wait.title} ({wait.place})", reason)
         finally:
             del self._waits[id(call)]
+
+    def _reason_to_stop(self, wait: Wait, waited: float, limit: float, unanswered: float) -> str | None:
+        if reason := verdict(self._case(wait, self.patience.silence), self._sightings):
+            return reason
+        if self._store is not None and unanswered > self.patience.silence:
+            return (
+                f"the job's store has not answered for {unanswered:.0f} s: the process that hosts it (rank 0, unless a "
+                "launcher does) has left or is stopped"
+            )
+        return f"the limit is {limit:g} s; {self._roll_call(wait)}" if waited > limit else None
 
     def explain(self, call: Call, error: RuntimeError) -> CommError:
         """What went wrong below, in our words, with the rank that caused it if it can be found out."""

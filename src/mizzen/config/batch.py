@@ -87,4 +87,6 @@ def _quotient(train: int, divisors: Mapping[str, int]) -> int:
 def _nothing_to_derive_from(accumulation: int | None) -> ConfigError:
     if accumulation is None:
         return ConfigError(TRAIN, f'no batch size is given ("auto" gives none): give {TRAIN} or {MICRO}')
-    return ConfigError(TRAIN, f"{ACCUMULATION} = {accumulation} alone gives no batch size: give also {TRAIN} or {MICRO}")
+    return ConfigError(
+        TRAIN, f"{ACCUMULATION} = {accumulation} alone gives no batch size: give also {TRAIN} or {MICRO}"
+    )

@@ -32,7 +32,7 @@ class Elastic:
 
 
 def compute_elastic(section: ElasticityConfig, world: int = 0) -> Elastic:
-    """The elastic batch on `world` GPUs; version 0.1 can also tell it, and the GPUs that fit, for no world in particular."""
+    """The elastic batch on `world` GPUs; to version 0.1 a world of 0 means any, and there is no micro-batch then."""
     _check(section, world)
     return _by_nodes(section, world) if section.version == 0.2 else _by_gpus(section, world)
 
@@ -41,7 +41,9 @@ def _by_gpus(section: ElasticityConfig, world: int) -> Elastic:
     """Version 0.1: every GPU is a data-parallel rank."""
     batch, valid = _best(section, _limit(section), section.min_gpus, section.max_gpus)
     if not valid:
-        raise ConfigError("elasticity", f"no number of GPUs from {section.min_gpus} to {section.max_gpus} fits: {_asked(section)}")
+        raise ConfigError(
+            "elasticity", f"no number of GPUs from {section.min_gpus} to {section.max_gpus} fits: {_asked(section)}"
+        )
     if not world:
         return Elastic(batch, valid)
     if world not in valid:
@@ -131,7 +133,9 @@ def _check(section: ElasticityConfig, world: int) -> None:
         raise ConfigError("elasticity.max_gpus", f"{section.max_gpus} is above the largest allowed value, {MOST_GPUS}")
     size, node = section.model_parallel_size, section.num_gpus_per_node
     if section.version == 0.1 and size > 1:
-        raise ConfigError("elasticity.model_parallel_size", f"{size} needs elasticity.version 0.2: 0.1 counts GPUs only")
+        raise ConfigError(
+            "elasticity.model_parallel_size", f"{size} needs elasticity.version 0.2: 0.1 counts GPUs only"
+        )
     if node % size:
         raise ConfigError("elasticity.num_gpus_per_node", f"{node} is not a multiple of model_parallel_size, {size}")
     if section.version == 0.2 and not world:
@@ -139,4 +143,6 @@ def _check(section: ElasticityConfig, world: int) -> None:
     if world % size:
         raise LayoutError(f"{world} GPUs are not a multiple of elasticity.model_parallel_size, {size}")
     if world and not section.min_gpus <= world <= section.max_gpus:
-        raise LayoutError(f"{world} GPUs are outside elasticity.min_gpus to max_gpus, {section.min_gpus} to {section.max_gpus}")
+        raise LayoutError(
+            f"{world} GPUs are outside elasticity.min_gpus to max_gpus, {section.min_gpus} to {section.max_gpus}"
+        )

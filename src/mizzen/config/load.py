@@ -31,13 +31,8 @@ def load(source: Source) -> Config:
 def _raise_first(problems: list[Problem]) -> None:
     """All problems in one error, because a user wants to correct a file once."""
     if problems:
-        (path, message), *others = sorted({(_readable(path), message) for path, message in problems})
+        (path, message), *others = sorted(set(problems))
         raise ConfigError(path, message + "".join(f"\n  also {path}: {message}" for path, message in others))
-
-
-def _readable(path: str) -> str:
-    """Somebody may have a key that is empty, or a page long."""
-    return f"{path[:197]}..." if len(path) > 200 else path or '""'
 
 
 def _parse(raw: dict[str, Any]) -> Config:
@@ -55,7 +50,7 @@ _MESSAGES: Final = {
     "greater_than": "{shown} must be above {gt:g}",
     "less_than_equal": "{shown} is above the largest allowed value, {le:g}",
     "model_type": "{shown} is not an object of keys",
-    "mapping_type": "{shown} is not an object of keys",
+    "dict_type": "{shown} is not an object of keys",
     "tuple_type": "{shown} is not a list",
 }
 """pydantic's reports in our words."""

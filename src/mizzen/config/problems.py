@@ -1,9 +1,10 @@
-"""Everything that is wrong with a configuration at once, and what in it changes nothing. `load` stops at the first kind."""
+"""Everything that is wrong with a configuration, and what in it changes nothing. `load` stops at the first kind."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mizzen.config.describe import fate_words
 from mizzen.config.load import load
 from mizzen.config.migrate import Problem, name_keys, spread_paths, walk
 from mizzen.config.schema import Config
@@ -64,8 +65,7 @@ def _unless_caused_by(unknown: list[Problem], found: tuple[str, ...]) -> Iterato
 
 def _notes(raw: dict[str, Any], config: Config) -> Iterator[str]:
     for found in walk(raw, Config):
-        if found.fate.kind == "moved":
-            target = found.fate.moved_to
-            yield f"{found.path}: an old key; use {target} instead" if target else f"{found.path}: an old key without effect"
-        elif found.fate.kind == "no_effect" and config.at(found.path) != found.field.get_default(call_default_factory=True):
-            yield f"{found.path}: no effect here: {found.fate.reason}"
+        default = found.field.get_default(call_default_factory=True)
+        is_inert = found.fate.kind == "no_effect" and config.at(found.path) != default
+        if found.fate.kind == "moved" or is_inert:
+            yield f"{found.path}: {fate_words(found.fate)}"

@@ -1,8 +1,8 @@
-"""From a configuration and a number of ranks to layout and batch, with what follows from them filled in. Pure, no torch."""
+"""From a configuration and a number of ranks to layout and batch, with what follows from them filled in. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from mizzen.config.batch import TRIAD, Batch
 from mizzen.config.dump import values
@@ -11,6 +11,9 @@ from mizzen.config.layout import Layout
 from mizzen.config.origin import Origin
 from mizzen.config.schema import Config
 from mizzen.errors import ConfigError
+
+DERIVED: Final = (*TRIAD, "data_parallel_size", "data_parallel_replicate_size")
+"""Keys that are filled in when they are absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Resolved:
 
 def resolve(config: Config, world: int) -> Resolved:
     """Fit layout and batch to `world` ranks, or raise the error that says what does not fit."""
+    config = _as_given(config)
     layout = _layout(config, world)
     batch, source = _batch(config, layout)
     facts = {key: (value, source) for key, value in batch.values().items()}
@@ -38,6 +42,13 @@ def resolve(config: Config, world: int) -> Resolved:
     filled = config.model_copy(update={key: value for key, (value, _) in derived.items()})
     origins = {key: Origin("derived", f"from {origin}") for key, (_, origin) in derived.items()}
     return Resolved(filled.with_origins(origins), layout, batch)
+
+
+def _as_given(config: Config) -> Config:
+    """What was derived for another world is derived again: a job whose world changes is resolved anew."""
+    stale = [key for key in DERIVED if config.origin(key).kind == "derived"]
+    fresh = config.model_copy(update={key: Config.model_fields[key].default for key in stale})
+    return fresh.with_origins({key: Origin() for key in stale})
 
 
 def _layout(config: Config, world: int) -> Layout:
@@ -65,7 +76,9 @@ def _replicas(config: Config, dp: int) -> int:
         message = f"{shard} does not divide the {dp} data-parallel ranks"
         raise ConfigError("zero_optimization.mics_shard_size", message)
     if replicas not in (1, dp // shard):
-        message = f"{replicas} is not what zero_optimization.mics_shard_size = {shard} makes of {dp} data-parallel ranks, "
+        message = (
+            f"{replicas} is not what zero_optimization.mics_shard_size = {shard} makes of {dp} data-parallel ranks, "
+        )
         raise ConfigError("data_parallel_replicate_size", f"{message}{dp // shard}: leave one of the two out")
     return dp // shard
 
@@ -88,10 +101,8 @@ def _elastic_batch(config: Config, layout: Layout) -> Batch:
     parallel, asked = layout.world // layout.dp, config.elasticity.model_parallel_size
     if parallel != asked:
         version = " and elasticity.version to 0.2" if config.elasticity.version == 0.1 else ""
-        raise ConfigError(
-            "elasticity.model_parallel_size",
-            f"{asked} is not the number of ranks that share one copy of the model, {parallel}: set it to {parallel}{version}",
-        )
+        message = f"{asked} is not the number of ranks that share one copy of the model, {parallel}"
+        raise ConfigError("elasticity.model_parallel_size", f"{message}: set it to {parallel}{version}")
     found = compute_elastic(config.elasticity, layout.world)
     if found.micro is None:
         raise AssertionError(f"no micro-batch for {layout.world} ranks in {found}")

@@ -31,7 +31,8 @@ def shown(value: Any) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         # ValueError: Python refuses to print integers of more than 4300 digits.
-        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+        kind = f"a number of {value.bit_length()} bits" if isinstance(value, int) else None
+        text = kind or f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -118,7 +119,9 @@ def _dtype(value: Any) -> str:
 
 
 def integral(value: Any) -> Any:
-    """2.0 as 2, for a type that lists whole numbers; anything else as it is."""
+    """2.0 as 2, for a type that lists whole numbers; true is not 1, and anything else stays as it is."""
+    if isinstance(value, bool):
+        raise ValueError(f"{shown(value)} is not a whole number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -187,7 +190,10 @@ def _or_auto(convert: Callable[[Any], Any], least: float) -> PlainValidator:
     def check(value: Any) -> Any:
         if isinstance(value, str) and value == "auto":
             return value
-        number = convert(value)
+        try:
+            number = convert(value)
+        except ValueError as error:
+            raise ValueError(f'{error}, nor "auto"') from None
         if number < least:
             raise ValueError(f"{shown(value)} is below the least allowed value, {least}")
         return number

@@ -108,7 +108,9 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration this epoch, from its beginning or, if it was just loaded, from its position."""
         if epoch != self._next.epoch:
-            self._position = self._next = Position(epoch)
+            is_idle = self._position == self._next
+            self._next = Position(epoch)
+            self._position = self._next if is_idle else self._position
 
     def state_dict(self) -> dict[str, int | None]:
         """The position and what the order depends on; the same on every rank."""

@@ -17,6 +17,7 @@ class RepeatingLoader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._epoch = 0
+        """Of the next start."""
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
@@ -43,11 +44,12 @@ class RepeatingLoader:
         # One may be empty: a position that was loaded can be the end of what only iterating finds the end of.
         while empty_epochs < 2:
             empty_epochs += 1
+            self._epoch += 1
             for batch in self.loader:
                 empty_epochs = 0
                 yield batch
             if not isinstance(self.loader, Loader):
-                self.set_epoch(self._epoch + 1)
+                self.set_epoch(self._epoch)
 
     def _told(self) -> Epochal | None:
         """Who needs to know the epoch."""

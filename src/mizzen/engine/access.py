@@ -20,9 +20,9 @@ from mizzen.model.placement import piece_of_tensor
 from mizzen.plan.parts import Store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Owner:
-    """Who trains a parameter, and under which name."""
+    """Who trains a parameter, and under which name. The engine keeps it; `AMBIENT.owners` only knows of it."""
 
     name: str
     store: Store

@@ -37,9 +37,9 @@ def build_engine(
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
     runner = Accumulate(parts[0].module, stores, phases)
     engine = Engine(parts, Driving(runner, updater, scheduler, phases, observers), surroundings)
-    for store in stores:
-        for name, parameter in store.parameters.items():
-            AMBIENT.owners.set(parameter, Owner(name, store, optimizer))
+    engine.owners = [Owner(name, store, optimizer) for store in stores for name in store.parameters]
+    for owner in engine.owners:
+        AMBIENT.owners.set(owner.store.parameters[owner.name], owner)
     return engine
 
 

@@ -17,6 +17,7 @@ from mizzen.engine.window import Window
 from mizzen.errors import StepError, UsageError
 from mizzen.log import warn_once
 from mizzen.monitor.report import ACCUMULATING, Observer, StepReport
+from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.stepping import Stepper
 from mizzen.plan.parts import Parts
 
@@ -43,12 +44,12 @@ class Engine(Face):
         self.phases = driving.phases
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
+        self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
             self.optimizer = EngineOptimizer(self.updater.optimizer, step=self.step, clear=self.zero_grad)
         self._window = Window()
         self._stepper = Stepper()
         self._clock = time.perf_counter()
-        self._outcome: Outcome | None = None
         self._consecutive_skips = 0
 
     # An open loop
@@ -87,9 +88,11 @@ class Engine(Face):
             raise UsageError(f"step() inside {self._window.held_by}(): leave the context first")
         if self.managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
+            self.step_was_due = False
             return self._report(False, ACCUMULATING)
+        factor = self._stray_factor()
         self.micro_steps += 1
-        return self._finish(self._stray_factor(), lr_kwargs)
+        return self._finish(factor, lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the parameters."""
@@ -161,8 +164,9 @@ class Engine(Face):
 
     def _finish(self, factor: float, lr_kwargs: dict[str, Any] | None) -> StepReport:
         updater = self._require_updater("step")
+        self.step_was_due = True
         with self.phases.phase("step"):
-            outcome = self._outcome = updater.update(self._window.tally, factor=factor)
+            outcome = updater.update(self._window.tally, factor=factor)
         self.global_samples += self.batch.train
         if self.optimizer is not None:
             self.optimizer.overflow = not outcome.applied
@@ -176,7 +180,7 @@ class Engine(Face):
             self.skipped_steps += 1
             self._consecutive_skips += 1
         self.phases.at_step(self.global_steps)
-        report = self._report(outcome.applied, outcome.reason, outcome, rates=rates)
+        report = self.last_step = self._report(outcome.applied, outcome.reason, outcome, rates=rates)
         self._window.close()
         for observer in self.observers:
             observer.on_step(report)
@@ -210,6 +214,9 @@ class Engine(Face):
             tokens=tokens * self.batch.dp if tokens is not None else None,
             seconds=seconds,
             skipped_steps=self.skipped_steps,
+            global_samples=self.global_samples,
+            momentum=tuple(self.get_mom()) if outcome else (),
+            loss_scale=self.loss_scale(),
             phases=self.phases.read() if outcome else {},
             read_loss=lambda: outcome.loss if outcome else None,
             read_norm=lambda: outcome.norm if outcome else None,
@@ -217,7 +224,10 @@ class Engine(Face):
 
     def _stray_factor(self) -> float:
         """What gradients of a bare `loss.backward()` are still to be multiplied with."""
-        if not any(store.gradients.has_strangers for store in self.stores):
+        has_strangers = any(store.gradients.has_strangers for store in self.stores)
+        if self._window.tally.loss is None and not has_strangers:
+            raise UsageError("step() without a backward() since the last step: there is no gradient to step with")
+        if not has_strangers:
             return 1.0
         if self._window.tally.loss is not None:
             raise UsageError("engine.backward(loss) and a bare loss.backward() in one step: use one of the two")

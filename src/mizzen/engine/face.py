@@ -20,7 +20,7 @@ from mizzen.config.schema import Config
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
-from mizzen.monitor.report import Observer
+from mizzen.monitor.report import Observer, StepReport
 from mizzen.plan.parts import Parts, Store
 
 GETTERS: Final[Mapping[str, str]] = {
@@ -148,6 +148,12 @@ class Face(nn.Module):
         """Optimizer steps that were due and not taken."""
         self.parts: Parts = ()
         self.observers: tuple[Observer, ...] = ()
+        self.last_step: StepReport | None = None
+        """What the last optimizer step reported."""
+        self.step_was_due = False
+        """Whether the last call of `step` was at a boundary."""
+        self.owners: list[Any] = []
+        """What `mizzen.zero` finds behind a parameter, for as long as this engine lives."""
         self.optimizer: EngineOptimizer | None = None
         self.lr_scheduler: Any = None
         self._own_data: Iterator[Any] | None = None
@@ -228,6 +234,14 @@ class Face(nn.Module):
     def get_type(self) -> list[Any]:
         """The type tag of every parameter group, where it has one."""
         return [group.get("type") for group in self._groups()]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the whole gradient in the last optimizer step, before clipping; None before the first."""
+        return self.last_step.grad_norm if self.last_step is not None else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` changed the parameters."""
+        return self.step_was_due and self.last_step is not None and self.last_step.applied
 
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else []
@@ -325,7 +339,9 @@ class Face(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Not built yet."""
-        raise NotBuilt("engine.compile() waits for a capability that is not built yet; compile the model yourself before")
+        raise NotBuilt(
+            "engine.compile() waits for a capability that is not built yet; compile the model yourself before"
+        )
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
@@ -333,7 +349,7 @@ class Face(nn.Module):
             store.detach()
         for observer in self.observers:
             observer.close()
-        self.parts, self.observers, self.optimizer, self.lr_scheduler = (), (), None, None
+        self.parts, self.observers, self.owners, self.optimizer, self.lr_scheduler = (), (), [], None, None
         self.training_dataloader, self._own_data = None, None
         self.__dict__["updater"] = None
 

@@ -1,6 +1,6 @@
 """Sums of squares that do not depend on how a tensor is cut: every square is taken and added in fp64."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -24,7 +24,7 @@ def sum_of_squares(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor
     return total
 
 
-def are_finite(tensors: Sequence[Tensor]) -> Tensor:
+def are_finite(tensors: list[Tensor]) -> Tensor:
     """For each tensor of one dtype, whether all its elements are finite and of a sane size: no copy, one pass.
 
     The norms of halves are taken in fp32, since many small halves have a norm that is none.

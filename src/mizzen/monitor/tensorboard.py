@@ -22,7 +22,7 @@ class TensorboardSink:
         folder = Path(config.output_path or "runs") / config.job_name
         self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder), flush_secs=FLUSH_SECONDS)
         # Many programs never destroy an engine, and the writer's thread dies with the process, with all it has queued.
-        pass
+        atexit.register(self.close)
 
     def write(self, events: Sequence[Event], report: StepReport | None = None) -> None:
         """Add each event as a scalar."""

@@ -355,7 +355,7 @@ def coming_and_going():
     dist.barrier()
     dist.all_reduce(torch.ones(1))
     after = get_progress().record
-    return before.number, after.number, after.collective, after.group, after.inside
+    return before.number, after.number, after.collective, after.group, after.waiting
 
 
 def test_the_progress_record_names_the_last_collective(world):

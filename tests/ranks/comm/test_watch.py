@@ -238,7 +238,7 @@ def limits():
 def test_a_group_and_a_wait_have_limits_of_their_own(world):
     (group, single), _ = world(2).run(limits)
     assert "limit is 1 s" in group or "Timed out waiting" in group  # gloo has the group's limit as well
-    assert "limit is 2 s" in single
+    assert "limit is 1.5 s" in single
 
 
 def failing_alone():

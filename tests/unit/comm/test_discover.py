@@ -185,10 +185,19 @@ def test_an_mpi4py_of_another_mpi_is_told_from_a_job_of_one_rank(monkeypatch):
 
 def test_no_mpi4py_names_the_extra(monkeypatch):
     def absent(name):
-        raise ImportError(name)
+        raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(discover.importlib, "import_module", absent)
     with pytest.raises(MissingExtra, match=r"a job of 2 ranks started by mpirun needs 'mpi4py'.*mizzen\[mpi\]"):
+        Mpi.connect(world_of(1))
+
+
+def test_an_mpi4py_that_does_not_load_is_not_called_absent(monkeypatch):
+    def broken(name):
+        raise ImportError("libmpi.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(discover.importlib, "import_module", broken)
+    with pytest.raises(CommError, match=r"mpi4py is installed, but does not load: libmpi\.so\.12"):
         Mpi.connect(world_of(1))
 
 

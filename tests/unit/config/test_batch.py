@@ -41,7 +41,8 @@ def test_what_is_absent_is_derived(triad, dp, expected):
         (
             {"train": 10, "micro": 4, "accumulation": 2},
             1,
-            "train_batch_size: 10 is not train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp = 4 * 2 * 1 = 8",
+            "train_batch_size: 10 is not train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp "
+            "= 4 * 2 * 1 = 8: leave one of the three out and it is derived",
         ),
         (
             {"train": 10, "micro": 4},

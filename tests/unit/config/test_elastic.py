@@ -103,8 +103,18 @@ def test_model_parallelism_counts_gpus_where_the_known_list_counts_ranks(paralle
         ({**NODES, "max_gpus": 16}, 32, LayoutError, "32 GPUs are outside"),
         ({**NODES, "model_parallel_size": 3}, 8, ConfigError, "elasticity.num_gpus_per_node: 8 is not a multiple of"),
         ({**NODES, "model_parallel_size": 2}, 9, LayoutError, "9 GPUs are not a multiple of"),
-        ({**NODES, "micro_batch_sizes": [200]}, 8, ConfigError, "200 is above the largest batch per data-parallel rank"),
-        ({**SMALL, "micro_batch_sizes": [4000]}, 0, ConfigError, "micro_batch_sizes: 4000 is above the largest batch, 2000"),
+        (
+            {**NODES, "micro_batch_sizes": [200]},
+            8,
+            ConfigError,
+            "200 is above the largest batch per data-parallel rank",
+        ),
+        (
+            {**SMALL, "micro_batch_sizes": [4000]},
+            0,
+            ConfigError,
+            "micro_batch_sizes: 4000 is above the largest batch, 2000",
+        ),
         ({**SMALL, "model_parallel_size": 2}, 0, ConfigError, "needs elasticity.version 0.2"),
         ({**SMALL, "min_gpus": 900, "max_gpus": 999}, 0, ConfigError, "no number of GPUs from 900 to 999"),
         ({**SMALL, "max_gpus": 10**18}, 0, ConfigError, "elasticity.max_gpus: 1000000000000000000 is above"),
@@ -119,7 +129,7 @@ def test_what_cannot_be_is_refused_with_the_numbers(keys, world, kind, message):
 
 
 def test_a_micro_batch_that_cannot_grow_to_the_world_is_passed_over():
-    """The known code answers 0 here: 29 * 32 is above 715, and without prefer_larger_batch it takes the least of all."""
+    """29 * 32 is above 715: its largest multiple is 0, which must not count as the smallest batch."""
     keys = {"max_train_batch_size": 715, "micro_batch_sizes": [2, 29], "prefer_larger_batch": False, "version": 0.2}
     assert compute(keys, 32) == Elastic(704, (32,), 2)
 

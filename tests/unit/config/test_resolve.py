@@ -81,9 +81,23 @@ def test_what_was_handed_in_is_not_changed():
     assert given.origin("data_parallel_size").kind == "default"
 
 
-def test_resolving_twice_changes_nothing():
-    once = resolve(load({"train_batch_size": 64}), 8)
-    assert resolve(once.config, 8) == once
+@pytest.mark.parametrize(
+    "keys", [{"train_batch_size": 64}, {"elasticity": ELASTIC}, {"train_batch_size": 64, "data_parallel_size": 8}]
+)
+def test_resolving_twice_changes_nothing(keys):
+    once = resolve(load(keys), 8)
+    again = resolve(once.config, 8)
+    assert again == once
+    assert again.origins == once.origins
+
+
+def test_a_world_that_changes_is_resolved_anew():
+    keys = {"zero_optimization": {"stage": 3, "mics_shard_size": 4}, "elasticity": ELASTIC}
+    grown = resolve(resolve(load(keys), 8).config, 60)
+    assert grown == resolve(load(keys), 60)
+    shrunk = resolve(grown.config, 4)
+    assert (shrunk.layout.dp_replicate, shrunk.batch.dp) == (1, 4)
+    assert shrunk.origins["data_parallel_replicate_size"].kind == "default"
 
 
 def test_elasticity_sets_the_triad():
@@ -117,8 +131,18 @@ def test_elasticity_that_is_off_changes_nothing():
     [
         ({"train_batch_size": 10}, 4, ConfigError, "10 is not a multiple of dp = 4"),
         ({}, 4, ConfigError, "train_batch_size: no batch size is given"),
-        ({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 8}}, 12, LayoutError, "not a multiple of pp*sp*tp = 1*1*8 = 8"),
-        ({"train_batch_size": 8, "data_parallel_size": 3}, 8, ConfigError, "data_parallel_size: 3 is not what 8 ranks leave for it, 8"),
+        (
+            {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 8}},
+            12,
+            LayoutError,
+            "not a multiple of pp*sp*tp = 1*1*8 = 8",
+        ),
+        (
+            {"train_batch_size": 8, "data_parallel_size": 3},
+            8,
+            ConfigError,
+            "data_parallel_size: 3 is not what 8 ranks leave for it, 8",
+        ),
         ({"train_batch_size": 8}, 0, LayoutError, "world size=0"),
         (
             {"train_batch_size": 8, "zero_optimization": {"mics_shard_size": 3}},

@@ -52,13 +52,18 @@ def test_an_epoch_may_be_chosen():
 
 
 def test_a_distributed_sampler_is_told_of_every_epoch():
-    sampler = DistributedSampler(range(8), num_replicas=1, rank=0, seed=3)
-    repeating = RepeatingLoader(DataLoader(range(8), batch_size=8, sampler=sampler))
-    orders = [next(repeating).tolist() for _ in range(4)]
-    assert len({tuple(order) for order in orders}) == 4
-    repeating.set_epoch(1)
-    next(repeating)
-    assert orders[1] in [next(repeating).tolist() for _ in range(2)] or sampler.epoch > 1
+    def repeating():
+        sampler = DistributedSampler(range(8), num_replicas=1, rank=0, seed=3)
+        return RepeatingLoader(DataLoader(range(8), batch_size=4, sampler=sampler))
+
+    batches = flat(islice(repeating(), 8))
+    epochs = [batches[first : first + 8] for first in range(0, 32, 8)]
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    chosen = repeating()
+    chosen.set_epoch(2)
+    first = next(chosen)
+    chosen.set_epoch(1)  # from the next start on
+    assert flat([first, *islice(chosen, 5)]) == epochs[2] + epochs[1] + epochs[2]
 
 
 @pytest.mark.parametrize("empty", [[], DataLoader(torch.zeros(0)), ours([], ending="short")])

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from mizzen.parallel.zero.slots import Bucket
 
@@ -51,4 +51,4 @@ def alone(view: Tensor) -> Tensor:
     """The same memory under a storage that ends where the view ends: saving a tensor writes all of its storage."""
     if type(view) is not Tensor or view.device.type not in ("cpu", "cuda", "xpu"):
         return view  # without memory of its own, as in a simulation, or without addresses to share
-    return torch.from_dlpack(view)
+    return from_dlpack(view)

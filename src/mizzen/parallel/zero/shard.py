@@ -123,7 +123,7 @@ def _reduction(config: Config, policy: Policy, ranks: int) -> Reduction:
 
 
 def _in_flight(choice: ZeroChoice) -> int:
-    """Bytes of stage 2 on their way, at most: one bucket that fills, and two that travel with what they send and receive.
+    """Bytes of stage 2 on their way, at most: one bucket that fills, two that travel, and what is sent and received.
 
     That is while gradients arrive in the order of the buckets; one that waits for others is a further bucket.
     """

@@ -88,7 +88,7 @@ class FlatStore:
         return start, start + size
 
     def _move(self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor) -> Tensor:
-        """Move parameters into their bucket, with the first rank's values; returns these as they were before any cast."""
+        """Move parameters into their bucket, with the first rank's values; returns these as they were before a cast."""
         exact = values
         if values.dtype in (torch.bfloat16, torch.float16):
             exact = torch.zeros_like(values, dtype=torch.float32)

@@ -1,0 +1,135 @@
+"""`mizzen config`: the words that a user reads."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mizzen.config.layout import Layout
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "configs" / "zero2_bf16.json"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(content):
+        path = tmp_path / "config.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write_file
+
+
+def test_check_says_ok_with_a_summary(mizzen):
+    ran = mizzen("config", "check", EXAMPLE, "--world", 8)
+    assert ran.code == 0
+    assert ran.out.splitlines() == [
+        f"{EXAMPLE}: ok, 15 values given",
+        f"  layout  {Layout(dp_shard=8)}",
+        "  batch   256 = micro 8 * accumulation 4 * dp 8",
+    ]
+
+
+def test_check_without_a_world_does_not_judge_the_batch(mizzen, write):
+    path = write({"gradient_accumulation_steps": 4})
+    assert mizzen("config", "check", path).code == 0
+    ran = mizzen("config", "check", path, "--world", 1)
+    assert ran.code == 2
+    assert "gradient_accumulation_steps = 4 alone gives no batch size" in ran.out
+
+
+def test_check_lists_every_problem(mizzen, write):
+    ran = mizzen("config", "check", write({"fp61": {}, "gradient_clipping": -1, "zero_optimization": {"stage": 7}}))
+    assert ran.code == 2
+    first, *problems = ran.out.splitlines()
+    assert first.endswith(": 3 problems")
+    assert problems == [
+        "  fp61: unknown key; did you mean 'fp16'?",
+        "  gradient_clipping: -1 is below the least allowed value, 0",
+        "  zero_optimization.stage: 7 is not one of [0, 1, 2, 3]",
+    ]
+
+
+def test_check_tells_what_changes_nothing_once(mizzen, write):
+    ran = mizzen("config", "check", write({"zero_optimization": {"cpu_offload": True, "reduce_scatter": False}}))
+    assert ran.code == 0
+    assert sorted(ran.out.splitlines()[1:]) == [
+        "  zero_optimization.cpu_offload: old key; use zero_optimization.offload_optimizer",
+        "  zero_optimization.reduce_scatter: no effect: each stage uses the collective that moves the fewest bytes",
+    ]
+    assert ran.err == ""
+
+
+def test_check_of_a_file_that_is_no_json(mizzen, write):
+    ran = mizzen("config", "check", write('{"a": [}'))
+    assert ran.code == 2
+    assert "neither JSON nor HJSON" in ran.out
+    assert "line 1" in ran.out
+
+
+def test_a_key_that_no_terminal_can_show_is_escaped(mizzen, write):
+    ran = mizzen("config", "check", write('{"stage\\ud800": 1}'))
+    assert ran.code == 2
+    assert "stage\\ud800: unknown key" in ran.out
+
+
+def test_resolve_prints_given_and_derived_values(mizzen):
+    ran = mizzen("config", "resolve", EXAMPLE, "--world", 8)
+    assert ran.code == 0
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in ran.out.splitlines()}
+    assert rows["zero_optimization.reduce_bucket_size"] == "5e+08 given"
+    assert rows["data_parallel_size"] == "8 derived from 8 ranks"
+    assert "seed" not in rows
+
+
+def test_resolve_all_prints_the_defaults_too(mizzen):
+    ran = mizzen("config", "resolve", EXAMPLE, "--world", 8, "--all")
+    assert any(line.split() == ["seed", "null", "default"] for line in ran.out.splitlines())
+
+
+def test_resolve_json_is_json(mizzen):
+    found = json.loads(mizzen("config", "resolve", EXAMPLE, "--world", 8, "--json").out)
+    assert found["zero_optimization.reduce_bucket_size"] == {"value": 500_000_000, "origin": "given"}
+    assert found["data_parallel_size"] == {"value": 8, "origin": "derived from 8 ranks"}
+
+
+def test_resolve_draws_a_table_where_a_person_looks(mizzen, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    plain = mizzen("config", "resolve", EXAMPLE, "--world", 8).out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    table = mizzen("config", "resolve", EXAMPLE, "--world", 8).out
+    assert "origin" in table
+    assert "origin" not in plain
+    assert "5e+08" in table
+
+
+def test_resolve_refuses_what_does_not_fit(mizzen):
+    ran = mizzen("config", "resolve", EXAMPLE, "--world", 7)
+    assert (ran.code, ran.out) == (2, "")
+    assert "the nearest that fit are 224 and 280" in ran.err
+
+
+def test_explain_says_what_a_key_means(mizzen):
+    ran = mizzen("config", "explain", "zero_optimization.stage")
+    assert ran.code == 0
+    assert ran.out.startswith("zero_optimization.stage\n  0 replicates all")
+
+
+def test_explain_of_an_unknown_key_offers_the_nearest(mizzen):
+    ran = mizzen("config", "explain", "zero_optimization.stag")
+    assert ran.code == 2
+    assert "zero_optimization.stage" in ran.err
+
+
+def test_schema_is_a_json_schema_of_every_key(mizzen):
+    schema = json.loads(mizzen("config", "schema").out)
+    assert schema["type"] == "object"
+    assert "stage" in schema["properties"]["zero_optimization"]["properties"]
+
+
+def test_docs_is_a_page(mizzen):
+    ran = mizzen("config", "docs")
+    assert ran.code == 0
+    assert ran.out.startswith("# Configuration")
+    assert "`zero_optimization`" in ran.out

@@ -1,0 +1,100 @@
+"""`mizzen plan`: what would be done, or why not, and a model from the user's own module."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mizzen.config.layout import Layout
+from mizzen.errors import PlanError
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+MODULE = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 10))
+
+def huge():
+    return nn.Linear(10**6, 10**6)
+
+def broken():
+    raise RuntimeError("no weights here")
+
+def wrong():
+    return 7
+
+number = 7
+"""
+
+
+@pytest.fixture
+def plan(mizzen, tmp_path, monkeypatch):
+    (tmp_path / "their_model.py").write_text(MODULE)
+    (tmp_path / "plain.json").write_text('{"train_batch_size": 16}')
+    monkeypatch.chdir(tmp_path)
+
+    def run(config, world, *more):
+        return mizzen("plan", config, "--world", world, *more)
+
+    return run
+
+
+def test_layout_and_batch_are_printed(plan):
+    ran = plan("plain.json", 8)
+    assert ran.code == 0
+    assert "8 ranks" in ran.out
+    assert "16 samples" in ran.out
+
+
+def test_what_is_not_built_is_refused_with_layout_and_batch(plan, monkeypatch):
+    monkeypatch.setattr("mizzen.cli.plan.build", _refuse)
+    ran = plan(CONFIGS / "3d.json", 512)
+    assert ran.code == 2
+    assert ran.out.splitlines() == [
+        f"layout  {Layout(pp=4, dp_shard=16, tp=8)}",
+        "batch   1024 = micro 2 * accumulation 32 * dp 16",
+        "refused",
+        "  - pipeline: not today",
+        "  - tensor: not today",
+    ]
+
+
+def _refuse(*_):
+    raise PlanError("pipeline: not today\ntensor: not today")
+
+
+def test_a_world_that_does_not_fit_is_one_line(plan):
+    ran = plan("plain.json", 7)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("mizzen: error: train_batch_size: 16 is not a multiple of dp = 7")
+
+
+def test_a_model_is_built_on_the_meta_device_and_priced(plan):
+    ran = plan("plain.json", 8, "--model", "their_model:build")
+    assert ran.code == 0
+    assert re.search(r"1\.01\d* ?M parameters", ran.out)
+
+
+def test_a_model_of_four_terabytes_takes_no_memory(plan):
+    assert re.search(r"1 ?T parameters", plan("plain.json", 8, "--model", "their_model:huge").out)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("their_model", "--model their_model: write it as module:function"),
+        ("their_model:absent", "their_model has no function 'absent'"),
+        ("their_model:number", "their_model has no function 'number'"),
+        ("no_such_module:build", "No module named 'no_such_module'"),
+        ("their_model:broken", "RuntimeError: no weights here"),
+        ("their_model:wrong", "returned a int, not a torch.nn.Module"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_line(plan, address, message):
+    ran = plan("plain.json", 8, "--model", address)
+    assert ran.code == 2
+    assert ran.err.startswith("mizzen: error: --model ")
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
