@@ -1,7 +1,7 @@
-"""A byte-level GPT that learns the text of Python's own standard library, with the three calls of mizzen.
+"""A byte-level GPT that learns the text of Python's standard library.
 
-    python examples/gpt_bytes.py                                                                      # one rank
-    python -m torch.distributed.run --standalone --nproc-per-node 2 examples/gpt_bytes.py --steps 100 # two
+On one rank:  python examples/gpt_bytes.py --steps 100
+On two:       python -m torch.distributed.run --standalone --nproc-per-node 2 examples/gpt_bytes.py --steps 100
 """
 
 import argparse
@@ -15,87 +15,86 @@ from torch.nn import functional
 import mizzen
 
 
+def rotate(heads: Tensor) -> Tensor:
+    """Turn each pair of features by an angle that grows with its place: attention then sees distances."""
+    length, width = heads.shape[-2:]
+    speeds = 1000.0 ** -(torch.arange(0, width, 2, device=heads.device) / width)
+    angles = torch.arange(length, device=heads.device)[:, None] * speeds
+    cosine, sine = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+    left, right = heads.chunk(2, dim=-1)
+    return torch.cat([left * cosine - right * sine, left * sine + right * cosine], dim=-1)
+
+
 class Block(nn.Module):
-    """Attention to what came before, then a small network for each place."""
+    """Attention to earlier places, then a small network at each."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
+        self.attention_norm, self.network_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inputs, self.output = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The stream with what this block has to say added to it."""
-        split = self.query_key_value(self.before_attention(hidden)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        """What came in, with this block's part added."""
+        inputs = self.inputs(self.attention_norm(hidden)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = inputs.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
         hidden = hidden + self.output(mixed.transpose(1, 2).flatten(-2))
-        return hidden + self.network(self.before_network(hidden))
+        return hidden + self.network(self.network_norm(hidden))
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. Called with tokens of shape (batch, length), it returns the mean loss over them."""
+    """Given tokens of shape (batch, length), it returns the mean loss of predicting each from those before it."""
 
-    def __init__(self, width: int = 256, layers: int = 4, heads: int = 4, length: int = 128) -> None:
+    def __init__(self, width: int = 192, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
-        self.length = length
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)), nn.LayerNorm(width))
-        self.head = nn.Linear(width, 256, bias=False)
+        blocks = [Block(width, heads) for _ in range(layers)]
+        self.scores = nn.Sequential(nn.Embedding(256, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 256))
         for matrix in (parameter for parameter in self.parameters() if parameter.dim() == 2):
             nn.init.normal_(matrix, std=0.02)
 
-    def predict(self, tokens: Tensor) -> Tensor:
-        """Scores for the byte after each place."""
-        places = self.places.weight[: tokens.shape[1]]
-        return self.head(self.blocks(self.bytes(tokens) + places))
-
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss."""
-        scores = self.predict(tokens[:, :-1])
-        return functional.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return functional.cross_entropy(self.scores(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     @torch.no_grad()
-    def write(self, start: bytes, count: int) -> str:
-        """Go on from `start`."""
-        tokens = torch.tensor([list(start)], device=self.head.weight.device)
+    def write(self, start: str, count: int) -> str:
+        """Go on from `start` for some bytes."""
+        tokens = torch.tensor([list(start.encode())], device=next(self.parameters()).device)
         for _ in range(count):
-            chances = (self.predict(tokens[:, -self.length :])[:, -1].float() / 0.7).softmax(-1)
-            tokens = torch.cat([tokens, chances.multinomial(1)], dim=1)
+            scores = self.scores(tokens[:, -128:])[:, -1].float()
+            tokens = torch.cat([tokens, (scores / 0.7).softmax(-1).multinomial(1)], dim=1)
         return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def library_text(length: int) -> list[Tensor]:
-    """All modules of the standard library, cut into pieces of length + 1 bytes: a data set."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+def library_text(length: int = 129) -> list[Tensor]:
+    """A data set: the modules of the standard library, one after the other, cut into pieces."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-    return list(text.unfold(0, length + 1, length).long())
+    return list(text.long().split(length)[:-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--config", default=str(Path(__file__).parent / "configs" / "gpt_bytes.json"))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--width", type=int, default=192)
     args = parser.parse_args()
 
+    torch.manual_seed(0)
     model = GPT(args.width)
     engine, _, loader, _ = mizzen.initialize(
-        model=model, model_parameters=model.parameters(), training_data=library_text(model.length), config=args.config
+        model=model, model_parameters=model.parameters(), training_data=library_text(), config=args.config
     )
+    batches = mizzen.RepeatingLoader(loader)
     while engine.global_steps < args.steps:
-        for batch in loader:
-            loss = engine(batch.to(engine.device))
-            engine.backward(loss)
-            report = engine.step()
-            if report.step == args.steps:
-                break
-
-    if engine.global_rank == 0:
-        print(model.write(b"def ", 400))
+        loss = engine(next(batches).to(engine.device))
+        engine.backward(loss)
+        engine.step()
     engine.destroy()
+    if engine.global_rank == 0:
+        print(model.write("def ", 400))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ PRELOAD: Final = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",  # the first optimizer of a process imports it, and that takes more than a second
     "safetensors.torch",
-    "mizzen.config",  # a quarter of a second, most of it pydantic
+    "mizzen.api",
+    "mizzen.zero",
 )
 """What nearly every rank needs. Importing any of it runs no operation and starts no thread (test_pool looks)."""
 DUMP: Final = signal.SIGUSR2

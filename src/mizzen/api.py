@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from mizzen.engine.engine import Engine
 from mizzen.engine.face import Surroundings
 from mizzen.engine.prepare import agree, choose_optimizer, choose_scheduler, place, seed_of
 from mizzen.errors import ConfigError, UsageError
+from mizzen.log import set_level
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.printer import dump_state
@@ -54,8 +56,14 @@ def initialize(
         raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
     given = read_source(_only_source(args, config, config_params))
     settings = load(given | _degrees_of_mesh(mesh_param))
+    if settings.log_level is not None:
+        set_level(settings.log_level)
     world = init_distributed(
-        distributed_port=distributed_port, dist_init_required=dist_init_required, config=settings, verbose=False
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        timeout=timedelta(minutes=settings.communication_timeout) if settings.is_given("communication_timeout") else None,
+        config=settings,
+        verbose=False,
     )
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
@@ -97,8 +105,7 @@ def initialize(
         scheduler=choose_scheduler(lr_scheduler, plan.resolved.config, chosen),
         observers=build_observers(plan.resolved.config, world),
     )
-    if plan.resolved.config.dump_state:
-        dump_state(plan.resolved.config, world)
+    dump_state(plan.resolved.config, world)
     if training_data is not None:
         engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

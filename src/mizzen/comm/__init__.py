@@ -60,6 +60,7 @@ from mizzen.comm.groups import (
     set_backend,
 )
 from mizzen.comm.join import init_distributed
+from mizzen.comm.mesh import Mesh
 from mizzen.comm.report import (
     configure,
     get_comm_operation_count,
@@ -72,6 +73,7 @@ from mizzen.comm.tags import Tag
 
 __all__ = [
     "Backend",
+    "Mesh",
     "ReduceOp",
     "Tag",
     "Work",

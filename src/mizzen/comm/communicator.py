@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from mizzen.ambient import AMBIENT
+from mizzen.comm.account import Call
 from mizzen.comm.backend import Backend, Group, Handle, Request
 from mizzen.comm.ledger import CommLog, Timing
 from mizzen.comm.tags import Tag, compare, differ_on_device, words
 from mizzen.comm.torch_backend import TorchBackend
-from mizzen.comm.watch import Call, Patience, Watch
+from mizzen.comm.watch import Patience, Watch
 from mizzen.environment import Switches, environ
 from mizzen.errors import UsageError
 from mizzen.log import warn_once

@@ -122,10 +122,11 @@ class Mpi:
         """Ask MPI who we are; the launcher's variables only say how many there should be."""
         try:
             library = importlib.import_module("mpi4py.MPI")
-        except ImportError as error:
-            raise MissingExtra(
-                "mpi4py", extra="mpi", purpose=f"a job of {world.size} ranks started by mpirun"
-            ) from error
+        except (ImportError, RuntimeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
+                purpose = f"a job of {world.size} ranks started by mpirun"
+                raise MissingExtra("mpi4py", extra="mpi", purpose=purpose) from error
+            raise CommError(f"mpi4py is installed, but does not load: {error}; install it for your MPI") from error
         everyone = library.COMM_WORLD
         if everyone.Get_size() != world.size:
             vendor, _ = library.get_vendor()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from mizzen.config.observe import CommsLoggerConfig
 from mizzen.log import log_dist
 
 TRIMMED: Final = 0.1
@@ -56,13 +57,12 @@ class LogSettings:
         match config:
             case {"comms_logger": section} | object(comms_logger=section):
                 return cls.of(section)
+            case CommsLoggerConfig():
+                return cls(config.enabled, config.verbose, config.prof_all, tuple(config.prof_ops), config.debug)
             case Mapping():
                 found = {name: value for name, value in config.items() if name in cls.__slots__}
-            case object(enabled=_, verbose=_, prof_all=_, prof_ops=_, debug=_):
-                found = {name: getattr(config, name) for name in cls.__slots__}
-            case _:
-                return cls()
-        return cls(**found | {"prof_ops": tuple(found.get("prof_ops", ()))})
+                return cls(**found | {"prof_ops": tuple(found.get("prof_ops", ()))})
+        return cls()
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class Sliced:
     def poll(self, seconds: float) -> bool:
         """Wait in C++, without the interpreter's lock."""
         try:
-            return self.work.wait(timedelta(seconds=seconds))
+            return self.work.wait(timedelta(seconds=max(seconds, 0.001)))  # in whole milliseconds; none means for ever
         except RuntimeError:
             if self.work.is_completed():
                 raise

@@ -193,8 +193,7 @@ def _table(keys: list[Explanation]) -> str:
         name = key.path.rpartition(".")[2]
         names = " or ".join(f"`{spelling}`" for spelling in (name, *key.fate.spellings))
         default = f"`{key.default}`" if key.default else ""
-        row = f"| {names} | {key.type} | {default} | {fate_words(key.fate)} | {key.sentence} |"
-        lines.append(row.replace("<", "\\<"))
+        lines.append(f"| {names} | {key.type} | {default} | {fate_words(key.fate)} | {key.sentence} |")
     return "\n".join(lines)
 
 

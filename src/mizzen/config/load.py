@@ -72,9 +72,10 @@ def _translate(problem: Any) -> Problem:
 
 def _apply_fates(raw: dict[str, Any], config: Config) -> None:
     for found in walk(raw, Config):
+        if found.fate.kind == "read":
+            continue
         value = config.at(found.path)
-        default = found.field.get_default(call_default_factory=True)
-        if found.fate.kind == "read" or value is None or value == default:
+        if value is None or value == found.field.get_default(call_default_factory=True):
             continue
         if found.fate.kind == "refused":
             raise ConfigError(found.path, f"refused: {found.fate.reason}")

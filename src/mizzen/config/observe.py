@@ -124,9 +124,9 @@ class JsonlConfig(Section):
 
 
 class ProgressConfig(Section):
-    """One line on the terminal of rank 0 that is rewritten as training goes on."""
+    """What rank 0 says on standard error as training goes on."""
 
-    enabled: Flag = False
-    """Show it, if standard error is a terminal."""
+    enabled: Flag = True
+    """Show where the run is: one rewritten line on a terminal, a few lines elsewhere."""
     interval: Positive = 1.0
     """Least seconds between two rewrites."""

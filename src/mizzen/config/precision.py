@@ -40,8 +40,8 @@ class Bf16Config(Section):
 
     enabled: Flag = False
     """Hold parameters and compute in bf16."""
-    check_grad_overflow: Flag = True
-    """Skip a step whose gradients are not finite, and say so; false lets such a step happen."""
+    check_grad_overflow: Flag = no_effect(True, "a step whose gradients are not finite is always skipped, and said")
+    """Whether to look for gradients that are not finite."""
     bf16_master_weights_and_grads: Flag = False
     """Keep masters and gradients in bf16 as well, for sharded optimizer states."""
     bf16_optimizer_states: Flag = False

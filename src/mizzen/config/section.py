@@ -6,6 +6,7 @@ The types of values are in `values.py`; files and errors are `load.py`'s busines
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -111,6 +112,7 @@ def fate_of(field: FieldInfo) -> Fate:
     return field.json_schema_extra if isinstance(field.json_schema_extra, Fate) else _READ
 
 
+@cache
 def keys_of(section: type[Section]) -> dict[str, tuple[str, FieldInfo]]:
     """Every accepted spelling of every key: spelling -> (field name, field)."""
     fields = section.model_fields

@@ -68,6 +68,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     """JSON where it is JSON, which is fast and strict; HJSON otherwise, which has comments and forgives commas."""
+    if not text.strip():  # HJSON would make an object without keys of it
+        raise ConfigError("", f"{origin} is empty")
     try:
         found = _parse_json_or_hjson(text, origin)
     except RecursionError:

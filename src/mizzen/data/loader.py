@@ -237,7 +237,7 @@ class LoaderFactory:
         trains = route == "train"
         return Loader(
             dataset,
-            Share(batch_size, self.rank, self.ranks, self.accumulation if trains else 1),
+            Share(batch_size, self.rank, self.ranks, self.accumulation),
             seed=self.seed,
             shuffle=trains,
             ending="short" if not trains else "drop" if self.drop_last else "wrap",

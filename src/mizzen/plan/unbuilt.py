@@ -26,7 +26,7 @@ class Unbuilt:
         """The paths at which this configuration asks for the capability."""
         for path in [f"{self.path}.{switch}" for switch in self.switches] or [self.path]:
             value = config.at(path)
-            if value not in self.inert and _differs(value, Config.model_construct().at(path)):
+            if self.inert is not ANY and value not in self.inert and _differs(value, Config.model_construct().at(path)):
                 yield path
 
 
@@ -38,6 +38,9 @@ def _differs(value: Any, default: Any) -> bool:
     return bool(value) and value != default
 
 
+STAGE_3: Final = "ZeRO stage 3"
+ANY: Final[tuple[Any, ...]] = (...,)
+"""For keys that only say how: they ask for nothing by themselves, and are refused with what they belong to."""
 _ON: Final = ("enabled",)
 _TECHNIQUES: Final = (
     "layer_reduction.enabled",
@@ -50,7 +53,10 @@ _TECHNIQUES: Final = (
 )
 
 UNBUILT: Final = (
-    Unbuilt("zero_optimization.stage", "ZeRO stage 3", inert=(1, 2)),
+    Unbuilt("zero_optimization.stage", STAGE_3, inert=(1, 2)),
+    Unbuilt("zero_optimization.stage3_model_persistence_threshold", STAGE_3, inert=ANY),
+    Unbuilt("zero_optimization.leaf_module", STAGE_3, inert=ANY),
+    Unbuilt("zero_optimization.enable_sanity_checks", STAGE_3, inert=ANY),
     Unbuilt("zero_optimization.offload_param", "parameter offload"),
     Unbuilt("zero_optimization.offload_optimizer", "optimizer offload"),
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
@@ -70,6 +76,8 @@ UNBUILT: Final = (
     Unbuilt("pipeline", "pipeline parallelism"),
     Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
+    Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", inert=ANY),
+    Unbuilt("hang_timeout", "the launcher", inert=ANY),
     Unbuilt("expert_parallel", "expert parallelism", _ON),
     Unbuilt("hybrid_engine", "the hybrid engine", _ON),
     Unbuilt("compile", "compilation", ("enabled", "deepcompile")),

@@ -340,7 +340,7 @@ def one_rank():
     dist.barrier()
     gathered = [None]
     dist.all_gather_object(gathered, "alone")
-    return tensor.tolist(), gathered, AMBIENT.comm.watch._thread
+    return tensor.tolist(), gathered, AMBIENT.comm.watch._lookout
 
 
 def test_one_rank_needs_no_watching(world):

@@ -1,6 +1,5 @@
 """Joining under a real mpirun, of Open MPI and of MPICH; skipped where these or mpi4py are not installed."""
 
-import ctypes.util
 import importlib.util
 import json
 import os
@@ -56,15 +55,18 @@ def mpirun(folder, kind, port, *, abi=None, size=2, hidden=False, options=None):
     paths = [str(SOURCE)]
     if hidden:
         (folder / "mpi4py").mkdir()
-        (folder / "mpi4py" / "__init__.py").write_text("raise ModuleNotFoundError('hidden by the test')")
+        (folder / "mpi4py" / "__init__.py").write_text("raise ModuleNotFoundError('hidden', name='mpi4py')")
         paths.insert(0, str(folder))
     command = [program, *LAUNCHERS[kind][1], "-n", str(size), sys.executable, str(folder / "script.py")]
     command += [str(folder), str(port), json.dumps(options or {})]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1", MIZZEN_TIMEOUT="1")
     # Wheels of mpi4py fit either MPI and guess which one is meant; with both installed they have to be told.
     environment["MPI4PY_MPIABI"] = abi or kind
-    if environment["MPI4PY_MPIABI"] == "mpich" and (library := ctypes.util.find_library("mpich")):
-        environment["MPI4PY_LIBMPI"] = library  # Debian's name for it
+    debian = next(Path("/usr/lib").glob("*/libmpich.so.12"), None)
+    if debian is not None and environment["MPI4PY_MPIABI"] == "mpich":
+        (folder / "lib").mkdir()
+        (folder / "lib" / "libmpi.so.12").symlink_to(debian)  # the name under which everybody else has it
+        environment["LD_LIBRARY_PATH"] = f"{folder / 'lib'}:{environment.get('LD_LIBRARY_PATH', '')}"
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -4,6 +4,7 @@ import atexit
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch.distributed as torch_dist
 
 import mizzen.comm as dist
 from mizzen.ambient import AMBIENT
+from mizzen.comm.whereabouts import Whereabouts
 from mizzen.errors import CommError
 from mizzen.progress import get_progress
 
@@ -281,12 +283,9 @@ def test_a_rank_that_destroyed_its_group_has_left(world):
 def stale_record():
     """A record that an attempt before this one has left on the same store."""
     dist.set_patience(**SOON)
-    watch = AMBIENT.comm.watch
     if dist.get_rank() == 0:
-        from dataclasses import replace
-
-        old = replace(watch._whereabouts(), rank=1, beat=99, written=time.time() - 3600, left="long ago")
-        watch._store.set("whereabouts/1", old.pack())
+        old = Whereabouts(rank=1, process="elsewhere:1", beat=99, written=time.time() - 3600, left="long ago")
+        AMBIENT.comm.backend.store().set("whereabouts/1", old.pack())
     torch_dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(2)  # and has not begun to publish
@@ -309,7 +308,7 @@ def forked_child():
         os.waitpid(child, 0)
         time.sleep(2)
     dist.all_reduce(torch.ones(1))
-    return AMBIENT.comm.watch._thread.is_alive()
+    return not AMBIENT.comm.watch._lookout.has_lost_the_store
 
 
 def test_the_end_of_a_forked_child_is_not_the_end_of_the_rank(world):
@@ -360,12 +359,9 @@ def job(tmp_path, port, what):
 
 @pytest.fixture
 def port():
-    import socket
-
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        found = holder.getsockname()[1]
-    return found
+        return holder.getsockname()[1]
 
 
 @pytest.mark.parametrize(

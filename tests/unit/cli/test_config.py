@@ -68,6 +68,12 @@ def test_check_of_a_file_that_is_no_json(mizzen, write):
     assert "line 1" in ran.out
 
 
+def test_check_of_an_empty_file(mizzen, write):
+    ran = mizzen("config", "check", write("\n"))
+    assert ran.code == 2
+    assert ran.out.endswith("config.json is empty\n")
+
+
 def test_a_key_that_no_terminal_can_show_is_escaped(mizzen, write):
     ran = mizzen("config", "check", write('{"stage\\ud800": 1}'))
     assert ran.code == 2

@@ -185,7 +185,7 @@ def test_an_mpi4py_of_another_mpi_is_told_from_a_job_of_one_rank(monkeypatch):
 
 def test_no_mpi4py_names_the_extra(monkeypatch):
     def absent(name):
-        raise ModuleNotFoundError(name)
+        raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
 
     monkeypatch.setattr(discover.importlib, "import_module", absent)
     with pytest.raises(MissingExtra, match=r"a job of 2 ranks started by mpirun needs 'mpi4py'.*mizzen\[mpi\]"):

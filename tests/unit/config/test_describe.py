@@ -88,7 +88,7 @@ def test_the_page():
     assert "\n## `zero_optimization.offload_param`\n\n| key | type | default | fate | meaning |\n" in page
     assert "| `bf16` or `bfloat16` | section |  | read | Brain floating point. |" in page
     assert "| `zero_optimization.cpu_offload` | `zero_optimization.offload_optimizer` |" in page
-    assert "## `compression_training.row_pruning.different_groups.\\<name>.params`" in page
+    assert "## `compression_training.row_pruning.different_groups.<name>.params`\n" in page
     assert "`cpu_offload` |" not in page.partition("## Old keys")[0]
     for key in catalogue():
         assert f"`{key.path.rpartition('.')[2]}" in page or key.fate.kind == "moved"

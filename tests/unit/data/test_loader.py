@@ -107,10 +107,11 @@ class TestEpochs:
         assert len(list(loader_of(range(20), 2, 0, 2, 3))) == 6
         assert len(loader_of(range(20), 2, 0, 2, 3, ending="drop")) == 3
 
-    def test_the_global_generator_is_left_alone(self):
+    @pytest.mark.parametrize("dataset", [range(20), Counting(20)], ids=["indexed", "iterable"])
+    def test_the_global_generator_is_left_alone(self, dataset):
         torch.manual_seed(0)
         state = torch.get_rng_state()
-        list(loader_of(range(20)))
+        assert len(list(loader_of(dataset))) == 10
         assert torch.equal(torch.get_rng_state(), state)
 
     def test_samples_are_collated_as_torch_does_or_as_told(self):

@@ -1,6 +1,5 @@
 """ZeRO as a transform: decides the buffers, buckets and reduction of a run, and moves the parameters into them."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -128,12 +127,13 @@ def _in_flight(choice: ZeroChoice) -> int:
     That is while gradients arrive in the order of the buckets; one that waits for others is a further bucket.
     """
     reduction = choice.holding.reduction
-    most = 0
+    held, exchanged = [], []
     for buffer in choice.buffers:
         dtype = wider(choice.holding.accumulation, buffer.dtype)
         wire = reduction.dtype or wider(dtype, "float32")
-        copies = 1 if wire != dtype or reduction.before != 1 else 0
-        received = 1 if reduction.in_rank_order else 1 / reduction.ranks
-        sizes = 3 * bytes_per_element(dtype) + 2 * (copies + received) * bytes_per_element(wire)
-        most = max(most, *(math.ceil(bucket.numel * sizes) for bucket in buffer.buckets))
-    return most
+        is_copied = wire != dtype or reduction.before != 1
+        for bucket in buffer.buckets:
+            received = bucket.numel if reduction.in_rank_order else bucket.numel // reduction.ranks
+            held.append(bucket.numel * bytes_per_element(dtype))
+            exchanged.append((is_copied * bucket.numel + received) * bytes_per_element(wire))
+    return sum(sorted(held)[-3:]) + sum(sorted(exchanged)[-2:])

@@ -1,0 +1,99 @@
+"""Tagged collectives: ranks that parted ways are told so before anything is exchanged, and nobody is aborted."""
+
+import pytest
+import torch
+
+import mizzen.comm as dist
+from mizzen.comm import Tag
+from mizzen.errors import CommError
+from mizzen.progress import get_progress
+
+
+def agreeing():
+    rank = dist.get_rank()
+    tag = Tag(2, "layers.0", "forward")
+    tensor = torch.tensor([1.0 + rank])
+    dist.all_reduce(tensor, tag=tag)
+    whole = torch.zeros(2)
+    work = dist.all_gather_into_tensor(whole, torch.tensor([float(rank)]), async_op=True, tag=Tag(2, "b", "forward"))
+    work.wait()
+    out = torch.zeros(1 + rank)
+    splits = ([1, 0], [1, 1]) if rank == 0 else ([1, 1], [0, 1])
+    dist.all_to_all_single(out, torch.arange(2.0 - rank) + 10 * rank, *splits, tag=Tag(2, "c", "forward"))
+    dist.barrier(tag=Tag(2, "", "end"))
+    record = get_progress().record
+    return tensor.item(), whole.tolist(), out.tolist(), (record.step, record.phase), dist.take_parted()
+
+
+def test_equal_tags_change_nothing(world):
+    first, second = world(2).run(agreeing)
+    assert first == (3.0, [0.0, 1.0], [0.0], (2, "end"), None)
+    assert second == (3.0, [0.0, 1.0], [1.0, 10.0], (2, "end"), None)
+
+
+def differing():
+    """Rank 2 has skipped a block; the next collective of all has another size there. gloo would abort."""
+    rank = dist.get_rank()
+    unit, size = ("layers.1", 8) if rank == 2 else ("layers.0", 4)
+    shard = torch.full((size,), float(rank))
+    whole = torch.zeros(3 * size)
+    with pytest.raises(CommError) as caught:
+        dist.all_gather_into_tensor(whole, shard, tag=Tag(5, unit, "forward"))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, tag=Tag(6, "", ""))  # and the group can still be used
+    return str(caught.value), whole.sum().item(), tensor.item()
+
+
+def test_unequal_units_and_sizes_are_named_on_every_rank(world):
+    for said, written, total in world(3).run(differing):
+        assert said == (
+            "the ranks have parted ways; nothing was exchanged. "
+            "ranks 0, 1 at step 5, unit 'layers.0', phase 'forward': all_gather_into_tensor of 4 torch.float32; "
+            "rank 2 at step 5, unit 'layers.1', phase 'forward': all_gather_into_tensor of 8 torch.float32"
+        )
+        assert (written, total) == (0.0, 3.0)
+
+
+def other_operation_or_dtype():
+    rank = dist.get_rank()
+    said = []
+    tag = Tag(1, "head", "backward")
+    with pytest.raises(CommError) as caught:
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor, tag=tag) if rank == 0 else dist.broadcast(tensor, src=0, tag=tag)
+    said.append(str(caught.value))
+    with pytest.raises(CommError) as caught:
+        dist.all_reduce(torch.ones(4, dtype=torch.float32 if rank == 0 else torch.float64), tag=tag)
+    said.append(str(caught.value))
+    with pytest.raises(CommError) as caught:
+        dist.all_reduce(torch.ones(4), tag=Tag(rank, "head", "backward"))
+    said.append(str(caught.value))
+    return said
+
+
+def test_other_operations_types_and_steps_are_named(world):
+    first, second = world(2).run(other_operation_or_dtype)
+    assert first == second
+    assert "rank 0 at step 1, unit 'head', phase 'backward': all_reduce of 4" in first[0]
+    assert "rank 1 at step 1, unit 'head', phase 'backward': broadcast from rank 0 of 4" in first[0]
+    assert "torch.float64" in first[1]
+    assert "rank 0 at step 0" in first[2]
+    assert "rank 1 at step 1" in first[2]
+
+
+def tag_in_a_group():
+    rank = dist.get_rank()
+    pair = dist.new_group([1, 3])
+    if rank in (1, 3):
+        with pytest.raises(CommError) as caught:
+            dist.all_reduce(torch.ones(1), group=pair, tag=Tag(rank, "x", "y"))
+        return str(caught.value)
+    return dist.all_reduce(torch.ones(1), group=pair, tag=Tag(0, "x", "y"))
+
+
+def test_a_group_names_global_ranks(world):
+    outside, first, _, second = world(4).run(tag_in_a_group)
+    assert outside is None
+    assert first == second
+    assert "rank 1 at step 1" in first
+    assert "rank 3 at step 3" in first

@@ -1,0 +1,176 @@
+"""The seam: values, registration, and how torch's own operations are waited for."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mizzen.ambient import AMBIENT
+from mizzen.comm.backend import Group, Request, ranks_in_words, register_backend, registered_backend
+from mizzen.comm.torch_backend import Finished, Sliced, Streamed, Threaded, TorchBackend, make_backend
+from mizzen.environment import World
+from mizzen.errors import NotBuilt
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0, 1"),
+        (list(range(8)), "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
+        (list(range(0, 64, 2)), "ranks 0, 2, 4, 6, ... 62 (32 of them)"),
+    ],
+)
+def test_ranks_in_words(ranks, text):
+    assert ranks_in_words(ranks) == text
+
+
+def test_titles():
+    assert Request("all_reduce").title == "all_reduce"
+    assert Request("reduce", detail="to rank 1").title == "reduce to rank 1"
+    assert str(Group("5", (1, 2), 0, "group 'tp'")) == "group 'tp'"
+
+
+def test_a_registered_name_comes_before_torch(monkeypatch):
+    monkeypatch.setattr(AMBIENT, "backends", {})
+    assert registered_backend("ccl") is None
+    assert isinstance(make_backend("ccl"), TorchBackend)
+
+    class Mine:
+        name = "ccl"
+
+    register_backend("ccl", Mine)
+    assert isinstance(registered_backend("ccl"), Mine)
+    assert isinstance(make_backend("ccl"), Mine)
+    assert isinstance(make_backend(None), TorchBackend)
+    assert make_backend("gloo").name == "gloo"
+
+
+def test_a_backend_belongs_to_the_process_group_that_it_found(one_rank):
+    backend = TorchBackend()
+    assert backend.is_initialized()
+    assert backend.name == "gloo"
+    assert backend.group(None) == Group("0", (0,), 0, "all ranks")
+    assert backend.store() is None  # nobody to tell anything
+    backend.destroy(None)
+    assert not backend.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert not backend.is_initialized()
+    assert TorchBackend().is_initialized()
+
+
+def test_a_backend_can_make_the_process_group(tmp_path):
+    backend = TorchBackend("gloo")
+    assert not backend.is_initialized()
+    backend.initialize(World(), timeout=timedelta(seconds=5), init_method=f"file://{tmp_path}/store")
+    assert backend.is_initialized()
+    backend.destroy(None)
+
+
+def test_each_kind_of_operation_has_its_handle(one_rank):
+    backend = TorchBackend()
+    tensor = torch.ones(2)
+    assert isinstance(backend.issue(Request("all_reduce", (tensor,), payload=(tensor,)), None), Sliced)
+    assert isinstance(backend.issue(Request("all_gather_object", ([None], "x")), None), Threaded)
+    with pytest.raises(NotBuilt, match="no operation 'all_shuffle'; there are all_gather, "):
+        backend.issue(Request("all_shuffle"), None)
+
+
+def test_what_is_not_gloo_is_waited_for_as_torch_does(monkeypatch, one_rank):
+    backend = TorchBackend()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    tensor = torch.ones(2)
+    assert isinstance(backend.issue(Request("all_reduce", (tensor,), payload=(tensor,)), None), Sliced)
+    assert isinstance(backend.issue(Request("barrier"), None), Streamed)
+    assert isinstance(backend.issue(Request("monitored_barrier", options={"timeout": None}), None), Streamed)
+    backend = TorchBackend()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:other")
+    handle = backend.issue(Request("all_reduce", (tensor,), payload=(tensor,)), None)
+    assert isinstance(handle, Streamed)
+    assert handle.poll(0.0)
+    objects = [None]
+    handle = backend.issue(Request("all_gather_object", (objects, "x")), None)
+    assert isinstance(handle, Finished)
+    assert objects == ["x"]
+    assert handle.poll(0.0)
+    assert handle.is_completed()
+
+
+class Slow:
+    """A piece of torch's work that is done when the test says so."""
+
+    def __init__(self, error=None):
+        self.done, self.error, self.timeouts = False, error, []
+
+    def wait(self, timeout):
+        self.timeouts.append(timeout)
+        if not self.done:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise self.error
+        return True
+
+    def is_completed(self):
+        return self.done
+
+
+def test_a_slice_that_ends_too_early_is_no_error():
+    work = Slow()
+    handle = Sliced(work, object())
+    assert handle.poll(0.5) is False
+    work.done = True
+    assert handle.poll(0.5) is True
+    assert handle.is_completed()
+    failed = Slow(RuntimeError("Connection closed by peer"))
+    failed.done = True
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        Sliced(failed, object()).poll(0.5)
+
+
+def test_a_slice_is_never_endless():
+    work = Slow()
+    for seconds in (0.0, 0.0001, -1.0):
+        Sliced(work, object()).poll(seconds)
+    assert work.timeouts == [timedelta(milliseconds=1)] * 3  # torch takes zero for no limit at all
+
+
+def test_another_thread_waits_for_what_cannot_be_sliced():
+    gate = threading.Event()
+    handle = Threaded(gate.wait, object())
+    assert handle.poll(0.01) is False
+    assert not handle.is_completed()
+    gate.set()
+    assert handle.poll(5.0) is True
+    assert handle.is_completed()
+
+
+def test_the_error_of_the_other_thread_is_raised_here():
+    def fail():
+        raise KeyError("there")
+
+    handle = Threaded(fail, object())
+    for _ in range(2):
+        with pytest.raises(KeyError, match="there"):
+            handle.poll(5.0)
+
+
+def test_an_abandoned_operation_keeps_its_group():
+    import sys
+
+    for make in (lambda group: Sliced(Slow(), group), lambda group: Threaded(lambda: None, group)):
+        group = object()
+        before = sys.getrefcount(group)
+        handle = make(group)
+        handle.abandon()
+        del handle
+        assert sys.getrefcount(group) == before + 1

@@ -1,0 +1,203 @@
+"""The log of collectives: what is wanted, the bandwidths, the tables."""
+
+
+import pytest
+import torch
+
+from mizzen.comm.ledger import (
+    COLUMNS,
+    STRAGGLER_COLUMNS,
+    CommLog,
+    LogSettings,
+    Timing,
+    bandwidth,
+    in_words,
+    message_size,
+    table,
+    trimmed_mean,
+)
+from mizzen.config import load
+
+GIVEN = {"enabled": True, "verbose": True, "prof_all": False, "prof_ops": ["all_reduce"]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        load({"comms_logger": GIVEN}).comms_logger,
+        load({"comms_logger": GIVEN}),
+        {"comms_logger": GIVEN},
+        GIVEN,
+    ],
+    ids=["section", "config", "dict", "dict of the section"],
+)
+def test_settings_come_from_a_configuration_in_any_form(config):
+    assert LogSettings.of(config) == LogSettings(True, True, False, ("all_reduce",), False)
+
+
+def test_the_section_alone_enables_nothing():
+    assert not LogSettings.of({"comms_logger": {"verbose": True}}).enabled
+    assert not LogSettings.of({"train_batch_size": 8}).enabled
+    assert not LogSettings.of(object()).enabled
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (LogSettings(), False),
+        (LogSettings(enabled=True), True),
+        (LogSettings(enabled=True, prof_all=False), False),
+        (LogSettings(enabled=True, prof_all=False, prof_ops=("all_reduce",)), True),
+        (LogSettings(enabled=True, prof_all=False, prof_ops=("mine",)), True),
+        (LogSettings(enabled=False, prof_ops=("all_reduce",)), False),
+    ],
+)
+def test_what_is_wanted(settings, wanted):
+    assert bool(CommLog(settings).name_for("all_reduce", log_name="mine")) is wanted
+
+
+def test_one_call_can_ask_to_be_logged():
+    log = CommLog(LogSettings(enabled=True, prof_all=False))
+    assert log.name_for("all_reduce", prof=True) == "all_reduce"
+    assert CommLog(LogSettings(enabled=False)).name_for("all_reduce", prof=True) == ""
+
+
+def test_debug_names_the_caller():
+    log = CommLog(LogSettings(enabled=True, debug=True))
+    assert log.name_for("all_reduce") == "all_reduce | [Caller Func: test_debug_names_the_caller]"
+    assert log.name_for("all_reduce", debug="the_optimizer") == "all_reduce | [Caller Func: the_optimizer]"
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "algorithm", "bus"),
+    [
+        ("all_reduce", 4, 16.0, 12.0),
+        ("inference_all_reduce", 2, 16.0, 8.0),
+        ("all_gather_into_tensor", 4, 8.0, 6.0),
+        ("all_gather", 2, 8.0, 4.0),
+        ("reduce_scatter_tensor", 4, 8.0, 6.0),
+        ("all_to_all_single", 4, 8.0, 6.0),
+        ("broadcast", 4, 8.0, 8.0),
+        ("reduce", 4, 8.0, 8.0),
+        ("send", 4, 8.0, 8.0),
+        ("all_reduce", 1, 16.0, 0.0),
+    ],
+)
+def test_bandwidth_depends_on_the_size_of_the_group(operation, ranks, algorithm, bus):
+    assert bandwidth(operation, milliseconds=1.0, size=1_000_000, ranks=ranks) == pytest.approx((algorithm, bus))
+
+
+def test_no_time_is_no_bandwidth():
+    assert bandwidth("barrier", milliseconds=0.0, size=0, ranks=4) == (0.0, 0.0)
+
+
+def test_a_gather_counts_every_shard():
+    assert message_size("all_gather_into_tensor", 100, 4) == 400
+    assert message_size("reduce_scatter", 100, 4) == 400
+    assert message_size("all_reduce", 100, 4) == 100
+    assert message_size("gather", 100, 4) == 100
+
+
+def test_a_tenth_is_trimmed_at_either_end():
+    assert trimmed_mean([1000.0, *[1.0] * 18, -500.0]) == 1.0
+    assert trimmed_mean([1.0, 2.0, 6.0]) == 3.0
+    assert trimmed_mean([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KB"), (5 << 20, "5 MB"), (1 << 52, "4 PB")]
+)
+def test_sizes_in_words(size, words):
+    assert in_words(size) == words
+
+
+def filled():
+    log = CommLog(LogSettings(enabled=True))
+    for milliseconds in (1.0, 3.0):
+        log.add("all_reduce", "all_reduce", milliseconds=milliseconds, size=1_000_000, ranks=2)
+    log.add("all_reduce", "all_reduce", milliseconds=0.5, size=2048, ranks=2)
+    log.add("my gather", "all_gather", milliseconds=2.0, size=512, ranks=4)
+    return log
+
+
+def test_a_summary_has_a_row_per_size():
+    summary = filled().summary()
+    assert list(summary) == ["all_reduce", "my gather"]
+    assert list(summary["all_reduce"]) == [2048, 1_000_000]
+    assert summary["all_reduce"][1_000_000] == {
+        "count": 2,
+        "total_latency_ms": 4.0,
+        "avg_latency_ms": 2.0,
+        "tput_avg_gbps": pytest.approx((16 + 16 / 3) / 2),
+        "busbw_avg_gbps": pytest.approx((8 + 8 / 3) / 2),
+        "msg_size_bytes": 1_000_000,
+        "msg_size_str": "976.56 KB",
+    }
+    assert list(summary["my gather"]) == [2048]
+    assert filled().get_operation_summary("none such") == {}
+
+
+def test_the_table_is_aligned():
+    lines = table(filled().summary(), COLUMNS).splitlines()
+    assert lines[0].split("  ")[0] == "Comm. Op"
+    assert all(column in lines[0] for column in COLUMNS)
+    assert [line.split()[0] for line in lines[1:]] == ["all_reduce", "2", "976.56", "my", "2"]
+    assert lines[3][lines[0].index("Count") :].split() == ["2", "4.00", "2.00", "10.67", "5.33"]
+
+
+def test_stragglers_are_measured_against_the_fastest():
+    log = filled()
+    others = {("all_reduce", 1_000_000): 1, ("all_reduce", 2048): 1, ("only there", 8): 3}
+
+    def reduce_min(values):
+        values.copy_(torch.minimum(values, torch.tensor([0.25, 0.75], dtype=torch.float64)))
+
+    found = log.stragglers(lambda mine: [mine, others], reduce_min)
+    assert list(found) == ["all_reduce"]
+    assert found["all_reduce"][2048]["total_straggler_ms"] == 0.25
+    row = found["all_reduce"][1_000_000]
+    assert (row["count"], row["total_comm_lat_ms"], row["total_straggler_ms"]) == (1, 0.75, 0.25)
+    assert "Total straggler(ms)" in table(found, STRAGGLER_COLUMNS).splitlines()[0]
+
+
+def test_nothing_in_common_needs_no_reduction():
+    def never(values):
+        raise AssertionError
+
+    assert filled().stragglers(lambda mine: [mine, {}], never) == {}
+
+
+def test_profiling_is_switched_at_any_time():
+    log = CommLog(LogSettings(enabled=True))
+    log.stop_profiling_comms()
+    log.start_profiling_op(["barrier", "barrier", "send"])
+    assert [bool(log.name_for(name)) for name in ("barrier", "all_reduce")] == [True, False]
+    log.stop_profiling_op(["barrier"])
+    assert log.settings.prof_ops == ("send",)
+    log.start_profiling_comms()
+    assert log.name_for("all_reduce")
+
+
+def test_reset_forgets():
+    log = filled()
+    assert set(log.get_raw_data()) == {"all_reduce", "my gather"}
+    log.reset()
+    assert log.summary() == {}
+
+
+def test_a_timing_counts_bytes_and_needs_no_payload():
+    log = CommLog(LogSettings(enabled=True))
+    Timing(log, "x", "all_reduce", (torch.ones(8), torch.ones(2, dtype=torch.int64)), 2).stop()
+    Timing(log, "barrier", "barrier", (), 2).stop()
+    assert list(log.summary()["x"]) == [48]
+    assert log.summary()["barrier"][0]["count"] == 1
+
+
+def test_verbose_says_a_line_for_each(monkeypatch):
+    said = []
+    monkeypatch.setattr("mizzen.comm.ledger.log_dist", said.append)
+    log = CommLog(LogSettings(enabled=True, verbose=True))
+    log.add("all_reduce", "all_reduce", milliseconds=2.0, size=1_000_000, ranks=2)
+    assert said == [
+        "comm op: all_reduce | time (ms): 2.00 | msg size: 976.56 KB | algbw (Gbps): 8.00 | busbw (Gbps): 4.00"
+    ]

@@ -1,0 +1,72 @@
+"""Tags in words and digits; the comparison, with a gather that a test provides."""
+
+import pytest
+import torch
+
+from mizzen.comm.backend import Request
+from mizzen.comm.tags import TEXT, Tag, compare, differ_on_device, digest, words
+from mizzen.errors import CommError
+
+TAG = Tag(3, "layers.1", "forward")
+GATHER = Request("all_gather_into_tensor", payload=(torch.ones(8),))
+
+
+def test_words_hold_all_that_must_agree():
+    assert words(TAG, GATHER) == (
+        "step 3, unit 'layers.1', phase 'forward': all_gather_into_tensor of 8 torch.float32"
+    )
+    rooted = Request("broadcast", payload=(torch.ones(2, dtype=torch.int8),), detail="from rank 1")
+    assert words(TAG, rooted).endswith("broadcast from rank 1 of 2 torch.int8")
+    assert words(TAG, Request("barrier")).endswith("phase 'forward': barrier")
+
+
+def test_uneven_exchanges_may_differ_in_size():
+    assert words(TAG, Request("all_to_all_single", payload=(torch.ones(8),))).endswith(": all_to_all_single")
+
+
+@pytest.mark.parametrize("text", ["", "a", "b", "x" * 1000])
+def test_a_digest_and_its_negative_fit_a_tensor(text):
+    assert 0 <= digest(text) < 2**62
+    assert torch.tensor([digest(text), -digest(text)]).dtype == torch.int64
+
+
+def texts_of(*others):
+    """A gather among this rank and others that are at these texts."""
+
+    def gather(row):
+        if row.dtype == torch.int64:
+            rows = [torch.tensor([digest(text)]) for text in others]
+        else:
+            rows = [torch.frombuffer(bytearray(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8) for text in others]
+        return torch.stack([row, *rows])
+
+    return gather
+
+
+def test_equal_texts_pass_with_one_exchange():
+    calls = []
+
+    def gather(row):
+        calls.append(row.numel())
+        return torch.stack([row, row])
+
+    compare("here", (0, 1), gather)
+    assert calls == [1]
+
+
+def test_different_texts_name_every_rank_and_its_place():
+    with pytest.raises(CommError) as caught:
+        compare("step 1: x", (4, 5, 6, 7), texts_of("step 2: y", "step 1: x", "é" * 300))
+    said = str(caught.value)
+    assert said.startswith("the ranks have parted ways; nothing was exchanged. ranks 4, 6 at step 1: x; rank 5 at step 2: y")
+    assert said.endswith("rank 7 at " + "é" * 128)
+
+
+@pytest.mark.parametrize(("theirs", "differs"), [("here", False), ("there", True)])
+def test_the_flag_of_a_device(theirs, differs):
+    def reduce_max(values):
+        values.copy_(torch.maximum(values, torch.tensor([digest(theirs), -digest(theirs)])))
+
+    flag = differ_on_device("here", torch.device("cpu"), reduce_max)
+    assert flag.dtype == torch.bool
+    assert flag.item() is differs

@@ -1,0 +1,138 @@
+"""What follows, for a rank that waits, from what the others have said: one case after the other, without ranks."""
+
+import pytest
+
+from mizzen.comm.whereabouts import Calls, Case, Sighting, Wait, Whereabouts, absent, verdict
+
+PLACE = "call 5 of all ranks"
+WAIT = Wait("0", 5, "all_reduce", PLACE, (1, 2), True)
+OWN = Whereabouts(0, "here:1", calls={"0": Calls(5, 4), "1": Calls(2, 2)}, waits=(WAIT,))
+
+
+def peer(rank=1, **fields):
+    return Whereabouts(rank, f"here:{10 + rank}", **fields)
+
+
+def judge(*peers, wait=WAIT, own=OWN, **about):
+    """The verdict of rank 0 when these peers have said this; what is known about all of them besides is `about`."""
+    return verdict(Case(own, wait, 30.0), {seen.rank: Sighting(seen, **about) for seen in peers})
+
+
+def test_a_record_survives_the_store():
+    calls = Calls(3, 2, ((2, "barrier"), (3, "broadcast from rank 0")), 3, "ValueError: no")
+    wait = Wait("tp", 3, "broadcast from rank 0", "call 3 of group 'tp'", (4, 5), False)
+    sent = Whereabouts(4, "m:ns:9", 17, 12.5, 3, "layers.é", "forward", {"tp": calls}, (wait,), "it ended")
+    assert Whereabouts.unpack(sent.pack()) == sent
+    assert Whereabouts.unpack(peer().pack()) == peer()
+
+
+def test_a_record_stays_small():
+    recent = tuple((number, "reduce_scatter_tensor") for number in range(1000, 1008))
+    groups = {str(name): Calls(1007, 1006, recent) for name in range(20)}
+    assert len(peer(calls=groups, unit="u" * 64, phase="p" * 32).pack()) < 8192
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({}, ""),
+        ({"step": 0}, "step 0"),
+        ({"step": 3, "unit": "a", "phase": "b"}, "step 3, unit 'a', phase 'b'"),
+        ({"phase": "evaluate"}, "phase 'evaluate'"),
+    ],
+)
+def test_a_place_in_words(fields, place):
+    assert peer(**fields).place == place
+
+
+def test_no_news_is_no_reason():
+    assert judge() is None
+    assert judge(peer()) is None
+    assert judge(peer(calls={"0": Calls(4, 4)})) is None
+    assert judge(peer(calls={"0": Calls(5, 4, ((5, "all_reduce"),))})) is None
+
+
+def test_a_peer_in_another_collective():
+    seen = peer(2, calls={"0": Calls(5, 4, ((4, "x"), (5, "broadcast from rank 1")))}, step=7)
+    reason = "rank 2 entered broadcast from rank 1 as call 5 of all ranks: the ranks have parted ways (it was at step 7)"
+    assert judge(peer(), seen) == reason
+    later = peer(calls={"0": Calls(6, 6, ((5, "barrier"), (6, "all_reduce")))})
+    assert "rank 1 entered barrier" in judge(later)  # also when that one, strangely, has come to an end
+
+
+def test_a_peer_that_left():
+    assert judge(peer(left="its process ended")) == "rank 1 has left: its process ended"
+    assert judge(peer(left="x", calls={"0": Calls(5, 4)})) == "rank 1 has left: x"
+
+
+def test_a_peer_that_left_after_its_part_is_not_the_reason():
+    done = {"0": Calls(5, 5, ((5, "all_reduce"),))}
+    assert judge(peer(left="its process ended", calls=done)) is None
+    assert judge(peer(calls=done), gone=True) is None
+    assert judge(peer(calls=done), silence=99.0) is None
+
+
+def test_a_process_that_is_gone():
+    assert judge(peer(), gone=True) == "rank 1 was killed or has crashed: its process exists no more"
+    assert judge(peer(left="its process ended"), gone=True) == "rank 1 has left: its process ended"
+
+
+def test_a_silent_peer():
+    assert judge(peer(), silence=30.0) is None
+    reason = "rank 1 has not been heard of for 31 s: it is stopped, frozen or cut off"
+    assert judge(peer(), silence=31.0) == reason
+
+
+def test_a_peer_whose_call_failed():
+    failed = peer(calls={"0": Calls(5, 4, ((5, "all_reduce"),), 5, "ValueError: no")})
+    assert judge(failed) == "rank 1 failed in it: ValueError: no"
+    earlier = peer(calls={"0": Calls(4, 3, (), 4, "ValueError: caught by the program")})
+    assert judge(earlier) is None
+
+
+def their_wait(group="1", number=3, peers=(0, 2), on_main=True):
+    return peer(waits=(Wait(group, number, "barrier", f"call {number} of group 'tp'", peers, on_main),))
+
+
+def test_two_that_wait_for_each_other():
+    reason = "rank 1 waits for rank 0 in barrier (call 3 of group 'tp'): neither can go on"
+    assert judge(their_wait()) == reason
+    assert judge(their_wait(group="never used")) == reason
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        their_wait(number=2),  # where we have been already
+        their_wait(peers=(2, 3)),  # without us
+        their_wait(on_main=False),  # in the background
+        Whereabouts(1, "here:11", calls={"0": Calls(5, 4)}, waits=their_wait().waits),  # and has come to ours as well
+    ],
+    ids=["done", "others", "background", "came"],
+)
+def test_two_that_wait_but_not_for_each_other(seen):
+    assert judge(seen) is None
+
+
+def test_a_wait_in_the_background_accuses_nobody_of_waiting():
+    assert judge(their_wait(), wait=Wait("0", 5, "all_reduce", PLACE, (1, 2), False)) is None
+
+
+def test_messages_are_judged_by_presence_only():
+    wait = Wait("0", 0, "recv from rank 1", "a message in all ranks", (1,), True)
+    assert judge(their_wait(), wait=wait) is None
+    assert judge(peer(calls={"0": Calls(9, 9, ((9, "barrier"),), 9, "x")}), wait=wait) is None
+    assert judge(peer(left="gone"), wait=wait) == "rank 1 has left: gone"
+    assert judge(peer(2, left="gone"), wait=wait) is None  # it waits for rank 1 only
+
+
+def test_the_cause_comes_before_its_consequences():
+    killed, misled = peer(2), peer(1, left="its process ended with CommError: rank 2 was killed")
+    seen = {1: Sighting(misled, gone=True), 2: Sighting(killed, gone=True)}
+    assert verdict(Case(OWN, WAIT, 30.0), seen).startswith("rank 2 was killed")
+
+
+def test_who_is_absent():
+    seen = {1: Sighting(peer(calls={"0": Calls(5, 4)})), 2: Sighting(peer(2, calls={"0": Calls(4, 4)}))}
+    assert absent(WAIT, seen) == [2]
+    assert absent(WAIT, {}) == [1, 2]

@@ -1,0 +1,181 @@
+"""Every capability that does not exist is refused by the path that asks for it, and by nothing else."""
+
+import pytest
+
+from mizzen.config.load import load
+from mizzen.config.schema import Config
+from mizzen.config.section import places
+from mizzen.plan.unbuilt import UNBUILT, Unbuilt, refusals
+
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 64,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+}
+GROUPS = {"g": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["*"]}}
+QUANTIZED = {"shared_parameters": {"enabled": True}, "different_groups": GROUPS}
+PRUNED = {
+    "shared_parameters": {"enabled": True},
+    "different_groups": {"g": {"params": {"dense_ratio": 0.5}, "modules": ["*"]}},
+}
+BITS = {"g": {"params": {"bits": 8}, "modules": ["*"]}}
+REDUCED = {"enabled": True, "keep_number_layer": 1, "teacher_layer": [0], "module_name_prefix": "h"}
+SHARED = "shared_parameters.enabled"
+
+
+def zero(**keys):
+    return {"zero_optimization": {"stage": 2, **keys}}
+
+
+ASKED = {
+    "zero_optimization.stage": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.offload_param": zero(stage=2, offload_param={"device": "cpu"}),
+    "zero_optimization.offload_optimizer": zero(offload_optimizer={"device": "cpu"}),
+    "zero_optimization.zenflow": zero(zenflow={}),
+    "zero_optimization.zero_hpz_partition_size": zero(zero_hpz_partition_size=8),
+    "zero_optimization.zero_quantized_weights": zero(zero_quantized_weights=True),
+    "zero_optimization.zero_quantized_nontrainable_weights": zero(zero_quantized_nontrainable_weights=True),
+    "zero_optimization.zero_quantized_gradients": zero(zero_quantized_gradients=True),
+    "zero_optimization.zeropp_loco_param": zero(zeropp_loco_param={}),
+    "zero_optimization.mics_shard_size": zero(mics_shard_size=1),
+    "data_parallel_replicate_size": {"data_parallel_replicate_size": 2},
+    "fp16.enabled": {"fp16": {"enabled": True}},
+    "bf16.bf16_master_weights_and_grads": {**zero(), "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "torch_autocast.enabled": {"torch_autocast": {"enabled": True}},
+    "activation_checkpointing": {"activation_checkpointing": {"cpu_checkpointing": True}},
+    "pipeline_parallel_size": {"pipeline_parallel_size": 2},
+    "pipeline": {"pipeline": {"activation_checkpoint_interval": 1}},
+    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "tensor_parallel.tensor_parallel.tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
+    "sequence_parallel_size": {"sequence_parallel_size": 2},
+    "expert_parallel.enabled": {"expert_parallel": {"enabled": True}},
+    "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
+    "compile.enabled": {"compile": {"enabled": True}},
+    "compile.deepcompile": {"compile": {"deepcompile": True}},
+    "compression_training.layer_reduction.enabled": {
+        "compression_training": {"layer_reduction": REDUCED}
+    },
+    f"compression_training.weight_quantization.{SHARED}": {"compression_training": {"weight_quantization": QUANTIZED}},
+    f"compression_training.activation_quantization.{SHARED}": {
+        "compression_training": {"activation_quantization": {**QUANTIZED, "different_groups": BITS}}
+    },
+    f"compression_training.sparse_pruning.{SHARED}": {"compression_training": {"sparse_pruning": PRUNED}},
+    f"compression_training.row_pruning.{SHARED}": {"compression_training": {"row_pruning": PRUNED}},
+    f"compression_training.head_pruning.{SHARED}": {
+        "compression_training": {"head_pruning": {**PRUNED, "shared_parameters": {"enabled": True, "num_heads": 2}}}
+    },
+    f"compression_training.channel_pruning.{SHARED}": {"compression_training": {"channel_pruning": PRUNED}},
+    "weight_quantization.enabled": {"weight_quantization": {"enabled": True}},
+    "weight_quantization.quantized_initialization": {
+        "weight_quantization": {"quantized_initialization": {"num_bits": 8}}
+    },
+    "weight_quantization.post_init_quant": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 8}}}},
+    "data_efficiency.enabled": {"data_efficiency": {"enabled": True}},
+    "curriculum_learning.enabled": {"curriculum_learning": CURRICULUM},
+    "progressive_layer_drop.enabled": {"progressive_layer_drop": {"enabled": True}},
+    "checkpoint": {"checkpoint": {"async_save": True}},
+    "aio": {"aio": {"block_size": 4096}},
+    "flops_profiler.enabled": {"flops_profiler": {"enabled": True}},
+    "autotuning.enabled": {"autotuning": {"enabled": True}},
+}
+"""For every path that can be refused, a configuration that asks for it and for nothing else."""
+
+INERT = {
+    "nothing": {},
+    "stages that exist": {"zero_optimization": {"stage": 1}},
+    "offload to nowhere": zero(offload_param={"device": "none"}, offload_optimizer={"device": "none"}),
+    "the old name of no offload": zero(cpu_offload=False),
+    "flags of ZeRO++ that are off": zero(
+        zero_hpz_partition_size=1,
+        zero_quantized_weights=False,
+        zero_quantized_gradients=False,
+        zero_quantized_nontrainable_weights=False,
+        zeropp_loco_param=None,
+    ),
+    "one shard group": zero(mics_shard_size=-1, mics_hierarchical_params_gather=True),
+    "precision that is off": {
+        "fp16": {"enabled": False, "initial_scale_power": 8, "loss_scale_window": 3},
+        "torch_autocast": {"enabled": False, "dtype": "fp16"},
+    },
+    "one replica": {"data_parallel_replicate_size": 1},
+    "degrees of one": {
+        "pipeline_parallel_size": 1,
+        "sequence_parallel_size": 1,
+        "tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}, "tp_overlap_comm": True},
+    },
+    "experts that are off": {"expert_parallel": {"enabled": False, "autoep_size": 4}},
+    "keys that nothing reads": {
+        "pipeline": {"stages": 4, "partition": "uniform", "seed_layers": True},
+        "activation_checkpointing": {"number_checkpoints": 4, "contiguous_memory_optimization": True},
+        "checkpoint": {"load_universal": True, "checkpoint_serialization": False},
+        "aio": {"single_submit": True},
+    },
+    "sections at their defaults": {"aio": {"block_size": 1048576}, "checkpoint": {"tag_validation": "Warn"}},
+    "compression that is off": {
+        "compression_training": {
+            "layer_reduction": {"enabled": False, "keep_number_layer": 2},
+            "weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": GROUPS},
+        },
+        "weight_quantization": {"enabled": False},
+    },
+    "the rest, off": {
+        name: {"enabled": False}
+        for name in ("hybrid_engine", "compile", "data_efficiency", "progressive_layer_drop", "flops_profiler")
+    },
+}
+
+
+def refused(keys):
+    return [refusal.path for refusal in refusals(load(keys))]
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_each_is_refused_by_name(path):
+    assert refused(ASKED[path]) == [path]
+
+
+@pytest.mark.parametrize("name", INERT)
+def test_what_asks_for_nothing_is_not_refused(name):
+    assert refused(INERT[name]) == []
+
+
+def test_every_row_is_tried():
+    paths = {f"{row.path}.{switch}" for row in UNBUILT for switch in row.switches}
+    paths |= {row.path for row in UNBUILT if not row.switches}
+    assert paths - ASKED.keys() == {"bf16.bf16_optimizer_states"}  # cannot be asked for alone: the next test
+
+
+def test_states_below_fp32_are_refused_together_with_masters_below_fp32():
+    keys = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    asked = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"]
+    assert refused({**zero(), "bf16": keys}) == asked
+
+
+@pytest.mark.parametrize("row", UNBUILT, ids=lambda row: row.path)
+def test_every_path_is_one_of_the_schema(row):
+    known = {place.path for place in places(Config)}
+    assert row.path in known
+    assert {f"{row.path}.{switch}" for switch in row.switches} <= known
+
+
+def test_a_refusal_names_path_capability_and_way_out():
+    (refusal,) = refusals(load(ASKED["zero_optimization.mics_shard_size"]))
+    assert str(refusal) == "zero_optimization.mics_shard_size: MiCS is not built yet; leave the key out"
+
+
+def test_old_names_are_refused_under_the_new_one():
+    assert refused(zero(cpu_offload=True)) == ["zero_optimization.offload_optimizer"]
+
+
+def test_several_at_once_in_the_order_of_the_table():
+    keys = {"autotuning": {"enabled": True}, "fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    assert refused(keys) == ["zero_optimization.stage", "fp16.enabled", "autotuning.enabled"]
+
+
+def test_true_is_not_the_number_one():
+    """A flag that is true equals the inert degree 1 for Python, and not for us."""
+    row = Unbuilt("zero_optimization.zero_quantized_weights", "ZeRO++")
+    assert list(row.asked_for(load(zero(zero_quantized_weights=True)))) == [row.path]
