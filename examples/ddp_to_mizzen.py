@@ -43,7 +43,7 @@ def main() -> None:
     layers = nn.Embedding(256, 32), nn.Flatten(), nn.Linear(16 * 32, 512), nn.ReLU(), nn.Linear(512, 256)
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = {"train_micro_batch_size_per_gpu": 64, "zero_optimization": {"stage": 2}}
+    config = {"train_micro_batch_size_per_gpu": 64, "gradient_clipping": 0, "zero_optimization": {"stage": 2}}
     model, optimizer, _, _ = mizzen.initialize(model=model, optimizer=optimizer, config=config)
 
     data = next_bytes(Path(argparse.__file__), context=16)

@@ -58,10 +58,11 @@ def initialize(
     settings = load(given | _degrees_of_mesh(mesh_param))
     if settings.log_level is not None:
         set_level(settings.log_level)
+    patience = settings.communication_timeout if settings.is_given("communication_timeout") else None
     world = init_distributed(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
-        timeout=timedelta(minutes=settings.communication_timeout) if settings.is_given("communication_timeout") else None,
+        timeout=timedelta(minutes=patience) if patience else None,
         config=settings,
         verbose=False,
     )

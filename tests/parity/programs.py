@@ -28,7 +28,8 @@ class Case:
     def __str__(self) -> str:
         clip = f"clip{self.clip:g}" if self.clip else "free"
         order = "-ordered" if self.deterministic else ""
-        return f"z{self.stage}-w{self.world}-a{self.accumulation}-{clip}-{self.variant}-{self.dtype}-{self.optimizer}{order}"
+        degrees = f"z{self.stage}-w{self.world}-a{self.accumulation}"
+        return f"{degrees}-{clip}-{self.variant}-{self.dtype}-{self.optimizer}{order}"
 
     @property
     def config(self) -> dict:

@@ -19,9 +19,7 @@ def every_pair(axes) -> list[tuple]:
     everything = list(product(*axes))
     if os.environ.get("FULL"):
         return everything
-    wanted = {
-        (i, a, j, b) for (i, one), (j, other) in combinations(enumerate(axes), 2) for a in one for b in other
-    }
+    wanted = {(i, a, j, b) for (i, one), (j, other) in combinations(enumerate(axes), 2) for a in one for b in other}
     chosen = []
     while wanted:
         best = max(everything, key=lambda row: len(wanted & pairs_of(row)))

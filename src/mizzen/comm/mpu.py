@@ -40,7 +40,10 @@ class Mpu:
     def __getattr__(self, name: str) -> Callable[[], Any]:
         role, question = _parse(name)
         if role not in ROLES or question not in QUESTIONS:
-            raise AttributeError(f"an mpu has no {name!r}; it has {', '.join(dir(self))}")
+            raise AttributeError(
+                f"an mpu has no {name!r}; it has get_ROLE_parallel_QUESTION with ROLE one of {', '.join(ROLES)} and "
+                f"QUESTION one of {', '.join(QUESTIONS)}"
+            )
         mesh, axes = self.mesh, ROLES[role]
         answers: dict[str, Callable[[], Any]] = {
             "rank": lambda: mesh.ranks(*axes).index(mesh.rank),

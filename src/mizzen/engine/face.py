@@ -17,6 +17,8 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.batch import Batch
 from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
+from mizzen.data.loader import Loader
+from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
@@ -317,7 +319,7 @@ class Face(nn.Module):
         if self.training_dataloader is None:
             raise UsageError("train_batch() without an iterator needs training_data: give it to initialize()")
         if self._own_data is None:
-            self._own_data = _for_ever(self.training_dataloader)
+            self._own_data = iter(RepeatingLoader(self.training_dataloader))
         return self._own_data
 
     # The module
@@ -350,8 +352,9 @@ class Face(nn.Module):
         for observer in self.observers:
             observer.close()
         self.parts, self.observers, self.owners, self.optimizer, self.lr_scheduler = (), (), [], None, None
-        self.training_dataloader, self._own_data = None, None
-        self.__dict__["updater"] = None
+        if isinstance(self.training_dataloader, Loader):
+            self.training_dataloader.close()
+        self.training_dataloader, self._own_data, self.updater = None, None, None
 
     def __getattr__(self, name: str) -> Any:
         if name in GETTERS:
@@ -370,16 +373,3 @@ class Face(nn.Module):
 def _refuse(name: str, *_: Any, **__: Any) -> None:
     raise NotBuilt(f"engine.{name}() waits for a capability that is not built yet: {UNBUILT[name]}")
 
-
-def _for_ever(loader: Any) -> Iterator[Any]:
-    epoch = 0
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            return
-        epoch += 1
-        if "set_epoch" in dir(loader):
-            loader.set_epoch(epoch)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mizzen.errors import UsageError
+from mizzen.optim.rules import has_stepped, renew_states
 
 
 class EngineOptimizer(Optimizer):
@@ -63,7 +64,7 @@ def repoint(optimizer: Optimizer, masters: list[tuple[int, Tensor]], names: dict
     `names` has the name of every trained parameter by its id. States that the optimizer already had are refused:
     they belong to whole parameters, and a checkpoint is the way to carry them over.
     """
-    if optimizer.state:
+    if has_stepped(optimizer):
         known = [names.get(id(parameter), "?") for parameter in optimizer.state]
         raise UsageError(
             f"the optimizer already has states, for {', '.join(known[:3])}{' ...' if len(known) > 3 else ''}: give "
@@ -71,3 +72,4 @@ def repoint(optimizer: Optimizer, masters: list[tuple[int, Tensor]], names: dict
         )
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [master for index, master in masters if index == number]
+    renew_states(optimizer)

@@ -139,8 +139,8 @@ def choose_scheduler(given: Any, config: Config, optimizer: Optimizer | None) ->
         attached = vars(given).get("optimizer")
         if attached is not None and attached is not optimizer:
             raise UsageError(
-                "lr_scheduler= belongs to another optimizer than the one in use: give a callable that makes the schedule "
-                "from the optimizer it gets, or give optimizer= as well"
+                "lr_scheduler= belongs to another optimizer than the one in use: give a callable that makes the "
+                "schedule from the optimizer it gets, or give optimizer= as well"
             )
         return given
     if callable(given):

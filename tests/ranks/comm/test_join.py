@@ -161,7 +161,7 @@ class Recorded:
     def group(self, handle):
         from mizzen.comm.backend import Group
 
-        return Group("all", (0,), 0)
+        return Group("all", (0,), 0, "all ranks")
 
 
 def registered():

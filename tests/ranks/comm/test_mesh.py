@@ -189,3 +189,31 @@ def distributed_tensor():
 
 def test_axes_carry_distributed_tensors(world):
     assert world(2).run(distributed_tensor) == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def split(size):
+    """Build on a world whose communicator is bound to a device; how it was asked to split."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=size, store=FakeStore())
+    everyone, calls = dist.group.WORLD, []
+    everyone.bound_device_id = torch.device("cuda", 0)
+
+    def split_group(*, split_ranks, timeout, group_desc):
+        calls.append((split_ranks, timeout, group_desc))
+        everyone.bound_device_id = None
+        try:
+            return next(dist.new_group(ranks) for ranks in split_ranks if dist.get_rank() in ranks)
+        finally:
+            everyone.bound_device_id = torch.device("cuda", 0)
+
+    dist.split_group = split_group
+    Mesh.build(Layout.fit(size, tp=2), device_type="cpu", timeout=timedelta(seconds=77))
+    return calls
+
+
+def test_a_bound_communicator_is_split_once_for_all_groups_of_an_axis(world):
+    ((alone, data, tensor),) = world(1, init=False).run(split, 4)
+    assert alone == ([[0], [1], [2], [3]], timedelta(seconds=77), "pp")
+    assert data == ([[0, 2], [1, 3]], timedelta(seconds=77), "dp_shard")
+    assert tensor == ([[0, 1], [2, 3]], timedelta(seconds=77), "tp")

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 
@@ -44,7 +45,7 @@ class StoreBackend:
     name = "toy"
 
     def __init__(self):
-        self.client, self.world, self.issued, self.groups = None, None, 0, []
+        self.client, self.world, self.issued, self.groups = None, None, Counter(), []
 
     def initialize(self, world, *, timeout, init_method=None, device=None):
         port = world.master_port
@@ -69,12 +70,12 @@ class StoreBackend:
 
     def issue(self, request, handle):
         group = self.group(handle)
-        self.issued += 1
+        self.issued[group.name] += 1
         finish = getattr(self, f"_{request.operation}", None)
         if finish is None:
             raise NotBuilt(f"the toy cannot do {request.operation}")
         tensor = request.payload[0] if request.payload else torch.zeros(1)
-        keys = [f"{group.name}/{self.issued}/{rank}" for rank in group.ranks]
+        keys = [f"{group.name}/{self.issued[group.name]}/{rank}" for rank in group.ranks]
         self.client.set(keys[group.rank], tensor.numpy().tobytes())
         return Posted(self.client, keys, lambda posted: finish(request, tensor, posted))
 
@@ -183,7 +184,7 @@ def not_initialized():
     register_backend("toy", lambda: ready)
     dist.set_backend("toy")
     dist.all_reduce(tensor)
-    return before, tensor.item(), dist.get_backend(), ready.issued
+    return before, tensor.item(), dist.get_backend(), ready.issued.total()
 
 
 def test_a_backend_that_is_ready_can_be_switched_to(world):

@@ -74,8 +74,15 @@ def test_the_operations_are_what_they_are_called(world):
 
 @pytest.mark.parametrize(
     ("operation", "share"),
-    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1), ("send_recv", 1)],
-)  # fmt: skip
+    [
+        ("all_reduce", 1.5),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+        ("broadcast", 1),
+        ("send_recv", 1),
+    ],
+)
 def test_bandwidth(operation, share):
     row = Measurement(operation, 4_000_000, 4, (0.001, 0.004, 0.002, 0.100, 0.003))
     assert row.median == 0.003

@@ -150,7 +150,9 @@ CASES = {
         model=model(), config=GOOD, optimizer=torch.optim.AdamW(model().parameters())
     ),
     "optimizer that has stepped": stepped_optimizer,
-    "optimizer not known to be elementwise": lambda: mizzen.initialize(model=model(), config=GOOD, optimizer=LeafOptimizer),
+    "optimizer not known to be elementwise": lambda: mizzen.initialize(
+        model=model(), config=GOOD, optimizer=LeafOptimizer
+    ),
     "parameters of another model": lambda: mizzen.initialize(
         model=model(), config=GOOD, model_parameters=model().parameters()
     ),
@@ -170,15 +172,16 @@ CASES = {
         mizzen.initialize(model=model(), config={"train_batch_size": 4})[0]
     ),
     "step without optimizer": lambda: mizzen.initialize(model=model(), config={"train_batch_size": 4})[0].step(),
+    "step without backward": lambda: engine().step(),
     "step in no_sync": in_no_sync(lambda made: made.step()),
     "no_sync in no_sync": in_no_sync(lambda made: made.no_sync().__enter__()),
     "coalesce in no_sync": in_no_sync(lambda made: made.coalesce_grad_reduction().__enter__()),
     "no_sync at stage 2": lambda: engine(zero_optimization={"stage": 2}).no_sync().__enter__(),
     "both kinds of backward": mixed_backwards,
     "a second owner of the schedule": second_owner,
-    "boundary in unmanaged mode": lambda: engine(managed_gradient_accumulation=False).set_gradient_accumulation_boundary(
-        True
-    ),
+    "boundary in unmanaged mode": lambda: engine(
+        managed_gradient_accumulation=False
+    ).set_gradient_accumulation_boundary(True),
     "batch size that does not fit": lambda: engine(train_batch_size=4).set_train_batch_size(6 + 1),
     "micro batch of 0": lambda: engine().set_train_micro_batch_size(0),
     "train_batch without data": lambda: engine().train_batch(),
@@ -197,7 +200,9 @@ CASES = {
             mizzen.zero.safe_get_full_optimizer_state(made.module[0].weight, "momentum"),
         )
     )(engine()),
-    "set a value of the wrong shape": lambda: mizzen.zero.safe_set_full_fp32_param(engine().module[0].weight, torch.ones(3)),
+    "set a value of the wrong shape": lambda: (
+        lambda made: mizzen.zero.safe_set_full_fp32_param(made.module[0].weight, torch.ones(3))
+    )(engine()),
     "set a value nobody trains": lambda: mizzen.zero.safe_set_full_fp32_param(model()[0].weight, torch.ones(4, 4)),
     "gather a number": lambda: mizzen.zero.safe_get_full_fp32_param(3),
     "world does not fit tp": lambda: Layout.fit(12, tp=8),

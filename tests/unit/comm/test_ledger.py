@@ -1,6 +1,5 @@
 """The log of collectives: what is wanted, the bandwidths, the tables."""
 
-
 import pytest
 import torch
 

@@ -12,9 +12,7 @@ GATHER = Request("all_gather_into_tensor", payload=(torch.ones(8),))
 
 
 def test_words_hold_all_that_must_agree():
-    assert words(TAG, GATHER) == (
-        "step 3, unit 'layers.1', phase 'forward': all_gather_into_tensor of 8 torch.float32"
-    )
+    assert words(TAG, GATHER) == ("step 3, unit 'layers.1', phase 'forward': all_gather_into_tensor of 8 torch.float32")
     rooted = Request("broadcast", payload=(torch.ones(2, dtype=torch.int8),), detail="from rank 1")
     assert words(TAG, rooted).endswith("broadcast from rank 1 of 2 torch.int8")
     assert words(TAG, Request("barrier")).endswith("phase 'forward': barrier")
@@ -37,7 +35,10 @@ def texts_of(*others):
         if row.dtype == torch.int64:
             rows = [torch.tensor([digest(text)]) for text in others]
         else:
-            rows = [torch.frombuffer(bytearray(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8) for text in others]
+            rows = [
+                torch.frombuffer(bytearray(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
+                for text in others
+            ]
         return torch.stack([row, *rows])
 
     return gather
@@ -58,7 +59,9 @@ def test_different_texts_name_every_rank_and_its_place():
     with pytest.raises(CommError) as caught:
         compare("step 1: x", (4, 5, 6, 7), texts_of("step 2: y", "step 1: x", "é" * 300))
     said = str(caught.value)
-    assert said.startswith("the ranks have parted ways; nothing was exchanged. ranks 4, 6 at step 1: x; rank 5 at step 2: y")
+    assert said.startswith(
+        "the ranks have parted ways; nothing was exchanged. ranks 4, 6 at step 1: x; rank 5 at step 2: y"
+    )
     assert said.endswith("rank 7 at " + "é" * 128)
 
 

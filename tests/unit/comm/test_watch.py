@@ -129,7 +129,9 @@ def test_a_peer_that_has_left_ends_the_wait(watch, store):
     say(store, left="its process ended", step=4)
     handle = Handle()
     call = watch.begin(Request("all_reduce"), ALL)
-    with pytest.raises(CommError, match=r"^rank 0 waited \d\.\d s in all_reduce \(call 1 of all ranks\): rank 1 has left"):
+    with pytest.raises(
+        CommError, match=r"^rank 0 waited \d\.\d s in all_reduce \(call 1 of all ranks\): rank 1 has left"
+    ):
         watch.wait(call, handle)
     assert handle.is_abandoned
     calls = watch._account.whereabouts().calls["0"]
@@ -146,7 +148,9 @@ def test_silence_is_counted(watch, store):
 def test_a_store_that_breaks_is_silence_too(watch, store):
     call = watch.begin(Request("all_reduce"), ALL)
     store.is_broken = True
-    with pytest.raises(CommError, match=r"the job's store has not answered for 1 s: the process that hosts it \(rank 0"):
+    with pytest.raises(
+        CommError, match=r"the job's store has not answered for 1 s: the process that hosts it \(rank 0"
+    ):
         watch.wait(call, Handle())
 
 
@@ -166,7 +170,9 @@ def test_without_a_store_only_the_limit_ends_a_wait():
     alone.leave("nothing happens")
 
 
-LOST = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:5. This is typically caused by a crash."
+LOST = (
+    "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:5. This is typically caused by a crash."
+)
 
 
 def test_a_lost_connection_is_explained_by_who_left(watch, store):
@@ -186,7 +192,9 @@ def test_a_lost_connection_without_a_culprit_says_so(watch):
 
 
 def test_an_error_of_another_kind_is_passed_on_at_once(watch):
-    with pytest.raises(CommError, match=r"failed after 0\.0 s in all_reduce \(call 1 of all ranks\): Invalid scalar type"):
+    with pytest.raises(
+        CommError, match=r"failed after 0\.0 s in all_reduce \(call 1 of all ranks\): Invalid scalar type"
+    ):
         watch.wait(watch.begin(Request("all_reduce"), ALL), Handle(0, RuntimeError("Invalid scalar type")))
 
 

@@ -54,7 +54,9 @@ def test_no_news_is_no_reason():
 
 def test_a_peer_in_another_collective():
     seen = peer(2, calls={"0": Calls(5, 4, ((4, "x"), (5, "broadcast from rank 1")))}, step=7)
-    reason = "rank 2 entered broadcast from rank 1 as call 5 of all ranks: the ranks have parted ways (it was at step 7)"
+    reason = (
+        "rank 2 entered broadcast from rank 1 as call 5 of all ranks: the ranks have parted ways (it was at step 7)"
+    )
     assert judge(peer(), seen) == reason
     later = peer(calls={"0": Calls(6, 6, ((5, "barrier"), (6, "all_reduce")))})
     assert "rank 1 entered barrier" in judge(later)  # also when that one, strangely, has come to an end

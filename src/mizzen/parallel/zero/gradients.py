@@ -79,6 +79,7 @@ class Gradients:
         self.is_armed = self.is_open = self.has_strangers = self._is_complete = False
         for bucket in self.buckets:
             bucket.finite.fill_(True)
+            bucket.gradient.zero_()
 
     def detach(self) -> None:
         """Remove the hooks and let go of all tensors."""
@@ -179,7 +180,8 @@ class WholeGradients(Gradients):
         """Zeros everywhere, and every parameter's `grad` is a view again."""
         super().clear()
         for bucket in self.buckets:
-            bucket.whole.zero_()
+            if not bucket.owns_all:
+                bucket.whole.zero_()
             for parameter, view in zip(bucket.parameters, self._views[bucket], strict=True):
                 parameter.grad = view
 
@@ -244,6 +246,5 @@ class PassingGradients(Gradients):
         self._has_sum = False
         self._filling.clear()
         for bucket in self.buckets:
-            bucket.gradient.zero_()
             for parameter in bucket.parameters:
                 parameter.grad = None

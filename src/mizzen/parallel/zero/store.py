@@ -181,7 +181,7 @@ class FlatStore:
             start, stop = bucket.start, bucket.start + tensor.numel()
             for slot in bucket.plan.slots:
                 low, high = max(slot.start, start), min(slot.stop, stop)
-                is_here = low < high or start <= slot.start == slot.stop < stop  # without elements, but with a name
+                is_here = low < high or start <= slot.start == slot.stop <= stop  # without elements, but with a name
                 if is_here:
                     data = tensor[low - start : high - start]
                     yield piece_of_range(slot.name, slot.shape, data, low - slot.start, high - slot.start)

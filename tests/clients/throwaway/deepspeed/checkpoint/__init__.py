@@ -1,0 +1,1 @@
+"""What Accelerate needs to hand a state dict out."""

@@ -1,0 +1,288 @@
+"""Values, masters and states in flat buffers: what each rank holds, and what its parameters look like meanwhile."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mizzen.model.piece import assemble, covers
+from ranks.parallel.zero.programs import SHAPES, STAGES, Bag, backward, bytes_of, hold, live_bytes, whole
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# What is held
+
+
+def pieces_of_everything(stage, held):
+    bag = Bag()
+    store = hold(bag, stage, held=held, limit=60, groups={"b": 1, "d": 2})
+    masters = [master for _, master in store.masters()]
+    optimizer = torch.optim.Adam(masters, lr=0.1)
+    backward(store, bag.loss(rank(), 0))
+    gradients = store.pieces("gradient")
+    optimizer.step()
+    states = {key: store.state_pieces(optimizer.state, key) for key in ("exp_avg", "exp_avg_sq", "step", "none")}
+    return store.pieces("master"), gradients, states
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16"])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (1, 4), (2, 4)])
+def test_pieces_of_the_ranks_hold_every_element_once(world, stage, ranks, held):
+    results = world(ranks).run(pieces_of_everything, stage, held)
+    holders = results if stage else results[:1]
+    kinds = [[masters, gradients, *states.values()] for masters, gradients, states in holders]
+    for number in range(4):
+        pieces = [piece for kind in kinds for piece in kind[number]]
+        assert {piece.name for piece in pieces} == set(SHAPES)
+        for name, shape in SHAPES.items():
+            mine = [piece for piece in pieces if piece.name == name]
+            assert covers(mine).is_exact
+            assert mine[0].shape == shape
+            assert mine[0].dtype == torch.float32
+    for _, _, states in results:
+        assert states["step"] == states["none"] == []
+
+
+def groups_of_masters(stage):
+    bag = Bag()
+    store = hold(bag, stage, limit=60, groups={"b": 1, "d": 2})
+    names = {bucket.master: {slot.name for slot in bucket.plan.slots} for bucket in store.buckets}
+    return [(group, sorted(names[master])) for group, master in store.masters()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_know_their_group_and_have_their_gradient(world, stage):
+    for found in world(2).run(groups_of_masters, stage):
+        by_group = {group: sorted(n for g, names in found for n in names if g == group) for group, _ in found}
+        assert by_group == {0: ["a", "c", "e", "empty", "scalar"], 1: ["b"], 2: ["d"]}
+
+
+def starting_values(stage, held):
+    """Every rank starts with values of its own."""
+    bag = Bag(seed=rank())
+    store = hold(bag, stage, held=held)
+    parameters = {name: parameter.detach().clone() for name, parameter in bag.named_parameters()}
+    return parameters, whole(store, "master")
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_start_from_the_first_rank_and_masters_keep_every_bit(world, stage, held):
+    expected = dict(Bag(seed=0).named_parameters())
+    for parameters, masters in world(2).run(starting_values, stage, held):
+        for name, value in expected.items():
+            assert torch.equal(masters[name], value)
+            assert torch.equal(parameters[name], value.to(getattr(torch, held or "float32")))
+
+
+# A step
+
+
+def step_by_hand(stage, held):
+    bag = Bag()
+    before = {name: parameter.detach().float().clone() for name, parameter in bag.named_parameters()}
+    store = hold(bag, stage, held=held, limit=60)
+    for _, master in store.masters():
+        master += rank() + 1 if stage else 1.5  # each rank changes its own share
+    store.publish()
+    after = {name: parameter.detach().float() for name, parameter in bag.named_parameters()}
+    masters = whole(store, "master")
+    for name in SHAPES:
+        assert torch.equal(masters[name].to(bag.get_parameter(name).dtype).float(), after[name])
+        assert set((masters[name] - before[name]).round(decimals=3).unique().tolist()) <= {1.0, 1.5, 2.0}
+    return after
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_published_masters_are_everybodys_parameters(world, stage, held):
+    one, other = world(2).run(step_by_hand, stage, held)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def norms(stage, held):
+    bag = Bag()
+    store = hold(bag, stage, held=held, in_rank_order=True)
+    backward(store, bag.loss(rank(), 0))
+    squares = store.squares()
+    dist.all_reduce(squares)
+    store.rescale(0.5)
+    rescaled = store.squares()
+    dist.all_reduce(rescaled)
+    expected = sum(value.double().square().sum().item() for value in whole(store).values()) * 4
+    return squares.sqrt().float().item(), rescaled.sqrt().float().item() * 2, expected**0.5
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16"])
+def test_squares_are_counted_once_whatever_the_stage(world, held):
+    found = [row for stage in STAGES for row in world(4).run(norms, stage, held)]
+    assert len({row[:2] for row in found}) == 1
+    assert found[0][0] == found[0][1] == pytest.approx(found[0][2])
+
+
+def gradient_dtype_below_the_masters(stage):
+    bag = Bag()
+    store = hold(bag, stage, held="bfloat16", accumulation="bfloat16")
+    backward(store, bag.loss(rank(), 0))
+    attached = {master.grad.dtype for _, master in store.masters()}
+    store.publish()
+    return attached, [master.grad for bucket in store.buckets for master in [bucket.master]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizer_sees_gradients_in_the_dtype_of_masters_and_no_copy_stays(world, stage):
+    for attached, kept in world(2).run(gradient_dtype_below_the_masters, stage):
+        assert attached == {torch.float32}
+        assert set(kept) == {None}
+
+
+# What the parameters look like
+
+
+def saved(thing):
+    stream = io.BytesIO()
+    torch.save(thing, stream)
+    return len(stream.getvalue())
+
+
+def sizes_when_saved(stage, held):
+    bag = Bag({"large": (300, 300), "small": (8,), "scalar": ()})
+    for parameter in bag.parameters():
+        parameter.requires_grad_()
+    store = hold(bag, stage, held=held, limit=1 << 20)
+    store.gradients.collect()
+    small = saved(bag.small), saved(bag.scalar), saved({"small": bag.state_dict()["small"]})
+    gradients = saved(bag.small.grad) if bag.small.grad is not None else 0
+    elements = sum(parameter.numel() * parameter.element_size() for parameter in bag.parameters())
+    return small, gradients, saved(bag.state_dict()) - elements
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_saving_one_parameter_does_not_write_its_buffer(world, stage, held):
+    for small, gradients, overhead in world(2).run(sizes_when_saved, stage, held):
+        assert max(*small, gradients) < 4000
+        assert overhead < 8000
+
+
+def used_as_a_module(stage):
+    """Copies, state dicts and loading, as users do them."""
+    bag = Bag()
+    store = hold(bag, stage)
+    names = list(bag.state_dict())
+    twin = copy.deepcopy(bag)
+    bag.load_state_dict({name: torch.full(shape, 3.0) for name, shape in SHAPES.items()})
+    assert all(bool((bucket.mine(bucket.values).unique() <= 3.0).all()) for bucket in store.buckets)
+    assert not any((parameter == 3.0).any() for parameter in twin.parameters())
+    masters = whole(store, "master")
+    return names, masters
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_stays_a_module(world, stage):
+    for names, masters in world(2).run(used_as_a_module, stage):
+        assert names == list(SHAPES)
+        assert all((masters[name] == 3.0).all() for name in SHAPES)  # fp32 parameters are their own masters
+
+
+def memory_of_parameters(stage, held):
+    """Parameters lie in their bucket's memory: writing one shows in the other."""
+    bag = Bag()
+    store = hold(bag, stage, held=held)
+    for bucket in store.buckets:
+        bucket.values.fill_(5.0)
+    return [bool((parameter == 5).all()) for parameter in bag.parameters()], [p.is_leaf for p in bag.parameters()]
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16"])
+def test_parameters_share_the_memory_of_their_buffer(world, held):
+    for stage in STAGES:
+        for shared, leaves in world(2).run(memory_of_parameters, stage, held):
+            assert all(shared)
+            assert all(leaves)
+
+
+def with_old_gradients(stage, held):
+    """A model that has been used before: gradients are left on it, in its old dtype."""
+    bag = Bag()
+    bag.loss(rank(), 9).backward()
+    store = hold(bag, stage, held=held)
+    assert not any(value.any() for value in whole(store).values())
+    backward(store, bag.loss(rank(), 0))
+    return {name: value for name, value in whole(store).items()}
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_from_before_do_not_count(world, stage, held):
+    one, other = world(2).run(with_old_gradients, stage, held)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any(value.any() for value in one.values())
+
+
+class Strided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+        self.image = nn.Parameter(torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last))
+
+
+def test_parameters_that_are_not_contiguous_keep_their_values():
+    module = Strided()
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    store = hold(module, 0)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in whole(store, "master").items())
+
+
+# The end
+
+
+def detached(stage, held):
+    bag = Bag()
+    plain = sum(parameter.numel() for parameter in bag.parameters())
+    before = live_bytes()
+    store = hold(bag, stage, held=held)
+    backward(store, bag.loss(rank(), 0))
+    hooks = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in bag.parameters()]
+    values = {name: parameter.detach().clone() for name, parameter in bag.named_parameters()}
+    master = weakref.ref(store.buckets[0].master)
+    store.detach()
+    gc.collect()
+    same = all(torch.equal(parameter, values[name]) for name, parameter in bag.named_parameters())
+    left = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in bag.parameters()]
+    own = bytes_of([p.data for p in bag.parameters()]) == sum(p.numel() * p.element_size() for p in bag.parameters())
+    storages = all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in bag.parameters())
+    values.clear()
+    grown = live_bytes() - before - plain * (0 if held is None else -2)
+    bag.loss(rank(), 0).backward()
+    kinds = {parameter.grad.dtype for parameter in bag.parameters()}
+    return hooks, left, same and own and storages, master() is None, grown, kinds
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_detached_parameters_are_their_modules_own_again(world, stage, held):
+    for hooks, left, is_own, is_freed, grown, kinds in world(2).run(detached, stage, held):
+        assert set(hooks) == {1}
+        assert set(left) == {0}
+        assert is_own
+        assert is_freed
+        assert grown <= 0  # although the store itself still lives
+        assert kinds == {getattr(torch, held or "float32")}
+
+
+def test_pieces_of_one_rank_are_whole():
+    bag = Bag()
+    store = hold(bag, 2)
+    pieces = {piece.name: piece for piece in store.pieces("master")}
+    assert all(torch.equal(assemble([pieces[name]]), parameter) for name, parameter in bag.named_parameters())
+    assert not store.is_sharded
