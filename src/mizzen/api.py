@@ -1,7 +1,7 @@
 """The composition root: from a model and a configuration to an engine, one arrow after the other."""
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +13,13 @@ from mizzen.comm.join import init_distributed
 from mizzen.comm.mesh import Mesh
 from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.load import load
+from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
-from mizzen.data.loader import LoaderFactory
 from mizzen.engine.build import build_engine
 from mizzen.engine.engine import Engine
 from mizzen.engine.face import Surroundings
-from mizzen.engine.prepare import agree, choose_optimizer, choose_scheduler, place, seed_of
+from mizzen.engine.prepare import agree, choose_optimizer, choose_scheduler, loaders_of, place, seed_of
+from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import set_level
 from mizzen.model.sketch import Sketch
@@ -54,18 +55,10 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
-    given = read_source(_only_source(args, config, config_params))
+    source = _only_source(args, config, config_params)
+    given = read_source(source)
     settings = load(given | _degrees_of_mesh(mesh_param))
-    if settings.log_level is not None:
-        set_level(settings.log_level)
-    patience = settings.communication_timeout if settings.is_given("communication_timeout") else None
-    world = init_distributed(
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-        timeout=timedelta(minutes=patience) if patience else None,
-        config=settings,
-        verbose=False,
-    )
+    world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
     groups, membership = param_groups(
@@ -85,19 +78,12 @@ def initialize(
     seed = seed_of(plan.resolved.config, mesh)
     surroundings = Surroundings(
         resolved=plan.resolved,
-        user_config=given,
+        user_config=source if isinstance(source, Mapping) else given,
         mesh=mesh,
         world=world,
         device=accelerator.device(),
         seed=seed,
-        make_loader=LoaderFactory(
-            seed=seed,
-            rank=mesh.ranks("dp_replicate", "dp_shard").index(mesh.rank),
-            ranks=plan.resolved.layout.dp,
-            accumulation=plan.resolved.batch.accumulation,
-            drop_last=plan.resolved.config.dataloader_drop_last,
-            device_type=accelerator.name,
-        ),
+        make_loader=loaders_of(plan, mesh, seed),
     )
     engine = build_engine(
         parts,
@@ -121,6 +107,20 @@ def _only_source(args: Any, config: Source | None, config_params: Source | None)
         found = " and ".join(given) if given else "none"
         raise ConfigError("", f"give the configuration in exactly one of {', '.join(sources)}; given: {found}")
     return next(source for source in sources.values() if source is not None)
+
+
+def _join(settings: Config, port: int, is_required: bool | None) -> World:
+    """Join the other ranks, as patiently and as talkatively as the configuration says."""
+    if settings.log_level is not None:
+        set_level(settings.log_level)
+    patience = settings.communication_timeout if settings.is_given("communication_timeout") else None
+    return init_distributed(
+        distributed_port=port,
+        dist_init_required=is_required,
+        timeout=timedelta(minutes=patience) if patience else None,
+        config=settings,
+        verbose=False,
+    )
 
 
 def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:

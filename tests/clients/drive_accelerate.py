@@ -7,7 +7,6 @@ FOLDER/r.json. A run without a stage is plain DDP; it comes after the others, so
 import json
 import os
 import sys
-import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -106,8 +105,7 @@ def train(run: Run) -> dict:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     else:
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    found = {"losses": [], "norms": [], "rates": [], "skipped": [], "seconds": 0.0}
-    started = time.process_time()
+    found = {"losses": [], "norms": [], "rates": [], "skipped": []}
     for _ in range(EPOCHS):
         for batch in loader:
             with accelerator.accumulate(model):
@@ -115,7 +113,6 @@ def train(run: Run) -> dict:
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), CLIP)))
-                    # An engine's own schedule has already moved on by now: its step is part of backward.
                     found["rates"].append(optimizer.param_groups[0]["lr"])
                 optimizer.step()
                 if accelerator.sync_gradients or run.maker == "script":
@@ -124,43 +121,44 @@ def train(run: Run) -> dict:
                 if accelerator.sync_gradients:
                     found["skipped"].append(optimizer.step_was_skipped)
             found["losses"].append(accelerator.gather(loss.detach()).mean().item())
-    found["seconds"] = time.process_time() - started
     model.eval()
     with torch.no_grad():
         found["gathered"] = accelerator.gather_for_metrics(model(tokens[:MICRO]).reshape(1)).tolist()
     state = accelerator.get_state_dict(model)
-    found["names"] = sorted(state)
-    found["norm"] = sum(value.double().square().sum().item() for value in state.values())
+    found["state"] = {name: value.double().norm().item() for name, value in state.items()}
     whole = accelerator.unwrap_model(model)
     found["unwrapped"] = type(whole).__name__
     if run.stage is not None:
-        found["accesses"] = accesses(model, whole)
+        found["written"] = write(whole)
     accelerator.free_memory()
     found["after"] = whole(tokens[:MICRO]).item()
     return found
 
 
-def accesses(engine: nn.Module, model: nn.Module) -> list[float]:
-    """What rank 0 writes inside the context is everyone's afterwards."""
+def write(model: nn.Module) -> list[float]:
+    """What rank 0 writes inside the context is everyone's afterwards; then the old values come back in the same way."""
     import deepspeed
 
-    weight = model.norm.weight
-    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-        if deepspeed.comm.get_rank() == 0:
-            weight.data.fill_(2.0)
-    return [weight.min().item(), weight.max().item(), float(isinstance(engine, deepspeed.DeepSpeedEngine))]
+    weight, seen = model.norm.weight, []
+    for value in (torch.full_like(weight, 2.0), weight.detach().clone()):
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            if deepspeed.comm.get_rank() == 0:
+                weight.data.copy_(value)
+        seen.append(weight.max().item())
+    return seen
 
 
 def shuffled() -> list[int]:
-    """The samples of this rank when the data is prepared after the model."""
+    """The samples of this rank when the data is prepared after the model, with a sampler that takes torch's seed."""
+    sizes = {"train_batch_size": 2 * MICRO, "train_micro_batch_size_per_gpu": MICRO}
     accelerator = Accelerator(
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=Run("script", 2, 1).configuration | {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=Run("script", 2, 1).configuration | sizes),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     torch.manual_seed(7)
     model = TinyLanguageModel()
-    model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+    accelerator.prepare(model, AdamW(model.parameters()))
     loader = accelerator.prepare(DataLoader(torch.arange(32), batch_size=MICRO, shuffle=True))
     found = torch.cat(list(loader)).tolist()
     accelerator.free_memory()

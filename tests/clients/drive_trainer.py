@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-VOCABULARY, LENGTH, STEPS, WARMUP, RATE = 64, 16, 10, 3, 1e-2
+VOCABULARY, LENGTH, STEPS, WARMUP, RATE, DECAY = 64, 16, 10, 3, 1e-2, 0.1
 OPTIMIZER = {
     "type": "AdamW",
     "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
@@ -59,9 +59,11 @@ RUNS = {
     "stage 0": configuration(0),
     "stage 1": configuration(1),
     "stage 2": configuration(2),
+    # Trainer spares biases and norms from weight decay; an optimizer of the configuration does not.
+    "ddp, one group": None,
     "stage 2, optimizer": configuration(2, optimizer=OPTIMIZER),
+    "ddp, one group, late": None,
     "stage 2, optimizer and schedule": configuration(2, optimizer=OPTIMIZER, scheduler=SCHEDULER),
-    "ddp, late schedule": None,
 }
 
 
@@ -82,11 +84,17 @@ class Tokens(Dataset):
 
 
 class Recording(Trainer):
-    """Keeps every loss as it is, before Trainer adds and averages it."""
+    """Keeps every loss as it is, before Trainer adds and averages it, and what an engine says of each step."""
 
-    def training_step(self, *arguments, **keywords):
-        loss = super().training_step(*arguments, **keywords)
+    def __init__(self, **keywords) -> None:
+        super().__init__(**keywords)
+        self.losses, self.reported = [], []
+
+    def training_step(self, model, *arguments, **keywords):
+        loss = super().training_step(model, *arguments, **keywords)
         self.losses.append(loss.item())
+        if self.is_deepspeed_enabled and self.accelerator.sync_gradients:
+            self.reported.append(model.last_step.loss)
         return loss
 
 
@@ -107,14 +115,18 @@ def build() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(shape)
 
 
-def late(optimizer):
-    """Trainer's own schedule, two steps behind: WarmupDecayLR starts at step -1 and then at 0."""
+def tools(name: str, model: GPT2LMHeadModel) -> tuple:
+    """An optimizer and a schedule for Trainer; None lets it make its own."""
+    if not name.startswith("ddp, one group"):
+        return None, None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, late) if name.endswith("late") else None
 
-    def factor(done: int) -> float:
-        step = max(0, done - 1)
-        return step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+def late(done: int) -> float:
+    """Trainer's own schedule, one step behind: WarmupDecayLR starts at step -1."""
+    step = max(0, done - 1)
+    return step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
 
 
 def run(name: str, config: dict | None, folder: Path) -> dict:
@@ -127,7 +139,7 @@ def run(name: str, config: dict | None, folder: Path) -> dict:
         gradient_accumulation_steps=2,
         max_steps=STEPS,
         learning_rate=RATE,
-        weight_decay=0.1,
+        weight_decay=DECAY,
         max_grad_norm=0.5,
         lr_scheduler_type="linear",
         warmup_steps=WARMUP,
@@ -139,31 +151,31 @@ def run(name: str, config: dict | None, folder: Path) -> dict:
     )
     model = build()
     # 7 micro-batches per rank and epoch: the last step of each has only one of them.
-    trainer = Recording(model=model, args=arguments, train_dataset=Tokens(56), eval_dataset=Tokens(24))
-    trainer.losses = []
-    if name == "ddp, late schedule":
-        trainer.lr_scheduler = late(trainer.create_optimizer())
+    trainer = Recording(
+        model=model,
+        args=arguments,
+        train_dataset=Tokens(56),
+        eval_dataset=Tokens(24),
+        optimizers=tools(name, model),
+    )
     trainer.train()
     evaluated = trainer.evaluate()
     predicted = trainer.predict(Tokens(13))
     trainer.save_model(str(folder / "saved"))
     trainer.accelerator.wait_for_everyone()
     saved = load_file(folder / "saved" / "model.safetensors")
-    engine = trainer.model_wrapped
     found = {
-        "wrapped": type(engine).__name__,
         "losses": trainer.losses,
         "logs": [line for line in trainer.state.log_history if "loss" in line],
+        "reported": trainer.reported,
         "eval_loss": evaluated["eval_loss"],
-        "predictions": [list(predicted.predictions.shape), float(predicted.predictions.sum())],
-        "saved": all(torch.equal(value, saved[key]) for key, value in model.state_dict().items() if key in saved),
-        "saved_names": sorted(saved),
-        "values": {key: value.double().norm().item() for key, value in model.named_parameters()},
+        "predictions": [*predicted.predictions.shape, float(predicted.predictions.sum())],
+        "saved": {name: torch.equal(value, model.state_dict()[name]) for name, value in saved.items()},
+        "norms": {name: value.double().norm().item() for name, value in model.named_parameters()},
     }
     if config is not None:
+        engine = trainer.model_wrapped
         found["generated"] = list(engine.generate(torch.tensor([[1, 2]]), max_length=6, do_sample=False).shape)
-        found["reported"] = engine.last_step.loss
-        found["steps"] = engine.global_steps
     trainer.accelerator.free_memory()
     return found
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mizzen.accelerator.registry import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.comm.backend import Group, ranks_in_words
 from mizzen.comm.communicator import Communicator, current, use
@@ -131,9 +132,8 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
-    """A DeviceMesh over the accelerator of this host, or over its CPU when there is none."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    return init_device_mesh(device.type, mesh_shape, mesh_dim_names=mesh_dim_names)
+    """A DeviceMesh over the accelerator of this process."""
+    return init_device_mesh(get_accelerator().name, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
 def exchange_device(group: Any = None) -> torch.device:

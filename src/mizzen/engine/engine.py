@@ -40,7 +40,7 @@ class Engine(Face):
         super().__init__(parts[0].module, surroundings)
         self.parts = parts
         self.runner = driving.runner
-        self.updater = driving.updater
+        self.updater: Updater | None = driving.updater
         self.phases = driving.phases
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
@@ -71,7 +71,7 @@ class Engine(Face):
             raise UsageError("backward takes a loss that depends on trained parameters; this one needs no gradient")
         self._require_updater("backward")
         accumulation = self.batch.accumulation
-        self._window.add(loss, 1.0 if scale_wrt_gas else 1.0 / accumulation)
+        self._window.add(loss, is_share=not scale_wrt_gas)
         weighted = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
         self.runner.backward(weighted, last=self._is_last(), retain_graph=retain_graph)
         return weighted.detach()
@@ -159,6 +159,11 @@ class Engine(Face):
         self._window.close()
         if self.updater is not None:
             self.updater.clear()
+
+    def destroy(self) -> None:
+        """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
+        super().destroy()
+        self.updater = None
 
     # What both end with
 

@@ -354,7 +354,7 @@ class Face(nn.Module):
         self.parts, self.observers, self.owners, self.optimizer, self.lr_scheduler = (), (), [], None, None
         if isinstance(self.training_dataloader, Loader):
             self.training_dataloader.close()
-        self.training_dataloader, self._own_data, self.updater = None, None, None
+        self.training_dataloader, self._own_data = None, None
 
     def __getattr__(self, name: str) -> Any:
         if name in GETTERS:
@@ -372,4 +372,3 @@ class Face(nn.Module):
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:
     raise NotBuilt(f"engine.{name}() waits for a capability that is not built yet: {UNBUILT[name]}")
-

@@ -15,6 +15,7 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare
 from mizzen.comm.mesh import Mesh
 from mizzen.config.schema import Config
+from mizzen.data.loader import LoaderFactory
 from mizzen.errors import ConfigError, UsageError
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.rules import is_elementwise
@@ -101,6 +102,18 @@ def seed_of(config: Config, mesh: Mesh) -> int:
         place_of_rank = [mesh.coordinate(axis) for axis in axes]
         torch.manual_seed(int(_digest(f"{value} {place_of_rank}"), 16) >> 1)
     return value
+
+
+def loaders_of(plan: Plan, mesh: Mesh, seed: int) -> LoaderFactory:
+    """What makes this rank's loaders."""
+    return LoaderFactory(
+        seed=seed,
+        rank=mesh.ranks("dp_replicate", "dp_shard").index(mesh.rank),
+        ranks=plan.resolved.layout.dp,
+        accumulation=plan.resolved.batch.accumulation,
+        drop_last=plan.resolved.config.dataloader_drop_last,
+        device_type=get_accelerator().name,
+    )
 
 
 def choose_optimizer(

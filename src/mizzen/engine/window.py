@@ -25,9 +25,10 @@ class Window:
         self.held_by: str | None = None
         """The context that keeps gradients on their rank."""
 
-    def add(self, loss: Tensor, count: float) -> None:
-        """Count one micro-batch of an open loop."""
-        self.tally = self.tally.plus(loss.reshape(()), count)
+    def add(self, loss: Tensor, *, is_share: bool) -> None:
+        """Count one micro-batch of an open loop. Shares of a loss add up to one, however many there are."""
+        is_counted = not is_share or self.tally.loss is None
+        self.tally = self.tally.plus(loss.reshape(()), float(is_counted))
 
     def see(self, batch: Any) -> None:
         """Count the tokens of some inputs."""

@@ -1,4 +1,4 @@
-"""Collectives of device tensors: nothing here may stop the host, tags included. One rank, because there is one device."""
+"""Collectives of device tensors: nothing may stop the host, tags included. One rank, because there is one device."""
 
 import pytest
 import torch

@@ -244,14 +244,14 @@ def queries():
         "coalescing": dist.has_coalescing_manager(),
     }
     dist.set_backend("gloo")
-    dist.barrier(device_ids=[0])
     dist.monitored_barrier(timeout=timedelta(seconds=20))
     dist.destroy_process_group()
     answer["after"] = dist.is_initialized(), torch_dist.is_initialized(), AMBIENT.comm
     return answer
 
 
-def test_questions_are_answered(world):
+def test_questions_are_answered(world, monkeypatch):
+    monkeypatch.setenv("MIZZEN_ACCELERATOR", "cpu")
     for rank, answer in enumerate(world(2).run(queries)):
         assert answer == {
             "initialized": True,
@@ -277,12 +277,12 @@ def barrier_devices():
         return real(self, opts=opts)
 
     torch_dist.ProcessGroup.barrier = spy
-    dist.barrier(device_ids=[3])
+    dist.barrier(device_ids=[0])
     return seen
 
 
 def test_barrier_passes_its_device_ids_on(world):
-    assert world(2).run(barrier_devices) == [[[3]], [[3]]]
+    assert world(2).run(barrier_devices) == [[[0]], [[0]]]
 
 
 def wrong_calls():
