@@ -19,7 +19,7 @@ help: ## list the targets
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,clients]"
 	touch $@
 
 # Another torch may want another setuptools; all else stays as it is.
@@ -28,7 +28,7 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	grep -v -E '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt "setuptools>=77" torch==$(VERSION)
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --no-build-isolation \
-	  torch==$(VERSION) --editable ".[dev]"
+	  torch==$(VERSION) --editable ".[dev,clients]"
 	touch $@
 
 demo: .venv/ready ## what this machine has, a configuration explained, and its plan

@@ -18,7 +18,7 @@ from mizzen.config.source import Source, read_source
 from mizzen.engine.build import build_engine
 from mizzen.engine.engine import Engine
 from mizzen.engine.face import Surroundings
-from mizzen.engine.prepare import agree, choose_optimizer, choose_scheduler, loaders_of, place, seed_of
+from mizzen.engine.prepare import agree, check_equal, choose_optimizer, choose_scheduler, loaders_of, place, seed_of
 from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import set_level
@@ -75,6 +75,7 @@ def initialize(
     place(model, plan, mesh)
     chosen = choose_optimizer(optimizer, plan.resolved.config, groups, accelerator.name) if is_trained else None
     parts = plan.apply((Part(model),), mesh)
+    check_equal(model, mesh)
     seed = seed_of(plan.resolved.config, mesh)
     surroundings = Surroundings(
         resolved=plan.resolved,

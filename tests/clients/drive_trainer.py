@@ -1,6 +1,7 @@
 """What one rank of a user's script does with HF Trainer, for several configurations one after the other.
 
-`python -m torch.distributed.run --nproc-per-node 2 drive_trainer.py FOLDER`; rank r leaves its findings in FOLDER/r.json.
+`python -m torch.distributed.run --nproc-per-node 2 drive_trainer.py FOLDER`; rank r leaves its findings in
+FOLDER/r.json.
 """
 
 import json

@@ -18,9 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MISSING = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
 
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; it is in the extra clients"
-)
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the extra clients is not installed: {', '.join(MISSING)}")
 
 
 def launch(script: str, folder: Path) -> tuple[list[dict], str]:
@@ -126,8 +124,7 @@ def test_a_loop_with_accelerate_gets_what_it_gets_from_ddp(accelerate, maker, st
         for key in ("losses", "norms", "gathered", "state", "after", "unwrapped"):
             assert found[key] == (close(expected[key]) if key != "unwrapped" else expected[key]), key
         assert not any(found["skipped"])
-        assert found["written"] == close([2.0, found["written"][1]])
-        assert found["written"][1] != 2.0
+        assert found["written"][0] == 2.0 > found["written"][1]
         if maker == "script":
             assert found["rates"] == close(expected["rates"])
         else:  # as with Trainer: the schedule is one step ahead when the loop looks

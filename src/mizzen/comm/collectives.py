@@ -311,7 +311,8 @@ def recv(
         return -1
     work.wait()
     if src is None and group_src is None:
-        return get_global_rank(group, work.source_rank())
+        # Borrowed from torch (docs/borrowed.md): the public `source_rank` warns that it will go.
+        return get_global_rank(group, work._source_rank())
     return root("recv", src, group_src, group)
 
 

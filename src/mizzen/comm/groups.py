@@ -144,10 +144,7 @@ def exchange_device(group: Any = None) -> torch.device:
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Let torch's symmetric memory be used in a group of this name."""
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group as enable
-
-    enable(group_name)  # type: ignore[arg-type]
+    """Nothing to do: torch makes symmetric memory usable in every group by itself."""
 
 
 def get_local_rank_from_launcher() -> int:

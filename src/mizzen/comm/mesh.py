@@ -132,8 +132,14 @@ class _Builder:
         return view
 
     def _flatten(self, mesh: DeviceMesh, partition: Partition) -> DeviceMesh:
+        """The product of several axes. One of them all has no axis left beside it, and so needs no common root."""
+        if len(partition) == 1:
+            everyone = self._form(partition, "")
+            return DeviceMesh.from_group(
+                everyone, self.device_type, mesh_dim_names=("_".join(mesh.mesh_dim_names or ()),)
+            )
         flat = mesh._flatten()
-        if len(partition) > 1 and "fake" not in dist.get_backend_config():
+        if "fake" not in dist.get_backend_config():
             _set_pg_timeout(self.timeout, flat.get_group())
         self.groups.setdefault(partition, flat.get_group())
         return flat

@@ -76,8 +76,8 @@ PACKAGES: Final = (
     Package(("mpi4py",), "jobs that mpirun starts are discovered with it", "pip install 'mizzen[mpi]'"),
     Package(("transformers",), "its models and Trainer", "pip install 'mizzen[clients]'"),
     Package(("accelerate",), "its loop, and the Trainer of transformers", "pip install 'mizzen[clients]'"),
-    Package(("peft",), "its adapters", "pip install 'mizzen[clients]'"),
-    Package(("lightning", "pytorch-lightning"), "its Trainer", "pip install 'mizzen[clients]'"),
+    Package(("peft",), "its adapters", "pip install 'mizzen[all-clients]'"),
+    Package(("lightning", "pytorch-lightning"), "its Trainer", "pip install 'mizzen[all-clients]'"),
     Package(("torchao",), "training in float8", "pip install torchao"),
     Package(
         ("triton", "pytorch-triton", "triton-rocm", "triton-windows"), "fused kernels; GPU builds of torch have it", ""

@@ -141,6 +141,8 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
         value = parameter.detach().clone()
         if owner.store.group is not None:
             collectives.broadcast(value, modifier_rank, group=owner.store.group)
+        with torch.no_grad():
+            parameter.copy_(value)
         master = full_value(parameter)
         if master is None or not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
             set_full_value(parameter, value)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 
 from mizzen.comm import collectives
@@ -19,6 +19,7 @@ from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
+from mizzen.engine.access import set_full_value
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
@@ -159,6 +160,8 @@ class Face(nn.Module):
         self.optimizer: EngineOptimizer | None = None
         self.lr_scheduler: Any = None
         self._own_data: Iterator[Any] | None = None
+        # A state dict loaded into the module by anybody, a client included, must not be undone by the next step.
+        self._loading = module.register_load_state_dict_post_hook(self._refresh)  # type: ignore[no-untyped-call]
         self.train(module.training)
 
     # What it was built from
@@ -339,6 +342,29 @@ class Face(nn.Module):
                     found.pop(prefix + name, None)
         return dict(found)
 
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., None] | None = None
+    ) -> None:
+        """Load a state dict, or its entry `module`, into the module and the master weights. Every rank calls this."""
+        state = checkpoint.get("module", checkpoint)
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+            self._refresh()
+            return
+        self.module.load_state_dict(state, strict=strict)
+        for owner in self.owners:  # a state dict may hold more bits than the module
+            if isinstance(value := state.get(owner.name), Tensor):
+                set_full_value(owner.store.parameters[owner.name], value)
+
+    def _refresh(self, *_: Any) -> None:
+        for store in self.stores:
+            store.refresh()
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds per phase of the last step, with `wall_clock_breakdown`."""
+        phases = self.last_step.phases if self.last_step is not None else {}
+        return {name: 1e3 * seconds for name, seconds in phases.items()}
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Not built yet."""
         raise NotBuilt(
@@ -347,6 +373,7 @@ class Face(nn.Module):
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
+        self._loading.remove()
         for store in self.stores:
             store.detach()
         for observer in self.observers:

@@ -4,7 +4,7 @@ import hashlib
 import platform
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
-from mizzen.comm.fingerprint import compare
+from mizzen.comm.fingerprint import compare, flatten
 from mizzen.comm.mesh import Mesh
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
@@ -22,6 +22,9 @@ from mizzen.optim.rules import is_elementwise
 from mizzen.plan.build import Plan
 from mizzen.precision.policy import Policy
 
+DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
+"""The axes over which parameters are the same."""
+
 
 def agree(plan: Plan) -> None:
     """All ranks compare what they are about to do, in one exchange; a rank that differs is named with the field."""
@@ -30,7 +33,7 @@ def agree(plan: Plan) -> None:
     config = plan.resolved.config
     compare(
         {
-            "configuration": _digest(config.model_dump_json()),
+            **flatten(config.model_dump(mode="json")),
             "model": plan.sketch.fingerprint(),
             "mizzen": _version("mizzen"),
             "torch": torch.__version__,
@@ -70,8 +73,25 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         _spread([*rest, *model.buffers()], mesh)
 
 
+def check_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Make sure that every rank has the same parameters and buffers; one that differs is named with the tensor."""
+    if mesh.layout.world == mesh.layout.tp * mesh.layout.pp:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    sums = {name: _sum_of_bits(tensor) for name, tensor in tensors}
+    values = torch.stack(list(sums.values())).tolist() if sums else []
+    compare({name: str(value) for name, value in zip(sums, values, strict=True)}, mesh.group(*DATA_AXES))
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """A sum over the bits of a tensor as whole numbers, which is the same in any order and for NaN as well."""
+    data = tensor.detach().contiguous().reshape(-1)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8)
+    return data.view(width).sum(dtype=torch.int64)
+
+
 def _spread(tensors: Iterable[Tensor], mesh: Mesh) -> None:
-    group = mesh.group("dp_replicate", "dp_shard", "sp")
+    group = mesh.group(*DATA_AXES)
     source = groups.get_global_rank(group, 0)
     for tensor in tensors:
         data = tensor.detach()

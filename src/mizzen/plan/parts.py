@@ -73,6 +73,9 @@ class Store(Protocol):
     def publish(self) -> None:
         """Bring new master values to the parameters of every rank."""
 
+    def refresh(self) -> None:
+        """Take the parameters' values over as masters, after somebody has written to the parameters."""
+
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""
 

@@ -373,6 +373,8 @@ def port():
 )
 def test_a_script_under_plain_torchrun_ends_with_the_reason(tmp_path, port, what, reason):
     (first, said), (second, _) = job(tmp_path, port, what)
-    assert (first, second) == (1, 1)
+    # torch aborts now and then when gloo is torn down after an error, with us or without.
+    assert first in (1, -signal.SIGABRT)
+    assert second in (1, -signal.SIGABRT)
     assert "mizzen.errors.CommError: rank 0 " in said
     assert reason in said

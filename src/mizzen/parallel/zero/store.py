@@ -147,6 +147,13 @@ class FlatStore:
                 works.append(collectives.all_gather_into_tensor(bucket.values, mine, group=self.group, async_op=True))
         wait_for(*works)
 
+    def refresh(self) -> None:
+        """Take the parameters' values over as masters, after somebody has written to the parameters."""
+        for bucket in self.buckets:
+            mine = bucket.mine(bucket.values)
+            if mine.data_ptr() != bucket.master.data_ptr():
+                bucket.master.copy_(mine)
+
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""
         if self.holding.reduction.ranks == 1:

@@ -1,4 +1,4 @@
-"""The names by which Trainer and Accelerate drive an engine, over mizzen. For the tests beside it, and for nothing else.
+"""The names by which Trainer and Accelerate drive an engine, over mizzen; for the tests beside it and nothing else.
 
 The folder above goes on the path of the processes that those tests start, never on that of the tests themselves.
 """

@@ -1,0 +1,233 @@
+"""Models as they come: mixed dtypes, compiled, with sparse embeddings, loaded late; and access to their state by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import mizzen
+from mizzen.engine.prepare import check_equal
+from parity.programs import Case, TinyLanguageModel, build, micro_batches
+from ranks.engine.test_training import start
+
+
+def a_few_steps(engine, case: Case, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        for tokens in micro_batches(case, step, engine.global_rank):
+            engine.backward(engine(tokens))
+            report = engine.step()
+        losses.append(report.loss)
+    return losses
+
+
+class Mixed(nn.Module):
+    """fp32, bf16 and fp64 parameters in one model, one of them frozen, and an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one = nn.Linear(4, 8)
+        self.two = nn.Linear(8, 8).to(torch.bfloat16)
+        self.three = nn.Linear(8, 1).double()
+        self.frozen = nn.Parameter(torch.ones(8, dtype=torch.float16), requires_grad=False)
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, rows):
+        hidden = self.two(self.one(rows).to(torch.bfloat16)) * self.frozen.to(torch.bfloat16)
+        return self.three(hidden.double()).pow(2).mean().float()
+
+
+def train_mixed(stage: int) -> tuple[list[torch.dtype], dict[str, torch.Tensor]]:
+    model = Mixed()
+    kinds = [parameter.dtype for parameter in model.parameters()]
+    engine = start(Case(stage, 2, samples=4), model, gradient_clipping=1.0)
+    for step in range(3):
+        rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(step + 10 * engine.global_rank))
+        engine.backward(engine(rows))
+        assert engine.step().applied
+    assert [parameter.dtype for parameter in model.parameters()] == kinds
+    return kinds, {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+
+
+def test_parameters_of_several_dtypes_train_together(world):
+    runs = [world(2).run(train_mixed, stage)[0] for stage in (0, 1, 2)]
+    fresh = {name: parameter.detach().double() for name, parameter in Mixed().named_parameters()}
+    for _, values in runs:
+        for name, value in values.items():
+            torch.testing.assert_close(value, runs[0][1][name], rtol=0, atol=0)
+            assert torch.equal(value, fresh[name]) == (name == "frozen"), name
+
+
+def train_compiled(stage: int, compiled: bool) -> list[float]:
+    case = Case(stage, 2)
+    model = torch.compile(build(case), backend="eager") if compiled else build(case)
+    return a_few_steps(start(case, model), case)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_that_was_compiled_before(world, stage):
+    expected = world(2).run(train_compiled, stage, False)[0]
+    assert world(2).run(train_compiled, stage, True, timeout=120)[0] == pytest.approx(expected, rel=1e-6)
+
+
+class Sparse(TinyLanguageModel):
+    """The same model with an embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.embed.sparse = True
+
+
+def train_sparse(stage: int, key: bool, sparse_module: bool) -> list[float]:
+    torch.manual_seed(7)
+    case = Case(stage, 2, 2)
+    engine = start(case, Sparse() if sparse_module else TinyLanguageModel("plain"), sparse_gradients=key)
+    assert engine.sparse_gradients_enabled() is key
+    return a_few_steps(engine, case)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_sparse_gradients_give_the_same_losses(world, stage):
+    expected = world(2).run(train_sparse, stage, False, False)[0]
+    for key, sparse_module in ((True, False), (True, True), (False, True)):
+        assert world(2).run(train_sparse, stage, key, sparse_module)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def differ_then_agree(stage: int) -> bool:
+    torch.manual_seed(torch.distributed.get_rank())  # every rank builds another model
+    model = TinyLanguageModel("frozen")
+    model.scale.fill_(torch.distributed.get_rank() + 0.5)
+    engine = start(Case(stage, 2), model)
+    check_equal(engine.module, engine.mesh)
+    return float(engine.module.scale) == 0.5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_ranks_get_the_values_of_rank_0(world, stage):
+    assert world(2).run(differ_then_agree, stage) == [True, True]
+
+
+def spoil() -> None:
+    engine = start(Case(0, 2))
+    if engine.global_rank == 1:
+        engine.module.head.weight.data[0, 0] += 1
+    check_equal(engine.module, engine.mesh)
+
+
+def test_a_rank_with_other_values_is_named(world):
+    for outcome in world(2).run(spoil, expect_failure=True):
+        assert outcome.error_type == "CommError"
+        assert "head.weight: rank 1 has" in outcome.traceback
+
+
+def other_model() -> None:
+    case = Case(0, 2)
+    start(case, TinyLanguageModel("plain", width=16 if torch.distributed.get_rank() == 0 else 32))
+
+
+def other_config() -> None:
+    start(Case(0, 2, clip=0.1 * torch.distributed.get_rank()))
+
+
+@pytest.mark.parametrize(("program", "field"), [(other_model, "model"), (other_config, "gradient_clipping")])
+def test_ranks_that_start_differently_are_told_at_once(world, program, field):
+    for outcome in world(2).run(program, expect_failure=True):
+        assert outcome.error_type == "CommError"
+        assert field in outcome.traceback
+
+
+def load_late(stage: int, through: str) -> tuple[bool, bool]:
+    """Weights that are loaded after `initialize` are what training goes on from."""
+    engine = start(Case(stage, 2, dtype="bf16"))
+    torch.manual_seed(99)
+    fresh = {name: value + 0.1 * torch.randn_like(value) for name, value in build(Case()).state_dict().items()}
+    if through == "engine":
+        engine.load_module_state_dict({"module": fresh})
+    else:
+        engine.module.load_state_dict(fresh)
+    exact = engine.global_rank >= 0 and all(
+        torch.equal(mizzen.zero.safe_get_full_fp32_param(p), fresh[name]) for name, p in engine.module.named_parameters()
+    )
+    rounded = all(
+        torch.equal(mizzen.zero.safe_get_full_fp32_param(p).bfloat16(), fresh[name].bfloat16())
+        for name, p in engine.module.named_parameters()
+    )
+    return exact, rounded
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_state_dict_loaded_late_reaches_the_masters(world, stage):
+    assert world(2).run(load_late, stage, "engine") == [(True, True)] * 2
+    assert world(2).run(load_late, stage, "module") == [(False, True)] * 2
+
+
+def access(stage: int, dtype: str) -> dict[str, bool]:
+    """Read and write whole values, gradients and states through the parameter alone."""
+    engine = start(Case(stage, 2, dtype=dtype))
+    weight, zero = engine.module.blocks[1].up.weight, mizzen.zero
+    assert zero.safe_get_full_optimizer_state(weight, "exp_avg") is None
+    a_few_steps(engine, Case(stage, 2, dtype=dtype), 2)
+    found = {}
+    state = zero.safe_get_full_optimizer_state(weight, "exp_avg")
+    found["state has the shape"] = state.shape == weight.shape and bool(state.abs().sum() > 0)
+    zero.safe_set_full_optimizer_state(weight, torch.full_like(state, 3.0), "exp_avg")
+    found["state is set"] = bool((zero.safe_get_full_optimizer_state(weight, "exp_avg") == 3).all())
+    found["neighbour is not"] = not bool(
+        (zero.safe_get_full_optimizer_state(engine.module.blocks[1].up.bias, "exp_avg") == 3).any()
+    )
+    value = torch.arange(weight.numel(), dtype=torch.float32).view_as(weight) / 1000
+    zero.safe_set_full_fp32_param(weight, value)
+    found["master is set"] = torch.equal(zero.safe_get_full_fp32_param(weight), value)
+    found["parameter follows"] = torch.equal(weight, value.to(weight.dtype))
+    (tokens,) = micro_batches(Case(stage, 2), 0, engine.global_rank)
+    engine.backward(engine(tokens))
+    gradient = zero.safe_get_full_grad(weight)
+    zero.safe_set_full_grad(weight, 2 * gradient)
+    found["gradient is set"] = torch.equal(zero.safe_get_full_grad(weight), 2 * gradient)
+    zero.safe_update_full_grad_vectorized([weight], lambda grad, parameter: grad * 0)
+    found["gradient is updated"] = not bool(zero.safe_get_full_grad(weight).any())
+    engine.step()
+    with zero.GatheredParameters([weight], modifier_rank=1):
+        if engine.global_rank == 1:
+            weight.data.fill_(7.0)
+    found["what rank 1 wrote is everywhere"] = bool((weight == 7).all())
+    found["and in the masters"] = bool((zero.safe_get_full_fp32_param(weight) == 7).all())
+    found["nobody trains a buffer"] = zero.safe_get_full_grad(engine.module.scale) is None
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_state_is_read_and_written_by_the_parameter_alone(world, stage, dtype):
+    for found in world(2).run(access, stage, dtype):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
+def batches_of(seed_of_rank: bool, key: int | None) -> list[list[int]]:
+    """The order in which a rank sees a data set, whatever it did with its own seed before."""
+    torch.manual_seed(1 + (torch.distributed.get_rank() if seed_of_rank else 0))
+    extra = {} if key is None else {"seed": key}
+    _, _, loader, _ = mizzen.initialize(
+        model=nn.Linear(1, 1), training_data=list(range(32)), config=Case(0, 2, samples=8).config | extra
+    )
+    return [batch.tolist() for batch in loader]
+
+
+def test_the_order_of_data_is_rank_0s_whatever_the_others_did(world):
+    same, other = world(2).run(batches_of, False, None), world(2).run(batches_of, True, None)
+    assert same == other
+    assert sorted(sum(sum(same, []), [])) == list(range(32))
+    assert world(2).run(batches_of, False, 5) == world(2).run(batches_of, True, 5) != same
+
+
+def noise() -> list[float]:
+    """Dropout differs between data-parallel ranks."""
+    engine = start(Case(0, 2))
+    assert engine.training
+    return nn.functional.dropout(torch.ones(64)).tolist()
+
+
+def test_dropout_differs_between_ranks_and_is_the_same_again(world):
+    first, second = world(2).run(noise)
+    assert first != second
+    assert world(2).run(noise) == [first, second]
