@@ -147,17 +147,23 @@ def take_device(world: World, backend: str | None) -> tuple[str, torch.device | 
     """
     accelerator = get_accelerator()
     name = backend or accelerator.comm_backend
-    count = accelerator.device_count()
-    if accelerator.name != "cpu":
-        # A launcher may give each rank its own device to see: then it is number 0 for all of them.
-        if world.local_rank >= count > 1 or count < 1:
-            raise DeviceError(
-                f"rank {world.rank} is number {world.local_rank} on its host, but it sees {count} {accelerator.name} "
-                f"devices: start at most {count} ranks on a host, or check {accelerator.visible_devices}"
-            )
-        accelerator.set_device(0 if count == 1 else world.local_rank)
-    else:
-        accelerator.set_device(world.local_rank)
-    if accelerator.name == "cpu" or name != accelerator.comm_backend or name == "gloo":
+    if accelerator.name == "cpu" or name == "gloo" or name != accelerator.comm_backend:
+        accelerator.set_device(world.local_rank if accelerator.name == "cpu" else _index(world, shared=True))
         return name, None
+    accelerator.set_device(_index(world, shared=False))
     return f"cpu:gloo,{accelerator.name}:{name}", accelerator.device(accelerator.current_device())
+
+
+def _index(world: World, *, shared: bool) -> int:
+    """The device of this rank. NCCL and its like refuse to put two ranks on one of them; gloo does not mind."""
+    accelerator = get_accelerator()
+    count, variable = accelerator.device_count(), accelerator.visible_devices
+    if world.local_rank < count:
+        return world.local_rank
+    # A launcher may let each rank see its own device only: then it is number 0 for all of them.
+    if shared or (count == 1 and variable in environ()):
+        return world.local_rank % count
+    raise DeviceError(
+        f"rank {world.rank} is number {world.local_rank} on its host, but it sees {count} {accelerator.name} device"
+        f"{'s' if count != 1 else ''}: start at most {count} ranks on a host, or check {variable}"
+    )

@@ -10,8 +10,6 @@ import threading
 import time
 from typing import Final
 
-import psutil
-
 from mizzen.comm.account import Account, is_gone
 from mizzen.comm.backend import Store
 from mizzen.comm.whereabouts import Sighting, Whereabouts
@@ -19,12 +17,14 @@ from mizzen.log import get_logger
 
 RECORDS_PER_SECOND: Final = 32
 """How many records of others a waiting rank reads per second: more would drown the store of a large job."""
+STARTED: Final = time.time()
+"""A record from before this process is of an earlier attempt of the job, where the store has outlived it."""
 BEATS_PER_SECOND: Final = 256
 """How many records all ranks of a job together publish per second at most."""
 
 
 class Lookout:
-    """The thread of one rank. It starts with the rank's first collective and ends with the process."""
+    """The thread of one rank, from the day it joins to the end of the process."""
 
     def __init__(self, account: Account, store: Store, *, size: int, beat: float) -> None:
         self.beat = beat
@@ -39,10 +39,8 @@ class Lookout:
         self._beats = 0
         self._next_look = 0.0
         self._wake = threading.Event()
+        self._stale: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name="mizzen-lookout", daemon=True)
-
-    def start(self) -> None:
-        """Begin, and see to it that the others hear of the end of this process."""
         self._thread.start()
         atexit.register(self._at_exit, os.getpid())
 
@@ -67,11 +65,10 @@ class Lookout:
             self.stop(_why_this_process_ends())
 
     def _run(self) -> None:
-        began = psutil.Process().create_time()
         try:
             while self._publish():
                 if self._account.waits and time.monotonic() >= self._next_look:
-                    self._look(began)
+                    self._look()
                 self.answers += 1
                 self._wake.wait(self._period)
                 self._wake.clear()
@@ -89,7 +86,7 @@ class Lookout:
         self._store.set(_key(whereabouts.rank), whereabouts.pack())
         return not whereabouts.left
 
-    def _look(self, began: float) -> None:
+    def _look(self) -> None:
         """Read where the peers of all present waits are."""
         peers = {peer for wait in list(self._account.waits.values()) for peer in wait.peers}
         interval = max(self._period, len(peers) / RECORDS_PER_SECOND)
@@ -98,8 +95,8 @@ class Lookout:
             if not self._store.check([_key(rank)]):
                 continue
             seen = Whereabouts.unpack(self._store.get(_key(rank)))
-            if seen.written < began:
-                continue  # of an earlier attempt of this job, on the same store
+            if seen.written < STARTED and self._stale.setdefault(rank, seen.beat) == seen.beat:
+                continue  # unless it changes: then only the clocks of the two hosts differ
             before = self.sightings.get(rank)
             # Silence is counted in looks, not by the clock: who was suspended itself must not accuse the others.
             silent = before is not None and before.whereabouts.beat == seen.beat

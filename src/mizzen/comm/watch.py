@@ -47,7 +47,6 @@ class Watch:
         self._patience = patience
         self._account = Account(rank)
         self._lookout = Lookout(self._account, store, size=size, beat=patience.beat) if store is not None else None
-        self._is_started = False
 
     @property
     def patience(self) -> Patience:
@@ -63,10 +62,6 @@ class Watch:
 
     def begin(self, request: Request, group: Group) -> Call:
         """Account for an operation that is about to be issued."""
-        if not self._is_started:
-            self._is_started = True
-            if self._lookout is not None:
-                self._lookout.start()
         return self._account.begin(request, group)
 
     def wait(self, call: Call, handle: Handle, timeout: float | None = None) -> None:
@@ -167,7 +162,7 @@ class Watch:
 
     def leave(self, reason: str) -> None:
         """Tell the others that this rank takes no further part."""
-        if self._lookout is not None and self._is_started:
+        if self._lookout is not None:
             self._lookout.stop(reason)
 
 

@@ -144,10 +144,9 @@ def bench(
     group: Any = None,
 ) -> Bench:
     """Measure operations among the ranks of a group. Every rank of it calls this, with the same arguments."""
-    device = get_accelerator().device()
     ranks = get_all_ranks_from_group(group)
     found = measure(operations, sizes, trials=trials, warmups=warmups, dtype=dtype, group=group)
-    return Bench(get_backend(group), str(device), len(ranks), tuple(found))
+    return Bench(get_backend(group), str(_device(group)), len(ranks), tuple(found))
 
 
 def measure(
@@ -171,10 +170,15 @@ def measure(
             continue  # nobody to send to
         for size in sizes:
             each = math.ceil(size / dtype.itemsize / len(ranks))
-            whole = torch.ones(each * len(ranks), dtype=dtype, device=get_accelerator().device())
+            whole = torch.ones(each * len(ranks), dtype=dtype, device=_device(group))
             part = whole[:each].clone()
             seconds = [_timed(OPERATIONS[name].run, whole, part, field) for _ in range(warmups + trials)][warmups:]
             yield Measurement(name, whole.nbytes, len(ranks), _slowest(seconds, group))
+
+
+def _device(group: Any) -> torch.device:
+    """Where the messages lie. gloo aborts the process when it sends from a GPU (torch 2.11)."""
+    return torch.device("cpu") if get_backend(group) == "gloo" else get_accelerator().device()
 
 
 def _timed(run: Run, whole: torch.Tensor, part: torch.Tensor, field: Field) -> float:

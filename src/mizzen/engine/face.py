@@ -392,7 +392,7 @@ class Face(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in dir(type(self)) or "module" not in self._modules:
+            if name in dir(type(self)) or name == "module":
                 raise  # a property of ours failed: its own error says more than the module's
         return getattr(self.module, name)
 

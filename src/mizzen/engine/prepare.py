@@ -65,9 +65,9 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         if name not in trained and policy.parameters and parameter.is_floating_point():
             parameter.data = parameter.data.to(_dtype(policy.parameters))
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and policy.buffers and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(_dtype(policy.buffers))
+        for name, buffer in module.named_buffers(recurse=False):
+            if policy.buffers and buffer.is_floating_point():
+                setattr(module, name, buffer.to(_dtype(policy.buffers)))
     if plan.resolved.layout.world > 1:
         rest = [parameter for name, parameter in model.named_parameters() if name not in trained]
         _spread([*rest, *model.buffers()], mesh)

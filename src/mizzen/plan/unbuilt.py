@@ -21,12 +21,15 @@ class Unbuilt:
     """The keys below it that ask, where the others say how; none means that all ask."""
     inert: tuple[Any, ...] = ()
     """Values beside the default that ask for nothing."""
+    asks: bool = True
+    """False for what only says how: it is refused with what it belongs to."""
 
     def asked_for(self, config: Config) -> Iterator[str]:
         """The paths at which this configuration asks for the capability."""
-        for path in [f"{self.path}.{switch}" for switch in self.switches] or [self.path]:
+        paths = [f"{self.path}.{switch}" for switch in self.switches] or [self.path]
+        for path in paths if self.asks else ():
             value = config.at(path)
-            if self.inert is not ANY and value not in self.inert and _differs(value, Config.model_construct().at(path)):
+            if value not in self.inert and _differs(value, Config.model_construct().at(path)):
                 yield path
 
 
@@ -39,8 +42,6 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 STAGE_3: Final = "ZeRO stage 3"
-ANY: Final[tuple[Any, ...]] = (...,)
-"""For keys that only say how: they ask for nothing by themselves, and are refused with what they belong to."""
 _ON: Final = ("enabled",)
 _TECHNIQUES: Final = (
     "layer_reduction.enabled",
@@ -54,9 +55,9 @@ _TECHNIQUES: Final = (
 
 UNBUILT: Final = (
     Unbuilt("zero_optimization.stage", STAGE_3, inert=(1, 2)),
-    Unbuilt("zero_optimization.stage3_model_persistence_threshold", STAGE_3, inert=ANY),
-    Unbuilt("zero_optimization.leaf_module", STAGE_3, inert=ANY),
-    Unbuilt("zero_optimization.enable_sanity_checks", STAGE_3, inert=ANY),
+    Unbuilt("zero_optimization.stage3_model_persistence_threshold", STAGE_3, asks=False),
+    Unbuilt("zero_optimization.leaf_module", STAGE_3, asks=False),
+    Unbuilt("zero_optimization.enable_sanity_checks", STAGE_3, asks=False),
     Unbuilt("zero_optimization.offload_param", "parameter offload"),
     Unbuilt("zero_optimization.offload_optimizer", "optimizer offload"),
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
@@ -76,8 +77,8 @@ UNBUILT: Final = (
     Unbuilt("pipeline", "pipeline parallelism"),
     Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
-    Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", inert=ANY),
-    Unbuilt("hang_timeout", "the launcher", inert=ANY),
+    Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", asks=False),
+    Unbuilt("hang_timeout", "the launcher", asks=False),
     Unbuilt("expert_parallel", "expert parallelism", _ON),
     Unbuilt("hybrid_engine", "the hybrid engine", _ON),
     Unbuilt("compile", "compilation", ("enabled", "deepcompile")),

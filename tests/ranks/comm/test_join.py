@@ -27,6 +27,11 @@ SOURCE = Path(__file__).parents[3] / "src"
 HERE = ("127.0.0.1", "localhost")
 
 
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("MIZZEN_ACCELERATOR", "cpu")
+
+
 def total():
     value = torch.tensor([float(comm.get_rank() + 1)])
     comm.all_reduce(value)

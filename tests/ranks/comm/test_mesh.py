@@ -20,6 +20,11 @@ from mizzen.errors import LayoutError, UsageError
 EVERY = [(name,) for name in (*AXES, *EXPERT_AXES)] + [*PRODUCTS, *EXPERT_PRODUCTS]
 
 
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("MIZZEN_ACCELERATOR", "cpu")
+
+
 def limit(group):
     return group._get_backend(torch.device("cpu")).options._timeout
 

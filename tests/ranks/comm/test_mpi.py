@@ -36,6 +36,11 @@ LAUNCHERS = {
 FOREIGN = {"openmpi": "mpich", "mpich": "openmpi"}
 
 
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("MIZZEN_ACCELERATOR", "cpu")
+
+
 def find(kind):
     program = shutil.which(LAUNCHERS[kind][0]) or shutil.which("mpirun")
     if program is None:

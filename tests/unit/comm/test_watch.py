@@ -33,7 +33,9 @@ class Handle:
             time.sleep(seconds)
             return False
         self.left -= 1
-        if self.left < 0 and self.error:
+        if self.left >= 0:
+            time.sleep(seconds)
+        elif self.error:
             raise self.error
         return self.left < 0
 
@@ -80,9 +82,9 @@ def watch(store):
     made.leave("the test is over")
 
 
-def say(store, **fields):
+def say(store, written=None, **fields):
     """Let rank 1 publish something."""
-    store.set("whereabouts/1", Whereabouts(1, "elsewhere:1", written=time.time() + 60, **fields).pack())
+    store.set("whereabouts/1", Whereabouts(1, "elsewhere:1", written=written or time.time(), **fields).pack())
 
 
 def test_a_quick_wait_asks_once_and_is_accounted(watch):
@@ -137,6 +139,23 @@ def test_a_peer_that_has_left_ends_the_wait(watch, store):
     calls = watch._account.whereabouts().calls["0"]
     assert (calls.finished, calls.failed) == (0, 1)
     assert "rank 1 has left" in calls.failure
+
+
+def test_a_record_of_an_earlier_attempt_is_no_news_until_it_changes(watch, store):
+    say(store, written=1.0, beat=5, left="years ago")
+    watch.wait(watch.begin(Request("all_reduce"), ALL), Handle(20))
+    assert watch._lookout.sightings == {}
+    handle = Handle()
+
+    def publish_late():
+        time.sleep(0.2)
+        say(store, written=2.0, beat=6, left="just now, by a slow clock")
+
+    thread = threading.Thread(target=publish_late)
+    thread.start()
+    with pytest.raises(CommError, match="rank 1 has left: just now"):
+        watch.wait(watch.begin(Request("all_reduce"), ALL), handle)
+    thread.join()
 
 
 def test_silence_is_counted(watch, store):

@@ -148,11 +148,12 @@ class FlatStore:
         wait_for(*works)
 
     def refresh(self) -> None:
-        """Take the parameters' values over as masters, after somebody has written to the parameters."""
+        """Take new values of the parameters over as masters; a master whose parameter is as it was keeps its low bits."""
         for bucket in self.buckets:
-            mine = bucket.mine(bucket.values)
-            if mine.data_ptr() != bucket.master.data_ptr():
-                bucket.master.copy_(mine)
+            mine, master = bucket.mine(bucket.values), bucket.master
+            if mine.data_ptr() != master.data_ptr():
+                is_new = mine != master.to(mine.dtype)
+                master.copy_(torch.where(is_new, mine.to(master.dtype), master))
 
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""

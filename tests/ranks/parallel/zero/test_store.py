@@ -108,6 +108,26 @@ def test_published_masters_are_everybodys_parameters(world, stage, held):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def written_by_the_user(stage, held):
+    """A few parameters are loaded; the others keep their masters to the bit."""
+    bag = Bag()
+    exact = {name: parameter.detach().clone() for name, parameter in bag.named_parameters()}
+    store = hold(bag, stage, held=held, limit=60)
+    new = {"c": torch.full((5, 5, 4), 1.25), "scalar": torch.tensor(2.0)}
+    bag.load_state_dict(new, strict=False)
+    store.refresh()
+    masters = whole(store, "master")
+    assert all(torch.equal(masters[name], new.get(name, exact[name])) for name in exact)
+    store.publish()
+    return all(torch.equal(bag.get_parameter(name).detach().float(), value) for name, value in new.items())
+
+
+@pytest.mark.parametrize("held", [None, "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_that_the_user_loads_become_masters(world, stage, held):
+    assert all(world(2).run(written_by_the_user, stage, held))
+
+
 def norms(stage, held):
     bag = Bag()
     store = hold(bag, stage, held=held, in_rank_order=True)

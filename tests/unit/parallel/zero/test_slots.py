@@ -13,9 +13,7 @@ SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 @st.composite
 def tenants(draw):
-    rows = draw(
-        st.lists(st.tuples(SHAPES, st.sampled_from(["float32", "bfloat16"]), st.integers(0, 2), st.booleans()))
-    )
+    rows = draw(st.lists(st.tuples(SHAPES, st.sampled_from(["float32", "bfloat16"]), st.integers(0, 2), st.booleans())))
     return [
         Tenant(f"p{number}", shape, dtype, group, is_sparse and len(shape) == 2)
         for number, (shape, dtype, group, is_sparse) in enumerate(rows)

@@ -1,0 +1,158 @@
+"""The side of a rank: build a system when told to, run some steps when it is its turn, and wait, blocked, otherwise.
+
+A workload is a module with `prepare(system, settings) -> Step`, where `Step` takes the number of a step and returns its
+loss, and `about() -> dict` with versions and devices. Nothing here knows what is trained, or by whom.
+"""
+
+import gc
+import importlib
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+Step = Callable[[int], Any]
+Ended: Final = ("end", ())
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a rank answers when an order failed."""
+
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a rank answers when its system stands."""
+
+    setup: float
+    about: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a rank answers when it has run some steps."""
+
+    seconds: list[float]
+    losses: list[float]
+    peak: int
+    """Bytes, the most so far: allocated on a GPU, resident elsewhere."""
+
+
+class Player:
+    """One rank of one system."""
+
+    def __init__(self, workload: str, system: str) -> None:
+        import torch  # not above: the controller imports this module for its types, and needs no torch
+
+        self.torch = torch
+        self.workload = importlib.import_module(workload)
+        self.system = system
+        self.step: Step | None = None
+        self.done = 0
+
+    def prepare(self, settings: dict[str, Any]) -> Ready:
+        """Build the system."""
+        begin = time.perf_counter()
+        self.step = self.workload.prepare(self.system, settings)
+        self._synchronize()
+        return Ready(time.perf_counter() - begin, self.workload.about())
+
+    def run(self, steps: int) -> Turn:
+        """So many steps, timed one by one; nothing is read from a device before the last of them."""
+        gc.collect()
+        clock = _DeviceClock(self.torch) if self._is_on_device() else _HostClock()
+        losses = []
+        clock.tick()
+        for _ in range(steps):
+            losses.append(self.take_step())
+            clock.tick()
+        return Turn(clock.laps(), [float(loss) for loss in losses], self._peak())
+
+    def profile(self, steps: int) -> dict[str, Any]:
+        """Where the time of some steps goes."""
+        anatomy = importlib.import_module("bench.anatomy")
+        return anatomy.examine(self.take_step, steps)  # type: ignore[no-any-return]
+
+    def take_step(self) -> Any:
+        """The next step."""
+        if self.step is None:
+            raise RuntimeError(f"{self.system} was told to run before it was told to prepare")
+        self.done += 1
+        return self.step(self.done - 1)
+
+    def _is_on_device(self) -> bool:
+        return bool(self.torch.cuda.is_available() and self.torch.cuda.is_initialized())
+
+    def _synchronize(self) -> None:
+        if self._is_on_device():
+            self.torch.cuda.synchronize()
+
+    def _peak(self) -> int:
+        if self._is_on_device():
+            return int(self.torch.cuda.max_memory_allocated())
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+
+
+class _HostClock:
+    """For work that is done when a call returns."""
+
+    def __init__(self) -> None:
+        self._ticks: list[float] = []
+
+    def tick(self) -> None:
+        """Now."""
+        self._ticks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """Seconds from each tick to the next."""
+        return [b - a for a, b in zip(self._ticks, self._ticks[1:], strict=False)]
+
+
+class _DeviceClock:
+    """For work that a stream does later: marks in the stream, so that timing makes nobody wait."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._ticks: list[Any] = []
+        torch.cuda.synchronize()
+
+    def tick(self) -> None:
+        """When the device comes by here."""
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._ticks.append(event)
+
+    def laps(self) -> list[float]:
+        """Seconds from each tick to the next; waits for the last of them."""
+        self._ticks[-1].synchronize()
+        return [a.elapsed_time(b) / 1000 for a, b in zip(self._ticks, self._ticks[1:], strict=False)]
+
+
+def serve(wire: Connection, workload: str, system: str) -> None:
+    """Do what the controller says until it says that it is over, or goes away."""
+    player: Player | None = None
+    try:
+        player = Player(workload, system)
+        while (order := wire.recv()) != Ended:
+            name, arguments = order
+            call = {"prepare": player.prepare, "run": player.run, "profile": player.profile}[name]
+            wire.send(call(*arguments))
+    except (EOFError, KeyboardInterrupt):
+        return
+    except Exception as error:  # noqa: BLE001 - whatever it is, the controller shows it
+        wire.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    from bench import player as importable  # so that answers are pickled under the name the controller knows
+
+    with Connection(int(sys.argv[1])) as connection:
+        importable.serve(connection, sys.argv[2], sys.argv[3])
