@@ -6,6 +6,7 @@ loss, and `about() -> dict` with versions and devices. Nothing here knows what i
 
 import gc
 import importlib
+import os
 import resource
 import sys
 import time
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
+
+import torch
 
 Step = Callable[[int], Any]
 Ended: Final = ("end", ())
@@ -49,9 +52,6 @@ class Player:
     """One rank of one system."""
 
     def __init__(self, workload: str, system: str) -> None:
-        import torch  # not above: the controller imports this module for its types, and needs no torch
-
-        self.torch = torch
         self.workload = importlib.import_module(workload)
         self.system = system
         self.step: Step | None = None
@@ -67,7 +67,7 @@ class Player:
     def run(self, steps: int) -> Turn:
         """So many steps, timed one by one; nothing is read from a device before the last of them."""
         gc.collect()
-        clock = _DeviceClock(self.torch) if self._is_on_device() else _HostClock()
+        clock = _DeviceClock() if self._is_on_device() else _HostClock()
         losses = []
         clock.tick()
         for _ in range(steps):
@@ -88,15 +88,15 @@ class Player:
         return self.step(self.done - 1)
 
     def _is_on_device(self) -> bool:
-        return bool(self.torch.cuda.is_available() and self.torch.cuda.is_initialized())
+        return bool(torch.cuda.is_available() and torch.cuda.is_initialized())
 
     def _synchronize(self) -> None:
         if self._is_on_device():
-            self.torch.cuda.synchronize()
+            torch.cuda.synchronize()
 
     def _peak(self) -> int:
         if self._is_on_device():
-            return int(self.torch.cuda.max_memory_allocated())
+            return int(torch.cuda.max_memory_allocated())
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else most * 1024
 
@@ -119,14 +119,13 @@ class _HostClock:
 class _DeviceClock:
     """For work that a stream does later: marks in the stream, so that timing makes nobody wait."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self._ticks: list[Any] = []
+    def __init__(self) -> None:
+        self._ticks: list[torch.cuda.Event] = []
         torch.cuda.synchronize()
 
     def tick(self) -> None:
         """When the device comes by here."""
-        event = self._torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._ticks.append(event)
 
@@ -156,3 +155,4 @@ if __name__ == "__main__":
 
     with Connection(int(sys.argv[1])) as connection:
         importable.serve(connection, sys.argv[2], sys.argv[3])
+    os._exit(0)  # what peers do at exit, and whom they wait for then, is nobody's business here

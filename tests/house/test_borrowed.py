@@ -14,6 +14,7 @@ ATTRIBUTES = {
     "_modules",
     "_non_persistent_buffers_set",
     "_parameters",
+    "_source_rank",
     "_unflatten",
     "_version",
 }

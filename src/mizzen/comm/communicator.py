@@ -131,7 +131,7 @@ class Communicator:
             raise failure from error
 
     def _timing(self, request: Request, group: Group, extras: LogExtras) -> Timing | None:
-        if unknown := extras.keys() - Extras.__annotations__.keys():
+        if unknown := extras.keys() - Extras.__optional_keys__:
             raise TypeError(f"{request.operation}() got an unexpected keyword argument {min(unknown)!r}")
         log: CommLog | None = AMBIENT.comm_log
         if log is None:

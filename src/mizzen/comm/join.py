@@ -158,12 +158,11 @@ def _index(world: World, *, shared: bool) -> int:
     """The device of this rank. NCCL and its like refuse to put two ranks on one of them; gloo does not mind."""
     accelerator = get_accelerator()
     count, variable = accelerator.device_count(), accelerator.visible_devices
-    if world.local_rank < count:
-        return world.local_rank
+    ranks = max(world.local_size, world.local_rank + 1)
     # A launcher may let each rank see its own device only: then it is number 0 for all of them.
-    if shared or (count == 1 and variable in environ()):
-        return world.local_rank % count
-    raise DeviceError(
-        f"rank {world.rank} is number {world.local_rank} on its host, but it sees {count} {accelerator.name} device"
-        f"{'s' if count != 1 else ''}: start at most {count} ranks on a host, or check {variable}"
-    )
+    if ranks > count and not shared and not (count == 1 and variable in environ()):
+        raise DeviceError(
+            f"rank {world.rank} is one of {ranks} on its host, but it sees {count} {accelerator.name} device"
+            f"{'' if count == 1 else 's'}: start at most {count} on a host, or check {variable}"
+        )
+    return world.local_rank % count

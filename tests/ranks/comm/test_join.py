@@ -17,14 +17,13 @@ import torch.distributed as dist
 import mizzen.comm as comm
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
-from mizzen.comm import meeting
+from mizzen.comm import join, meeting
 from mizzen.comm.join import init_distributed
 from mizzen.comm.meeting import open_store
 from mizzen.environment import World
-from mizzen.errors import CommError, UsageError
+from mizzen.errors import CommError, DeviceError, UsageError
 
 SOURCE = Path(__file__).parents[3] / "src"
-HERE = ("127.0.0.1", "localhost")
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +179,52 @@ def test_a_registered_backend_is_initialized_instead(world):
     assert world(1, init=False).run(registered) == [(World(master_port=29500), False, True, 0, True)]
 
 
+class Gpus:
+    """An accelerator that only counts."""
+
+    name, comm_backend, visible_devices = "cuda", "nccl", "CUDA_VISIBLE_DEVICES"
+
+    def __init__(self, count):
+        self.count, self.current = count, None
+
+    def device_count(self):
+        return self.count
+
+    def set_device(self, index):
+        self.current = index
+
+    def current_device(self):
+        return self.current
+
+    def device(self, index):
+        return torch.device("cuda", index)
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "backend", "found"),
+    [
+        (4, None, None, ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))),
+        (4, None, "nccl", ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))),
+        (1, "GPU-7", None, ("cpu:gloo,cuda:nccl", torch.device("cuda", 0))),
+        (1, None, "gloo", ("gloo", None)),
+    ],
+)
+def test_the_device_of_a_rank(monkeypatch, count, visible, backend, found):
+    gpus = Gpus(count)
+    monkeypatch.setattr(join, "get_accelerator", lambda: gpus)
+    monkeypatch.setattr(join, "environ", lambda: {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    world = World(rank=7, size=8, local_rank=3, local_size=4)
+    assert join.take_device(world, backend) == found
+    assert gpus.current == (3 if count == 4 else 0)
+
+
+def test_more_ranks_than_devices_fail_on_every_rank_of_the_host(monkeypatch):
+    monkeypatch.setattr(join, "get_accelerator", lambda: Gpus(2))
+    for local_rank in range(4):
+        with pytest.raises(DeviceError, match="one of 4 on its host, but it sees 2 cuda devices: start at most 2"):
+            join.take_device(World(rank=local_rank, size=4, local_rank=local_rank, local_size=4), None)
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +345,8 @@ def torchrun(folder, mode, *options):
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
     command += [str(folder / "script.py"), mode, str(folder)]
-    environment = dict(os.environ, PYTHONPATH=str(SOURCE), OMP_NUM_THREADS="1", MIZZEN_TIMEOUT="1")
+    paths = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    environment = dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1", MIZZEN_TIMEOUT="1")
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

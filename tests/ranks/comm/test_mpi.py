@@ -57,7 +57,7 @@ def mpirun(folder, kind, port, *, abi=None, size=2, hidden=False, options=None):
     if importlib.util.find_spec("mpi4py") is None and not hidden:
         pytest.skip("mpi4py is not installed")
     (folder / "script.py").write_text(SCRIPT)
-    paths = [str(SOURCE)]
+    paths = [str(SOURCE), os.environ.get("PYTHONPATH", "")]
     if hidden:
         (folder / "mpi4py").mkdir()
         (folder / "mpi4py" / "__init__.py").write_text("raise ModuleNotFoundError('hidden', name='mpi4py')")

@@ -148,7 +148,7 @@ class FlatStore:
         wait_for(*works)
 
     def refresh(self) -> None:
-        """Take new values of the parameters over as masters; a master whose parameter is as it was keeps its low bits."""
+        """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
         for bucket in self.buckets:
             mine, master = bucket.mine(bucket.values), bucket.master
             if mine.data_ptr() != master.data_ptr():

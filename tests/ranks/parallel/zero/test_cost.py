@@ -1,7 +1,5 @@
 """What a plan says that a rank will hold is what it holds, to the byte."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from mizzen.order import ORDER
 from mizzen.plan.build import build
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Part
-from ranks.parallel.zero.programs import bytes_of, live_bytes
+from ranks.parallel.zero.programs import at_rest, bytes_of, live_bytes
 
 
 def perceptron():
@@ -80,14 +78,8 @@ def watch_sends():
     return seen
 
 
-def at_rest():
-    """The bytes alive once gloo's threads have let go of what has been sent, which is a moment after the wait for it."""
-    time.sleep(0.1)
-    return live_bytes()
-
-
 def train(kind, stage, keys):
-    """The plan, what is really held after two steps, all that is alive then, and the most that was, both from a start."""
+    """The plan, what is held after two steps, all that has come to life until then, and the most there was."""
     ranks = dist.get_world_size()
     model = MODELS[kind]()
     config = load(configure(stage, ranks, keys))
@@ -112,7 +104,7 @@ def train(kind, stage, keys):
         optimizer.step()
         store.publish()
         store.gradients.clear()
-    alive = at_rest() - start
+    alive = at_rest(live_bytes) - start
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     values = [bucket.values for bucket in store.buckets]
     held = Cost(

@@ -1,7 +1,6 @@
 """Gradients on their way to their owners, however and in whatever order they come in."""
 
 import math
-import time
 import weakref
 
 import pytest
@@ -16,6 +15,7 @@ from ranks.parallel.zero.programs import (
     SHAPES,
     STAGES,
     Bag,
+    at_rest,
     backward,
     bytes_of,
     gradient,
@@ -382,15 +382,6 @@ def test_embeddings_by_rows_and_with_sparse_gradients(world, stage, by_rows, spa
 # Memory of stage 2
 
 
-def settled(flats, most):
-    """How many are alive; gloo's threads let go of what has been sent a moment after it was waited for."""
-    for _ in range(100):
-        if sum(flat() is not None for flat in flats) <= most:
-            break
-        time.sleep(0.02)
-    return sum(flat() is not None for flat in flats)
-
-
 def on_the_way(limit):
     """During a backward: whole buckets in flight, gradients on parameters, and the bytes of both."""
     bag = Bag({f"p{number}": (64, 4) for number in range(8)})
@@ -398,15 +389,18 @@ def on_the_way(limit):
     flats, in_flight, left_over = [], [], []
     start = collectives.all_to_all_single
 
+    def alive():
+        return sum(flat() is not None for flat in flats)
+
     def watched(received, sent, **keys):
         flats.append(weakref.ref(sent))
-        in_flight.append(settled(flats, 2))
+        in_flight.append(at_rest(alive))
         left_over.append(bytes_of([p.grad for p in bag.parameters() if p.grad is not None]))
         return start(received, sent, **keys)
 
     collectives.all_to_all_single = watched
     backward(store, sum((parameter * 2).sum() for parameter in bag.parameters()))
-    return in_flight, left_over, settled(flats, 0)
+    return in_flight, left_over, at_rest(alive)
 
 
 def test_stage_2_has_at_most_two_buckets_in_flight_and_frees_gradients(world):

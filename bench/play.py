@@ -1,0 +1,126 @@
+"""How systems take turns, and the command line that all benches have."""
+
+import argparse
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from bench.player import Ready, Turn
+from bench.record import Record, Result, load
+from bench.team import PlayerError, Team
+
+
+@dataclass(frozen=True, slots=True)
+class Game:
+    """What is played, by how many ranks, and how often."""
+
+    workload: str
+    """The module that players import; see `player.py`."""
+    settings: dict[str, Any]
+    """What its `prepare` is given."""
+    systems: Sequence[str]
+    rounds: int
+    steps: int
+    """Of one turn."""
+    warm: int
+    """Steps before the first turn of a start."""
+    ranks: int = 1
+    anew: bool = False
+    """Whether a system starts again for every turn, because not all of them fit side by side."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def team(self, system: str) -> Team:
+        """The ranks of one system."""
+        return Team(self.workload, system, ranks=self.ranks, extra=self.environment)
+
+
+@dataclass(slots=True)
+class Score:
+    """What one system has shown so far."""
+
+    turns: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    setups: list[float] = field(default_factory=list)
+    peak: int = 0
+    about: dict[str, str] = field(default_factory=dict)
+
+    def start(self, team: Team, game: Game) -> None:
+        """Let a team prepare and warm up."""
+        ready: list[Ready] = team.ask("prepare", game.settings)
+        self.setups.append(max(rank.setup for rank in ready))
+        self.about = ready[0].about
+        self.losses.clear()
+        self._run(team, game.warm)
+
+    def turn(self, team: Team, game: Game) -> None:
+        """One turn; a step takes as long as it takes the slowest rank."""
+        self.turns.append(self._run(team, game.steps))
+
+    def _run(self, team: Team, steps: int) -> list[float]:
+        turns: list[Turn] = team.ask("run", steps)
+        self.peak = max(self.peak, *(rank.peak for rank in turns))
+        self.losses += [mean(losses) for losses in zip(*(rank.losses for rank in turns), strict=True)]
+        return [max(seconds) for seconds in zip(*(rank.seconds for rank in turns), strict=True)]
+
+    def result(self, name: str) -> Result:
+        """All of it."""
+        return Result(name, self.turns, tuple(self.losses), self.peak, median(self.setups))
+
+
+def play(game: Game, bench: str) -> Record:
+    """All rounds. Every round has the systems in another order; one that fails is left out from then on, and named."""
+    scores = {name: Score() for name in game.systems}
+    failures: dict[str, str] = {}
+    order = random.Random(0)
+    before = load()
+    with ExitStack() as stack:
+        starts = range(game.rounds if game.anew else 1)
+        teams = {(name, start): stack.enter_context(game.team(name)) for start in starts for name in game.systems}
+        for number in range(game.rounds):
+            for name in order.sample(game.systems, len(game.systems)):
+                if name in failures:
+                    continue
+                team = teams[name, number if game.anew else 0]
+                try:
+                    if game.anew or number == 0:
+                        scores[name].start(team, game)
+                    scores[name].turn(team, game)
+                except PlayerError as error:
+                    failures[name] = str(error)
+                if game.anew or name in failures:
+                    team.end()
+    results = tuple(score.result(name) for name, score in scores.items() if name not in failures)
+    settings = {
+        **game.settings,
+        **{"ranks": game.ranks, "rounds": game.rounds, "steps": game.steps, "warm": game.warm, "anew": game.anew},
+    }
+    about = {name: value for score in scores.values() for name, value in score.about.items()}
+    return Record(bench, settings, results, failures, about, (before, load()))
+
+
+def parser_of(
+    description: str, systems: Iterable[str], *, rounds: int, steps: int, warm: int
+) -> argparse.ArgumentParser:
+    """The options that every bench has."""
+    parser = argparse.ArgumentParser(description=description)
+    names = installed(systems)
+    parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each system (default: {rounds})")
+    parser.add_argument("--steps", type=int, default=steps, help=f"steps of a turn (default: {steps})")
+    parser.add_argument("--warm", type=int, default=warm, help=f"steps before the first turn (default: {warm})")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write everything there")
+    parser.add_argument("--profile", action="store_true", help="show where the time of a step goes instead")
+    return parser
+
+
+def installed(systems: Iterable[str]) -> list[str]:
+    """Those of some systems that are here; DeepSpeed itself, as opposed to something else under its name."""
+    spec = find_spec("deepspeed")
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    has_peer = folder is not None and (folder / "git_version_info.py").exists()
+    return [name for name in systems if has_peer or not name.startswith("deepspeed")]
