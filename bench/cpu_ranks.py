@@ -12,7 +12,7 @@ from typing import Final
 
 from bench.anatomy import dissect
 from bench.gpt import SYSTEMS, Size
-from bench.paired import ratio
+from bench.paired import ratio, typical
 from bench.play import Game, parser_of, play
 from bench.record import Record, equal_losses, header, table, versus
 
@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
         steps=options.steps,
         warm=options.warm,
         ranks=2,
-        environment={"OMP_NUM_THREADS": "1"},
+        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
     )
     if options.profile:
         return dissect(game)
@@ -55,13 +55,18 @@ def report(record: Record) -> str:
             result.name,
             f"{1000 * result.seconds:.0f}",
             ratio(result.turns, base.turns).as_overhead() if base and result is not base else "-",
+            f"{1000 * typical(result.processor):.0f}",
+            ratio(result.processor, base.processor).as_overhead() if base and result is not base else "-",
             f"{result.peak / 1e6:.0f}",
             f"{result.setup:.1f}",
             losses.get(result.name, "-"),
         )
         for result in record.results
     ]
-    heads = ["system", "ms/step", "over the floor", "peak RSS MB", "set-up s", "losses"]
+    heads = [
+        *("system", "ms/step", "over the floor", "processor ms", "over the floor"),
+        *("peak RSS MB", "set-up s", "losses"),
+    ]
     return "\n\n".join([header(record), table(heads, rows), versus(record.results)])
 
 

@@ -1,4 +1,4 @@
-"""The work of `cpu_ranks`: a small GPT in fp32, and every system that trains it. All take the same steps on the same data."""
+"""The work of `cpu_ranks`: a small GPT in fp32, and every system that trains it, all on the same data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,7 +161,7 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
     torch.set_num_threads(1)
     size = Size(**settings)
     torch.manual_seed(0)
-    rank = torch.distributed.get_node_local_rank(fallback_rank=0)
+    rank = dist.get_node_local_rank(fallback_rank=0)
 
     def batch(number: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * rank + number)

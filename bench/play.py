@@ -44,6 +44,7 @@ class Score:
     """What one system has shown so far."""
 
     turns: list[list[float]] = field(default_factory=list)
+    processor: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     setups: list[float] = field(default_factory=list)
     peak: int = 0
@@ -59,17 +60,19 @@ class Score:
 
     def turn(self, team: Team, game: Game) -> None:
         """One turn; a step takes as long as it takes the slowest rank."""
-        self.turns.append(self._run(team, game.steps))
+        ranks = self._run(team, game.steps)
+        self.turns.append([max(seconds) for seconds in zip(*(rank.seconds for rank in ranks), strict=True)])
+        self.processor.append([mean(seconds) for seconds in zip(*(rank.processor for rank in ranks), strict=True)])
 
-    def _run(self, team: Team, steps: int) -> list[float]:
-        turns: list[Turn] = team.ask("run", steps)
-        self.peak = max(self.peak, *(rank.peak for rank in turns))
-        self.losses += [mean(losses) for losses in zip(*(rank.losses for rank in turns), strict=True)]
-        return [max(seconds) for seconds in zip(*(rank.seconds for rank in turns), strict=True)]
+    def _run(self, team: Team, steps: int) -> list[Turn]:
+        ranks: list[Turn] = team.ask("run", steps)
+        self.peak = max(self.peak, *(rank.peak for rank in ranks))
+        self.losses += [mean(losses) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
+        return ranks
 
     def result(self, name: str) -> Result:
         """All of it."""
-        return Result(name, self.turns, tuple(self.losses), self.peak, median(self.setups))
+        return Result(name, self.turns, self.processor, tuple(self.losses), self.peak, median(self.setups))
 
 
 def play(game: Game, bench: str) -> Record:

@@ -43,6 +43,9 @@ class Turn:
     """What a rank answers when it has run some steps."""
 
     seconds: list[float]
+    """Of each step, by the clock on the wall or in the device's stream."""
+    processor: list[float]
+    """Seconds of processor time of each step, all threads of this rank together."""
     losses: list[float]
     peak: int
     """Bytes, the most so far: allocated on a GPU, resident elsewhere."""
@@ -67,13 +70,15 @@ class Player:
     def run(self, steps: int) -> Turn:
         """So many steps, timed one by one; nothing is read from a device before the last of them."""
         gc.collect()
-        clock = _DeviceClock() if self._is_on_device() else _HostClock()
+        clock = _DeviceClock() if self._is_on_device() else _HostClock(time.perf_counter)
+        effort = _HostClock(time.process_time)
         losses = []
-        clock.tick()
-        for _ in range(steps):
-            losses.append(self.take_step())
+        for number in range(steps + 1):
             clock.tick()
-        return Turn(clock.laps(), [float(loss) for loss in losses], self._peak())
+            effort.tick()
+            if number < steps:
+                losses.append(self.take_step())
+        return Turn(clock.laps(), effort.laps(), [float(loss) for loss in losses], self._peak())
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Where the time of some steps goes."""
@@ -104,12 +109,13 @@ class Player:
 class _HostClock:
     """For work that is done when a call returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._ticks: list[float] = []
 
     def tick(self) -> None:
         """Now."""
-        self._ticks.append(time.perf_counter())
+        self._ticks.append(self._now())
 
     def laps(self) -> list[float]:
         """Seconds from each tick to the next."""

@@ -4,12 +4,12 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.paired import Ratio, Turns, ratio, typical
+from bench.paired import Turns, ratio, typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class Result:
     name: str
     turns: Turns
     """Seconds per step of every round; that of the slowest rank."""
+    processor: Turns
+    """The same in processor time, mean of the ranks: what other programs on the machine hardly change."""
     losses: tuple[float, ...]
     """Mean over the ranks, one for each step, warm-up included; of the last turn where every turn starts anew."""
     peak: int
@@ -64,6 +66,7 @@ class Record:
                 result.name: {
                     "seconds_per_step": result.seconds,
                     "turns": [list(turn) for turn in result.turns],
+                    "processor": [list(turn) for turn in result.processor],
                     "losses": list(result.losses),
                     "peak_bytes": result.peak,
                     "setup_seconds": result.setup,
@@ -72,8 +75,10 @@ class Record:
             },
             "failures": dict(self.failures),
             "ratios": [
-                {"of": ours.name, "to": theirs.name, "value": found.value, "low": found.low, "high": found.high}
-                for ours, theirs, found in ratios(self.results)
+                {"of": mine.name, "to": other.name, **asdict(ratio(mine.turns, other.turns))}
+                for mine in self.results
+                for other in self.results
+                if is_ours(mine.name) and not is_ours(other.name)
             ],
         }
 
@@ -86,13 +91,6 @@ class Record:
 def is_ours(name: str) -> bool:
     """Whether a system is mizzen."""
     return name.startswith("mizzen")
-
-
-def ratios(results: Iterable[Result]) -> list[tuple[Result, Result, Ratio]]:
-    """Every system of ours against every other."""
-    results = tuple(results)
-    ours, others = [r for r in results if is_ours(r.name)], [r for r in results if not is_ours(r.name)]
-    return [(mine, other, ratio(mine.turns, other.turns)) for other in others for mine in ours]
 
 
 def machine() -> dict[str, Any]:
@@ -136,11 +134,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def versus(results: Sequence[Result]) -> str:
     """Time of each of our systems where the peer's is 1: below 1 is faster than the peer."""
-    mine = [result.name for result in results if is_ours(result.name)]
-    cells: dict[str, dict[str, Ratio]] = {}
-    for ours, theirs, found in ratios(results):
-        cells.setdefault(theirs.name, {})[ours.name] = found
-    return table(["time of ... / of", *mine], [[name, *(row[own] for own in mine)] for name, row in cells.items()])
+    ours, others = [r for r in results if is_ours(r.name)], [r for r in results if not is_ours(r.name)]
+    rows = [[other.name, *(ratio(mine.turns, other.turns) for mine in ours)] for other in others]
+    return table(["time, where this is 1", *(mine.name for mine in ours)], rows)
 
 
 def header(record: Record) -> str:

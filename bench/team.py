@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from socket import socket
@@ -87,10 +88,8 @@ class Team:
     def end(self) -> None:
         """Let the ranks go: those that do not leave by themselves are ended."""
         for wire in self._wires:
-            try:
+            with suppress(OSError):  # it has gone already
                 wire.send(Ended)
-            except ConnectionError:
-                pass
             wire.close()
         for process in self._processes:
             try:

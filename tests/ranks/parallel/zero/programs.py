@@ -118,7 +118,7 @@ def live_bytes():
 def at_rest(count):
     """The least that is counted within a moment: gloo's threads let go of what was sent soon after the wait for it."""
     least = count()
-    for _ in range(10):
+    for _ in range(5):
         time.sleep(0.02)
         least = min(least, count())
     return least
