@@ -86,7 +86,7 @@ def _operators(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in found.key_averages():
-        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        on_device = event.device_type.name == "CUDA"
         if is_gpu == on_device:
             spent = event.self_device_time_total if is_gpu else event.self_cpu_time_total
             times[event.key] += spent / 1000 / steps

@@ -45,7 +45,8 @@ class Block(nn.Module):
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joined.chunk(3, dim=-1))
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.mix(seen.transpose(1, 2).flatten(-2))
-        return hidden + self.down(functional.gelu(self.up(self.before_feed(hidden))))
+        fed: Tensor = self.down(functional.gelu(self.up(self.before_feed(hidden))))
+        return hidden + fed
 
 
 class Gpt(nn.Module):
@@ -79,14 +80,14 @@ class Work:
 
 def floor(work: Work) -> Step:
     """Every rank trains a model of its own: what the step costs without the other ranks."""
-    return _loop(work.model, work.model, work)
+    return _loop(work.model, work)
 
 
 def ddp(work: Work) -> Step:
     """torch's data parallelism: whole states on every rank."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(work.model, gradient_as_bucket_view=True)
-    return _loop(model, model, work)
+    return _loop(model, work)
 
 
 def fsdp2(work: Work) -> Step:
@@ -96,18 +97,18 @@ def fsdp2(work: Work) -> Step:
     dist.init_process_group("gloo")
     for block in work.model.blocks:
         fully_shard(block, reshard_after_forward=False)
-    model = fully_shard(work.model, reshard_after_forward=False)
-    return _loop(model, model, work)
+    model: Any = fully_shard(work.model, reshard_after_forward=False)
+    return _loop(model, work)
 
 
-def _loop(model: nn.Module, owner: nn.Module, work: Work) -> Step:
+def _loop(model: nn.Module, work: Work) -> Step:
     """The loop of a plain torch script."""
-    optimizer = torch.optim.AdamW(owner.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
 
-    def step(number: int) -> Tensor:
+    def step(number: int) -> Any:
         loss = model(work.batch(number))
         loss.backward()
-        nn.utils.clip_grad_norm_(owner.parameters(), MAX_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -134,7 +135,7 @@ def deepspeed(work: Work) -> Step:
 
 
 def _engine_loop(engine: Any, work: Work) -> Step:
-    def step(number: int) -> Tensor:
+    def step(number: int) -> Any:
         loss = engine(work.batch(number))
         engine.backward(loss)
         engine.step()

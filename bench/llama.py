@@ -71,7 +71,7 @@ def plain(work: Work) -> Step:
     parameters = list(work.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
 
-    def step(number: int) -> Tensor:
+    def step(number: int) -> Any:
         tokens = work.batch(number)
         with torch.autocast(work.device.type, torch.bfloat16):
             loss = work.model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -98,7 +98,7 @@ def flat(work: Work) -> Step:
         place = end
     optimizer = torch.optim.AdamW([master], lr=RATE, weight_decay=DECAY, fused=True)
 
-    def step(number: int) -> Tensor:
+    def step(number: int) -> Any:
         tokens = work.batch(number)
         loss = work.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
@@ -121,10 +121,10 @@ def fsdp2(work: Work) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in work.model.model.layers:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
-    model = fully_shard(work.model, mp_policy=policy, reshard_after_forward=False)
+    model: Any = fully_shard(work.model, mp_policy=policy, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
 
-    def step(number: int) -> Tensor:
+    def step(number: int) -> Any:
         tokens = work.batch(number)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
@@ -155,7 +155,7 @@ def deepspeed(work: Work) -> Step:
 
 
 def _engine_loop(engine: Any, work: Work) -> Step:
-    def step(number: int) -> Tensor:
+    def step(number: int) -> Any:
         tokens = work.batch(number)
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
         engine.backward(loss)

@@ -131,7 +131,7 @@ class _DeviceClock:
 
     def tick(self) -> None:
         """When the device comes by here."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._ticks.append(event)
 
@@ -148,8 +148,12 @@ def serve(wire: Connection, workload: str, system: str) -> None:
         player = Player(workload, system)
         while (order := wire.recv()) != Ended:
             name, arguments = order
-            call = {"prepare": player.prepare, "run": player.run, "profile": player.profile}[name]
-            wire.send(call(*arguments))
+            calls: dict[str, Callable[..., Any]] = {
+                "prepare": player.prepare,
+                "run": player.run,
+                "profile": player.profile,
+            }
+            wire.send(calls[name](*arguments))
     except (EOFError, KeyboardInterrupt):
         return
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller shows it

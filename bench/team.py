@@ -60,14 +60,16 @@ class Team:
                 wire.send((order, arguments))
             except ConnectionError:
                 raise self._died() from None
-        answers: dict[Connection, Any] = {}
+        answers: dict[int, Any] = {}
         while len(answers) < len(self._wires):
-            ready = wait([wire for wire in self._wires if wire not in answers], timeout=PATIENCE)
+            missing = {wire: rank for rank, wire in enumerate(self._wires) if rank not in answers}
+            ready = wait(list(missing), timeout=PATIENCE)
             if not ready:
                 raise PlayerError(f"{self.system}: no answer to '{order}' in {PATIENCE:.0f} s\n{self._said()}")
-            for wire in ready:
-                answers[wire] = self._answer(wire)  # type: ignore[index, arg-type]
-        return [answers[wire] for wire in self._wires]
+            for wire, rank in missing.items():
+                if wire in ready:
+                    answers[rank] = self._answer(wire)
+        return [answers[rank] for rank in range(len(self._wires))]
 
     def _answer(self, wire: Connection) -> Any:
         try:

@@ -15,10 +15,20 @@ from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.load import load
 from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
+from mizzen.engine.access import retire
 from mizzen.engine.build import build_engine
 from mizzen.engine.engine import Engine
 from mizzen.engine.face import Surroundings
-from mizzen.engine.prepare import agree, check_equal, choose_optimizer, choose_scheduler, loaders_of, place, seed_of
+from mizzen.engine.prepare import (
+    agree,
+    check_equal,
+    choose_optimizer,
+    choose_scheduler,
+    loaders_of,
+    place,
+    seed_of,
+    stream_of,
+)
 from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import set_level
@@ -61,6 +71,7 @@ def initialize(
     world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
+    retire(model)
     groups, membership = param_groups(
         model, optimizer.param_groups if isinstance(optimizer, Optimizer) else model_parameters
     )
@@ -83,7 +94,7 @@ def initialize(
         mesh=mesh,
         world=world,
         device=accelerator.device(),
-        seed=seed,
+        stream=stream_of(plan.resolved.config, seed, mesh),
         make_loader=loaders_of(plan, mesh, seed),
     )
     engine = build_engine(

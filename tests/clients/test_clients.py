@@ -131,7 +131,6 @@ def test_a_loop_with_accelerate_gets_what_it_gets_from_ddp(accelerate, maker, st
             assert found["rates"][:-1] == close(expected["rates"][1:])
 
 
-@pytest.mark.xfail(strict=True, reason="initialize() seeds torch differently on every rank")
 def test_ranks_share_the_samples_when_the_data_is_prepared_after_the_model(accelerate):
     mine, others = (rank["shuffled"] for rank in accelerate[0])
     assert sorted(mine + others) == list(range(32))

@@ -37,7 +37,12 @@ def _check_precision(config: Config) -> None:
     asked_dtype = config.data_types.param_dtype
     if asked_dtype not in (None, enabled):
         raise ConfigError("data_types.param_dtype", f"{asked_dtype} is not the enabled precision, {enabled}")
-    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
+    autocast = config.torch_autocast
+    if autocast.enabled and autocast.dtype == "fp32":
+        raise ConfigError("torch_autocast.dtype", "fp32 is no lower format: use bf16 or fp16, or leave the section out")
+    if autocast.enabled and enabled not in ("fp32", autocast.dtype):
+        raise ConfigError("torch_autocast.dtype", f"{autocast.dtype} is not the enabled precision, {enabled}")
+    if config.computes_in_fp16 and not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
         start = f"2 ** {fp16.initial_scale_power}"
         raise ConfigError("fp16.min_loss_scale", f"{fp16.min_loss_scale:g} is above the scale at the start, {start}")
 

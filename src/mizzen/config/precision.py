@@ -30,7 +30,7 @@ class Fp16Config(Section):
     min_loss_scale: Positive = 1.0
     """Least dynamic scale; an overflow at this scale is an error."""
     fp16_master_weights_and_grads: Flag = False
-    """Keep masters and gradients in fp16 as well, for sharded optimizer states."""
+    """Keep masters and gradients in fp16 as well, for sharded optimizer states, which stay in fp32."""
     fused_mode: Flag = no_effect(True, "the optimizer step is fused wherever the device can do it")
     """Use the fused fp16 optimizer."""
 
@@ -63,9 +63,11 @@ class AutocastConfig(Section):
     enabled: Flag = False
     """Run the model under `torch.autocast`."""
     dtype: Dtype = "bf16"
-    """Format of the operations that may be lower."""
-    lower_precision_safe_modules: tuple[Name, ...] | None = None
-    """Classes whose parameters also travel in the lower format; absent means linear and convolution layers."""
+    """Format of the operations that may be lower; with fp16, losses are scaled as section fp16 says."""
+    lower_precision_safe_modules: tuple[Name, ...] | None = no_effect(
+        None, "torch chooses by operation, and gradients travel in communication_data_type"
+    )
+    """Classes whose gradients travel in the lower format."""
 
 
 class DataTypesConfig(Section):

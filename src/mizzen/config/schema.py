@@ -78,7 +78,8 @@ class Config(Section):
     gradient_clipping: NotNegative = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     max_consecutive_skips: Whole = 8
-    """Skipped steps in a row after which training stops with an error; 0 never stops."""
+    """Skipped steps in a row after which training stops with an error; 0 never stops. A search for a loss scale counts
+    only where the loss itself is not finite."""
 
     fp16: Fp16Config = section(Fp16Config)
     """Half precision with loss scaling."""
@@ -229,6 +230,11 @@ class Config(Section):
             else:
                 return None
         return value
+
+    @property
+    def computes_in_fp16(self) -> bool:
+        """Whether gradients may be too small for their format, so that losses are scaled."""
+        return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16")
 
     def origin(self, path: str) -> Origin:
         """Where the value at a dotted path comes from."""

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
-from mizzen.model.piece import Piece, copy_overlap
-from mizzen.model.placement import piece_of_tensor
+from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
 from mizzen.plan.parts import Store
 
 
@@ -35,6 +34,14 @@ def owner_of(parameter: nn.Parameter) -> Owner | None:
         raise UsageError(f"a parameter is wanted; this is a {type(parameter).__name__}")
     found = AMBIENT.owners.get(parameter)
     return found if isinstance(found, Owner) else None
+
+
+def retire(model: nn.Module) -> None:
+    """Take a model away from the engine that trains it, if one does: two engines cannot hold one parameter."""
+    for parameter in model.parameters():
+        owner = owner_of(parameter)
+        if owner is not None:
+            owner.store.detach()
 
 
 def full_value(parameter: nn.Parameter) -> Tensor | None:
@@ -107,7 +114,7 @@ def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
     mine = [piece for piece in pieces if piece.name == owner.name]
     dtype = mine[0].dtype if mine else torch.promote_types(parameter.dtype, torch.float32)
     whole = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-    target = piece_of_tensor(owner.name, whole)
+    target = piece_of_whole(owner.name, whole)
     for piece in mine:
         copy_overlap(piece, target)
     if owner.store.group is not None and owner.store.is_sharded:
@@ -119,7 +126,7 @@ def _scatter(owner: Owner, value: Tensor, pieces: list[Piece]) -> None:
     expected = owner.store.parameters[owner.name].shape
     if value.shape != expected:
         raise UsageError(f"'{owner.name}' has shape {list(expected)}; the value given has {list(value.shape)}")
-    source = piece_of_tensor(owner.name, value)
+    source = piece_of_whole(owner.name, value)
     for piece in pieces:
         if piece.name == owner.name:
             copy_overlap(source, piece)

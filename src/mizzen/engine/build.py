@@ -35,7 +35,7 @@ def build_engine(
         repoint(optimizer, [master for store in stores for master in store.masters()], names)
         updater = Updater(stores, optimizer, _reduced_over(stores), max_norm=config.gradient_clipping)
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
-    runner = Accumulate(parts[0].module, stores, phases)
+    runner = Accumulate(parts[0].module, stores, phases, surroundings.stream)
     engine = Engine(parts, Driving(runner, updater, scheduler, phases, observers), surroundings)
     engine.owners = [Owner(name, store, optimizer) for store in stores for name in store.parameters]
     for owner in engine.owners:

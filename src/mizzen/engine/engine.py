@@ -246,4 +246,6 @@ class Engine(Face):
     def _require_updater(self, call: str) -> Updater:
         if self.updater is None:
             raise UsageError(f"{call}() needs an optimizer: name one in the configuration, or give one to initialize()")
+        if self.owners and not self.owners[0].store.parameters:
+            raise UsageError(f"{call}() on an engine whose model was given to a later engine: use that one")
         return self.updater

@@ -21,6 +21,7 @@ from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import set_full_value
 from mizzen.engine.optimizer import EngineOptimizer
+from mizzen.engine.randomness import RandomStream
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
@@ -120,7 +121,7 @@ class Surroundings:
     mesh: Mesh
     world: World
     device: torch.device
-    seed: int = 0
+    stream: RandomStream
     make_loader: Callable[..., Any] | None = None
 
 

@@ -1,6 +1,5 @@
 """What happens to a model before its plan is applied: it moves to the device, and every rank gets rank 0's values."""
 
-import hashlib
 import platform
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -16,9 +15,10 @@ from mizzen.comm.fingerprint import compare, flatten
 from mizzen.comm.mesh import Mesh
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
+from mizzen.engine.randomness import RandomStream
 from mizzen.errors import ConfigError, UsageError
 from mizzen.optim.build import build_optimizer, build_scheduler
-from mizzen.optim.rules import is_elementwise
+from mizzen.optim.rules import UNBUILT, is_elementwise
 from mizzen.plan.build import Plan
 from mizzen.precision.policy import Policy
 
@@ -47,10 +47,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
@@ -109,19 +105,21 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def seed_of(config: Config, mesh: Mesh) -> int:
-    """The seed of the run: the `seed` key or rank 0's own; dropout then differs between data-parallel ranks."""
+    """The seed of the run: the `seed` key or, absent, rank 0's own."""
     seed = torch.tensor(config.seed if config.seed is not None else torch.initial_seed() % (1 << 62))
     world = mesh.layout.world
     if world > 1:
         on_device = seed.to(get_accelerator().device())
         collectives.broadcast(on_device, 0)
         seed = on_device.cpu()
-    value = int(seed)
-    if config.seed is not None or world > 1:
-        axes = ("pp", "dp_replicate", "dp_shard", "sp")
-        place_of_rank = [mesh.coordinate(axis) for axis in axes]
-        torch.manual_seed(int(_digest(f"{value} {place_of_rank}"), 16) >> 1)
-    return value
+    return int(seed)
+
+
+def stream_of(config: Config, seed: int, mesh: Mesh) -> RandomStream:
+    """The random numbers of the model: the process's own where one rank trains and no seed was asked for."""
+    if config.seed is None and mesh.layout.world == 1:
+        return RandomStream(None)
+    return RandomStream(seed, [mesh.coordinate(axis) for axis in ("pp", *DATA_AXES)])
 
 
 def loaders_of(plan: Plan, mesh: Mesh, seed: int) -> LoaderFactory:
@@ -147,6 +145,8 @@ def choose_optimizer(
         raise UsageError(
             f"optimizer= is a torch optimizer or a callable that makes one; it gave a {type(made).__name__}"
         )
+    if (why := UNBUILT.get(type(made).__name__.lower())) is not None:
+        raise UsageError(f"optimizer= is {type(made).__name__}, which is not built yet: {why}")
     if not is_elementwise(made) and not config.zero_allow_untested_optimizer:
         raise ConfigError(
             "zero_allow_untested_optimizer",

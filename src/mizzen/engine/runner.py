@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mizzen.engine.phases import Phases
+from mizzen.engine.randomness import RandomStream
 from mizzen.engine.update import Tally
 from mizzen.errors import UsageError
 from mizzen.plan.parts import Store
@@ -31,14 +32,15 @@ class Runner(Protocol):
 class Accumulate:
     """One micro-batch after the other."""
 
-    def __init__(self, module: nn.Module, stores: Sequence[Store], phases: Phases) -> None:
+    def __init__(self, module: nn.Module, stores: Sequence[Store], phases: Phases, stream: RandomStream) -> None:
         self.module = module
         self.stores = tuple(stores)
         self.phases = phases
+        self.stream = stream
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
-        with self.phases.phase("forward"):
+        with self.phases.phase("forward"), self.stream.drawn():
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool | None, retain_graph: bool = False) -> None:

@@ -95,6 +95,12 @@ def piece_of_range(name: str, shape: Sequence[int], flat: Tensor, start: int, st
     return Piece(name, tuple(shape), boxes, flat.detach().view(boxes[0].shape) if len(boxes) == 1 else flat.detach())
 
 
+def piece_of_whole(name: str, tensor: Tensor) -> Piece:
+    """A plain tensor that is held as a whole, as a Piece that shares its memory."""
+    shape = tuple(tensor.shape)
+    return Piece(name, shape, (Box.whole(shape),) if tensor.numel() else (), tensor.detach())
+
+
 def copy_overlap(source: Piece, target: Piece) -> int:
     """Copy the elements that both Pieces hold into the target, cast to its dtype; returns how many they are."""
     if source.shape != target.shape:

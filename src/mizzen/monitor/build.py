@@ -51,7 +51,7 @@ def _progress(config: Config, screen: Screen) -> list[Observer]:
         progress=is_shown or every is not None,
         phases=config.wall_clock_breakdown,
         memory=config.memory_breakdown,
-        loss_scale=config.fp16.enabled,
+        loss_scale=config.computes_in_fp16,
         rate=rate,
     )
     if lines.progress or lines.phases or lines.memory:
@@ -84,4 +84,4 @@ def _monitor(config: Config, makers: Mapping[str, Make]) -> Monitor:
         with Guard(name):
             sinks[name] = make()
     rate = config.timers.throughput.enabled
-    return Monitor(sinks, enabled=True, has_loss_scale=config.fp16.enabled, has_rate=rate)
+    return Monitor(sinks, enabled=True, has_loss_scale=config.computes_in_fp16, has_rate=rate)

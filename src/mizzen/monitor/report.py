@@ -25,6 +25,7 @@ class StepReport:
     momentum: tuple[Any, ...] = ()
     """Momentum, or betas, of each parameter group."""
     loss_scale: float = 1.0
+    """What the losses of this step were multiplied with before backward."""
     samples: int = 0
     """Samples of all ranks that went into this step."""
     global_samples: int = 0

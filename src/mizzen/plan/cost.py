@@ -74,23 +74,23 @@ def replicated(config: Config, sketch: Sketch) -> Cost:
     for parameter in sketch.parameters:
         dtype = policy.held(parameter.dtype)
         if parameter.requires_grad and parameter.group is not None:
-            cost += trained(parameter.numel, dtype, accumulation=policy.accumulation, states=states)
+            cost += trained(parameter.numel, dtype, policy, states=states)
         else:
             cost += Cost(parameters=parameter.numel * bytes_per_element(dtype))
     return cost
 
 
-def trained(count: int, dtype: str, *, accumulation: str, states: int) -> Cost:
+def trained(count: int, dtype: str, policy: Policy, *, states: int) -> Cost:
     """The cost of so many trained elements where a rank holds everything that belongs to them.
 
-    Low-precision parameters have fp32 masters; others are their own, and states are as wide as the masters.
+    Parameters that are as wide as their masters are their own.
     """
-    width = bytes_per_element(dtype)
+    master = wider(policy.masters, dtype)
     return Cost(
-        parameters=count * width,
-        gradients=count * bytes_per_element(wider(accumulation, dtype)),
-        masters=count * 4 if width < 4 else 0,
-        states=count * max(width, 4) * states,
+        parameters=count * bytes_per_element(dtype),
+        gradients=count * bytes_per_element(wider(policy.accumulation, dtype)),
+        masters=count * bytes_per_element(master) if master != dtype else 0,
+        states=count * bytes_per_element(wider(policy.states, master)) * states,
     )
 
 

@@ -36,9 +36,9 @@ class Store(Protocol):
     """The trained state of a part, of which this rank holds some or all. The engine's thread calls everything.
 
     each backward     gradients.arm(last) ... gradients.settle(); or neither, and the gradients stay local
-    at the boundary   gradients.collect(), squares(), rescale(f)
-    optimizer         masters(), whose `.grad` are the owned gradients
-    afterwards        publish(), gradients.clear()
+    once              masters() for the optimizer, then rest()
+    at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients
+    after the step    publish(), gradients.clear()
     any time          pieces(), state_pieces(), not_finite()
     """
 
@@ -62,13 +62,16 @@ class Store(Protocol):
         """What the mean gradient is to be multiplied with before a step, where the sum over ranks was asked for."""
 
     def masters(self) -> Sequence[tuple[int, Tensor]]:
-        """(optimizer group, tensor to optimize), each with its gradient attached."""
+        """(optimizer group, tensor to optimize), the same tensors for life; they may be empty between steps."""
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""
 
-    def rescale(self, factor: float | Tensor) -> None:
-        """Multiply the owned gradients."""
+    def attach(self, factor: float = 1.0) -> None:
+        """Make the masters ready for a step: their values, and as `.grad` the owned gradients times a factor."""
+
+    def rest(self) -> None:
+        """Let go of what only a step needs."""
 
     def publish(self) -> None:
         """Bring new master values to the parameters of every rank."""

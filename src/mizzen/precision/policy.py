@@ -22,17 +22,26 @@ class Policy:
     wire: str | None
     """In which gradients are summed over ranks; None is float32, or the dtype in which they add up if that is wider."""
     buffers: str | None = None
+    masters: str = "float32"
+    """What the optimizer's result is kept in; for wider parameters these themselves."""
+    states: str = "float32"
+    """What the optimizer computes and keeps its states in; at least as wide as the masters."""
 
     @classmethod
     def of(cls, config: Config) -> "Policy":
         """Read the policy out of a configuration."""
-        low = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None
+        bf16, fp16 = config.bf16, config.fp16
+        low = "bf16" if bf16.enabled else "fp16" if fp16.enabled else None
+        has_low_masters = bf16.bf16_master_weights_and_grads if bf16.enabled else fp16.fp16_master_weights_and_grads
+        kept = low if low and has_low_masters else "fp32"
         wire, buffers = config.communication_data_type, config.data_types.buffer_dtype
         return cls(
             parameters=DTYPES[low] if low else None,
-            accumulation=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
+            accumulation=DTYPES[config.data_types.grad_accum_dtype or kept],
             wire=DTYPES[wire] if wire else None,
             buffers=DTYPES[buffers] if buffers else None,
+            masters=DTYPES[kept],
+            states=DTYPES[kept if bf16.bf16_optimizer_states else "fp32"],
         )
 
     def held(self, dtype: str) -> str:

@@ -1,4 +1,4 @@
-"""Models as they come: mixed dtypes, compiled, with sparse embeddings, loaded late; and access to their state by name."""
+"""Models as they come: mixed dtypes, compiled, with sparse embeddings, loaded late; and their state by name."""
 
 import pytest
 import torch
@@ -146,7 +146,8 @@ def load_late(stage: int, through: str) -> tuple[bool, bool]:
     else:
         engine.module.load_state_dict(fresh)
     exact = engine.global_rank >= 0 and all(
-        torch.equal(mizzen.zero.safe_get_full_fp32_param(p), fresh[name]) for name, p in engine.module.named_parameters()
+        torch.equal(mizzen.zero.safe_get_full_fp32_param(p), fresh[name])
+        for name, p in engine.module.named_parameters()
     )
     rounded = all(
         torch.equal(mizzen.zero.safe_get_full_fp32_param(p).bfloat16(), fresh[name].bfloat16())
@@ -220,14 +221,46 @@ def test_the_order_of_data_is_rank_0s_whatever_the_others_did(world):
     assert world(2).run(batches_of, False, 5) == world(2).run(batches_of, True, 5) != same
 
 
-def noise() -> list[float]:
-    """Dropout differs between data-parallel ranks."""
-    engine = start(Case(0, 2))
-    assert engine.training
-    return nn.functional.dropout(torch.ones(64)).tolist()
+class Noise(nn.Module):
+    """Shows what dropout dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self):
+        return nn.functional.dropout(self.weight)
 
 
-def test_dropout_differs_between_ranks_and_is_the_same_again(world):
-    first, second = world(2).run(noise)
+def noise() -> tuple[list[list[float]], list[float]]:
+    torch.manual_seed(5)
+    engine = start(Case(0, 2), Noise())
+    return [engine().tolist() for _ in range(2)], torch.rand(4).tolist()
+
+
+def test_dropout_differs_between_ranks_and_leaves_the_users_random_numbers_alone(world):
+    (first, mine), (second, others) = world(2).run(noise)
     assert first != second
-    assert world(2).run(noise) == [first, second]
+    assert first[0] != first[1]
+    torch.manual_seed(5)
+    assert mine == others == torch.rand(4).tolist()
+    assert world(2).run(noise) == [(first, mine), (second, others)]
+
+
+def two_engines() -> tuple[list[float], list[float], str]:
+    """A model that is given to a second engine trains there, also after the first is destroyed."""
+    case = Case(2, 2)
+    old = start(case)
+    first = a_few_steps(old, case, 1)
+    new = start(case, old.module)
+    with pytest.raises(mizzen.UsageError) as caught:
+        old.backward(old(micro_batches(case, 0, old.global_rank)[0]))
+    old.destroy()
+    return first, a_few_steps(new, case, 3), str(caught.value)
+
+
+def test_a_model_belongs_to_its_latest_engine(world):
+    for first, later, message in world(2).run(two_engines):
+        assert later[0] != first[0]  # it goes on from where the first engine left it
+        assert len(set(later)) == 3
+        assert "given to a later engine" in message

@@ -1,5 +1,6 @@
 """Degrees, places and groups: arithmetic that holds for every layout."""
 
+import os
 import subprocess
 import sys
 
@@ -162,4 +163,5 @@ def test_prints_what_is_not_one():
 
 def test_needs_no_torch():
     code = "import sys, mizzen.config.layout; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"}, check=False).returncode == 0
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

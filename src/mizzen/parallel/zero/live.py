@@ -22,7 +22,9 @@ class LiveBucket:
     start: int
     """Where the owned chunk begins."""
     master: Tensor
-    """The owned chunk in full precision: a part of `values` where these have it themselves."""
+    """The owned chunk as the optimizer left it: a part of `values` where these are as wide."""
+    stepped: Tensor
+    """What the optimizer steps: the master itself, or a wider copy of it that is empty between steps."""
     gradient: Tensor
     """The gradient of the owned chunk, complete after `collect`."""
     whole: Tensor

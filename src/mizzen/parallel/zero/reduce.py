@@ -49,9 +49,9 @@ class Reducer:
 
         def finish() -> None:
             wait_for(work)
+            self._scale(sent)  # before the cast: a sum may be beyond a dtype that holds its mean
             if sent is not bucket:
                 bucket.copy_(sent)
-            self._scale(bucket)
 
         return finish
 
@@ -71,10 +71,10 @@ class Reducer:
             wait_for(work)
             total = _sum_of_rows(received.view(-1, chunk.numel()))
             if not add:
+                self._scale(total)
                 chunk.copy_(total)
-                self._scale(chunk)
             else:
-                chunk.add_(total.to(chunk.dtype), alpha=self.reduction.after)
+                chunk.add_(total, alpha=self.reduction.after)
 
         return finish
 

@@ -66,7 +66,7 @@ class ZeroShard:
             holding=Holding(
                 stage,
                 _reduction(config, policy, ranks),
-                policy.accumulation,
+                policy,
                 overlap=zero.overlap_comm,
                 gain=float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0,
             ),
@@ -79,7 +79,7 @@ class ZeroShard:
         holding, states = choice.holding, choice.states
         change = Cost(gradients=_in_flight(choice) if holding.stage == 2 else 0)
         for buffer in choice.buffers:
-            price = partial(trained, dtype=buffer.dtype, accumulation=holding.accumulation, states=states)
+            price = partial(trained, dtype=buffer.dtype, policy=holding.policy, states=states)
             padded, share = price(buffer.numel), price(buffer.numel // holding.chunks)
             gradients = {0: padded.gradients, 1: padded.gradients + share.gradients, 2: share.gradients}[holding.stage]
             change += Cost(padded.parameters, gradients, share.masters, share.states) - price(buffer.occupied)
@@ -129,7 +129,7 @@ def _in_flight(choice: ZeroChoice) -> int:
     reduction = choice.holding.reduction
     held, exchanged = [], []
     for buffer in choice.buffers:
-        dtype = wider(choice.holding.accumulation, buffer.dtype)
+        dtype = wider(choice.holding.policy.accumulation, buffer.dtype)
         wire = reduction.dtype or wider(dtype, "float32")
         is_copied = wire != dtype or reduction.before != 1
         for bucket in buffer.buckets:

@@ -15,7 +15,7 @@ from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGra
 from mizzen.parallel.zero.live import LiveBucket, alone
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
 from mizzen.parallel.zero.slots import Bucket, Buffer
-from mizzen.precision.policy import wider
+from mizzen.precision.policy import Policy, wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Holding:
 
     stage: Literal[0, 1, 2]
     reduction: Reduction
-    accumulation: str = "float32"
-    """The dtype in which gradients add up; those of wider parameters do so in the parameters' own."""
+    policy: Policy = Policy(None, "float32", None)
+    """The dtypes of gradients, masters and states; those of wider parameters have the parameters' own."""
     overlap: bool = True
     gain: float = 1.0
     """What the mean gradient is multiplied with before a step: 1, or the ranks where a sum was asked for."""
@@ -62,12 +62,18 @@ class FlatStore:
 
     def _take_in(self, buffer: Buffer) -> Iterator[LiveBucket]:
         flat = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.dtype), device=self.device)
-        accumulation = torch_dtype(wider(self.holding.accumulation, buffer.dtype))
+        policy = self.holding.policy
+        accumulation = torch_dtype(wider(policy.accumulation, buffer.dtype))
+        kept = wider(policy.masters, buffer.dtype)
+        stepped = torch_dtype(wider(policy.states, kept))
         for bucket in buffer.buckets:
             values = flat[bucket.start : bucket.stop]
             parameters = tuple(self.parameters[slot.name] for slot in bucket.slots)
             start, stop = self._owned(bucket)
-            master = self._move(parameters, bucket, values)[start:stop]
+            master = self._move(parameters, bucket, values, torch_dtype(kept))[start:stop]
+            # The rest of a wider copy is not kept; a part of the values themselves stays one.
+            if self.holding.stage and master.dtype != values.dtype:
+                master = master.clone()
             whole = torch.zeros(bucket.numel if self.holding.stage < 2 else 0, dtype=accumulation, device=self.device)
             yield LiveBucket(
                 plan=bucket,
@@ -75,8 +81,8 @@ class FlatStore:
                 parameters=parameters,
                 values=values,
                 start=start,
-                # The rest of a full-precision copy is not kept; a part of the values themselves stays one.
-                master=master if self.holding.stage == 0 or master.dtype == values.dtype else master.clone(),
+                master=master,
+                stepped=master.to(stepped),
                 gradient=torch.zeros_like(master, dtype=accumulation) if self.holding.stage else whole,
                 whole=whole,
                 finite=torch.ones(len(bucket.slots), dtype=torch.bool, device=self.device),
@@ -87,11 +93,11 @@ class FlatStore:
         start = self.rank * size if self.is_sharded else 0
         return start, start + size
 
-    def _move(self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor) -> Tensor:
-        """Move parameters into their bucket, with the first rank's values; returns these as they were before a cast."""
-        exact = values
-        if values.dtype in (torch.bfloat16, torch.float16):
-            exact = torch.zeros_like(values, dtype=torch.float32)
+    def _move(
+        self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor, kept: torch.dtype
+    ) -> Tensor:
+        """Move parameters into their bucket, with the first rank's values; returns these as masters keep them."""
+        exact = values if values.dtype == kept else torch.zeros_like(values, dtype=kept)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             exact[slot.start : slot.stop].copy_(parameter.detach().reshape(-1))
         if self.holding.reduction.ranks > 1:
@@ -120,31 +126,41 @@ class FlatStore:
     # What the optimizer works on
 
     def masters(self) -> list[tuple[int, Tensor]]:
-        """(optimizer group, owned values to optimize) for every bucket, each with its gradient attached."""
+        """(optimizer group, what the optimizer steps) for every bucket."""
+        return [(bucket.group, bucket.stepped) for bucket in self.buckets]
+
+    def attach(self, factor: float = 1.0) -> None:
+        """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
         for bucket in self.buckets:
-            bucket.master.grad = bucket.gradient.to(bucket.master.dtype)
-        return [(bucket.group, bucket.master) for bucket in self.buckets]
+            if bucket.stepped is not bucket.master:
+                bucket.stepped.data = bucket.master.to(bucket.stepped.dtype)
+            gradient = bucket.gradient.to(bucket.stepped.dtype)
+            bucket.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
+
+    def rest(self) -> None:
+        """Let go of what only a step needs."""
+        for bucket in self.buckets:
+            bucket.stepped.grad = None
+            if bucket.stepped is not bucket.master:
+                bucket.stepped.data = bucket.stepped.new_empty(0)
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that share them count them once."""
         counts = self.is_sharded or self.rank == 0
         return sum_of_squares((bucket.gradient for bucket in self.buckets if counts), device=self.device)
 
-    def rescale(self, factor: float | Tensor) -> None:
-        """Multiply every owned gradient."""
-        for bucket in self.buckets:
-            bucket.gradient.mul_(factor)
-
     def publish(self) -> None:
         """Bring the new master values to the parameters of every rank."""
         works = []
         for bucket in self.buckets:
-            bucket.master.grad = None  # a cast copy of the gradient is not kept between steps
             mine = bucket.mine(bucket.values)
+            if bucket.stepped is not bucket.master:
+                bucket.master.copy_(bucket.stepped)
             if mine.data_ptr() != bucket.master.data_ptr():
                 mine.copy_(bucket.master)
             if self.is_sharded:
                 works.append(collectives.all_gather_into_tensor(bucket.values, mine, group=self.group, async_op=True))
+        self.rest()
         wait_for(*works)
 
     def refresh(self) -> None:
@@ -176,7 +192,7 @@ class FlatStore:
         """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
 
         def state(bucket: LiveBucket) -> Tensor | None:
-            found = states.get(bucket.master, {}).get(key)
+            found = states.get(bucket.stepped, {}).get(key)
             return found if isinstance(found, Tensor) and found.shape == bucket.master.shape else None
 
         return list(self._pieces(state))
@@ -199,4 +215,4 @@ class FlatStore:
         self.gradients.detach()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
-        self.buckets = ()
+        self.buckets, self.parameters = (), {}

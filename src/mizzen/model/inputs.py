@@ -1,0 +1,18 @@
+"""The tensors in what a model is called with: nested dicts, tuples and lists, and whatever else is left as it is."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def change_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with every tensor changed."""
+    if isinstance(inputs, Tensor):
+        return change(inputs)
+    if isinstance(inputs, Mapping):
+        return type(inputs)({key: change_tensors(value, change) for key, value in inputs.items()})  # type: ignore[call-arg]
+    if isinstance(inputs, tuple | list):
+        changed = [change_tensors(value, change) for value in inputs]
+        return type(inputs)(*changed) if "_fields" in dir(inputs) else type(inputs)(changed)
+    return inputs
