@@ -31,10 +31,8 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	  torch==$(VERSION) --editable ".[dev,clients]"
 	touch $@
 
-demo: .venv/ready ## what this machine has, a configuration explained, and its plan
-	$(BIN)/mizzen report
-	$(BIN)/mizzen config explain zero_optimization.stage
-	$(BIN)/mizzen plan examples/configs/zero2_bf16.json --world 8
+demo: .venv/ready ## train a small language model on two ranks of this machine, in about two minutes
+	$(BIN)/python examples/demo.py
 
 test: .venv/ready ## all tests that this machine can run
 	$(BIN)/python -m pytest $(ARGS)

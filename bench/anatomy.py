@@ -12,22 +12,11 @@ from typing import Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.play import Game
 from bench.record import table
 
 SHOWN: Final = 14
 """Rows of a table."""
 LIBRARIES: Final = ("mizzen", "deepspeed", "torch")
-
-
-def dissect(game: Game) -> int:
-    """Print the anatomy of every system of a game, one after the other, as rank 0 saw it."""
-    for name in game.systems:
-        with game.team(name) as team:
-            team.ask("prepare", game.settings)
-            team.ask("run", max(game.warm, 2))
-            print(render(name, team.ask("profile", max(game.steps, 3))[0]))
-    return 0
 
 
 def render(name: str, found: dict[str, Any]) -> str:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Final
 
-from bench.anatomy import dissect
 from bench.gpt import SYSTEMS, Size
 from bench.paired import ratio, typical
-from bench.play import Game, parser_of, play
+from bench.play import Game, dissect, parser_of, play
 from bench.record import Record, equal_losses, header, table, versus
 
 FLOOR: Final = "floor"

@@ -176,8 +176,3 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
         "zero_optimization": {"stage": stage},
     }
     return SYSTEMS[system](Work(Gpt(size), batch, config))
-
-
-def about() -> dict[str, str]:
-    """Versions."""
-    return {"torch": torch.__version__}

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Final
 
-from bench.anatomy import dissect
 from bench.llama import HOLLOW, SYSTEMS, Size
-from bench.play import Game, parser_of, play
+from bench.play import Game, dissect, parser_of, play
 from bench.record import Record, header, table, versus
 
 PEAK_FLOPS: Final = 989e12

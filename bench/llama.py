@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -184,7 +183,7 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     with device:
-        model = LlamaForCausalLM(_config(size))
+        model = LlamaForCausalLM(_config(size))  # type: ignore[no-untyped-call]
     generator = torch.Generator(device).manual_seed(1)
     shape = (BATCHES, size.samples, size.length)
     batches = torch.randint(0, size.vocabulary, shape, generator=generator, device=device)
@@ -207,11 +206,5 @@ def _config(size: Size) -> LlamaConfig:
         num_key_value_heads=size.groups,
         vocab_size=size.vocabulary,
         max_position_embeddings=size.length,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]
     )
-
-
-def about() -> dict[str, str]:
-    """Versions, and the device."""
-    found = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {**found, "on": torch.cuda.get_device_name()} if torch.cuda.is_available() else found

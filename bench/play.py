@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from bench.anatomy import render
 from bench.player import Ready, Turn
 from bench.record import Record, Result, load
 from bench.team import PlayerError, Team
@@ -104,6 +105,16 @@ def play(game: Game, bench: str) -> Record:
     }
     about = {name: value for score in scores.values() for name, value in score.about.items()}
     return Record(bench, settings, results, failures, about, (before, load()))
+
+
+def dissect(game: Game) -> int:
+    """Print the anatomy of every system of a game, one after the other, as rank 0 saw it."""
+    for name in game.systems:
+        with game.team(name) as team:
+            team.ask("prepare", game.settings)
+            team.ask("run", max(game.warm, 2))
+            print(render(name, team.ask("profile", max(game.steps, 3))[0]))
+    return 0
 
 
 def parser_of(

@@ -1,7 +1,7 @@
 """The side of a rank: build a system when told to, run some steps when it is its turn, and wait, blocked, otherwise.
 
 A workload is a module with `prepare(system, settings) -> Step`, where `Step` takes the number of a step and returns its
-loss, and `about() -> dict` with versions and devices. Nothing here knows what is trained, or by whom.
+loss. Nothing here knows what is trained, or by whom.
 """
 
 import gc
@@ -18,8 +18,11 @@ from typing import Any, Final
 
 import torch
 
+from bench.anatomy import examine
+
 Step = Callable[[int], Any]
 Ended: Final = ("end", ())
+LIBRARIES: Final = ("torch", "transformers", "deepspeed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Player:
         begin = time.perf_counter()
         self.step = self.workload.prepare(self.system, settings)
         self._synchronize()
-        return Ready(time.perf_counter() - begin, self.workload.about())
+        return Ready(time.perf_counter() - begin, self._about())
 
     def run(self, steps: int) -> Turn:
         """So many steps, timed one by one; nothing is read from a device before the last of them."""
@@ -82,8 +85,7 @@ class Player:
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Where the time of some steps goes."""
-        anatomy = importlib.import_module("bench.anatomy")
-        return anatomy.examine(self.take_step, steps)  # type: ignore[no-any-return]
+        return examine(self.take_step, steps)
 
     def take_step(self) -> Any:
         """The next step."""
@@ -92,8 +94,14 @@ class Player:
         self.done += 1
         return self.step(self.done - 1)
 
+    def _about(self) -> dict[str, str]:
+        """The versions that this rank has loaded, and its device."""
+        loaded = {name: vars(sys.modules[name]) for name in LIBRARIES if name in sys.modules}
+        found = {name: str(module["__version__"]) for name, module in loaded.items() if "__version__" in module}
+        return {**found, "on": torch.cuda.get_device_name()} if self._is_on_device() else found
+
     def _is_on_device(self) -> bool:
-        return bool(torch.cuda.is_available() and torch.cuda.is_initialized())
+        return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
     def _synchronize(self) -> None:
         if self._is_on_device():

@@ -135,6 +135,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def versus(results: Sequence[Result]) -> str:
     """Time of each of our systems where the peer's is 1: below 1 is faster than the peer."""
     ours, others = [r for r in results if is_ours(r.name)], [r for r in results if not is_ours(r.name)]
+    if not ours or not others:
+        return "nothing to compare: mizzen or the peers did not take part"
     rows = [[other.name, *(ratio(mine.turns, other.turns) for mine in ours)] for other in others]
     return table(["time, where this is 1", *(mine.name for mine in ours)], rows)
 

@@ -1,7 +1,6 @@
 """A byte-level GPT that learns the text of Python's standard library.
 
-On one rank:  python examples/gpt_bytes.py --steps 100
-On two:       python -m torch.distributed.run --standalone --nproc-per-node 2 examples/gpt_bytes.py --steps 100
+On two ranks: python -m torch.distributed.run --standalone --nproc-per-node 2 examples/gpt_bytes.py --steps 100
 """
 
 import argparse
@@ -70,9 +69,8 @@ class GPT(nn.Module):
 
 def library_text(length: int = 129) -> list[Tensor]:
     """A data set: the modules of the standard library, one after the other, cut into pieces."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-    return list(text.long().split(length)[:-1])
+    text = b"".join(file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    return list(torch.frombuffer(bytearray(text), dtype=torch.uint8).long().split(length)[:-1])
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from mizzen import checkpointing as checkpointing
     from mizzen import comm as comm
     from mizzen import zero as zero
     from mizzen.accelerator import get_accelerator as get_accelerator
@@ -51,6 +52,7 @@ _HOMES: Final = {
     "StepReport": "mizzen.monitor.report",
     "UsageError": "mizzen.errors",
     "add_config_arguments": "mizzen.api",
+    "checkpointing": "mizzen.checkpointing",
     "comm": "mizzen.comm",
     "get_accelerator": "mizzen.accelerator",
     "init_distributed": "mizzen.comm",

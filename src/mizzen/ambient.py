@@ -49,6 +49,8 @@ class Ambient:
     """Where this rank is. One record for a process, because another process reads it by name."""
     file_hook: Any = None
     """A test's hook must see every file operation of a save, also of those in threads that the save has started."""
+    checkpointing: Any = None
+    """`checkpointing.checkpoint(f, x)` takes no engine: how inputs are kept, and the named random streams."""
     owners: Owners = field(default_factory=Owners)
     """Parameter -> the engine state that owns it: `safe_get_full_grad(p)` gets only the parameter."""
     warned: set[str] = field(default_factory=set)

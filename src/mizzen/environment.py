@@ -44,10 +44,27 @@ class World:
     @classmethod
     def detect(cls, env: Mapping[str, str]) -> "World":
         """Read the variables of torchrun, AzureML, SageMaker, Open MPI, MPICH or Slurm, in that order."""
+        env = _trusted(env)
         for present, reader in _READERS:
             if all(name in env for name in present):
                 return reader(env)
         return cls()
+
+
+def _trusted(env: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment without those variables of Slurm that would mislead.
+
+    [Note: variables that Slurm leaves behind]
+    A batch script sees SLURM_PROCID=0 and SLURM_NTASKS=n although it is one process: only `srun` makes ranks, and only
+    `srun` sets SLURM_STEP_ID. And `srun --mpi=pmi2` sets PMI_RANK like MPICH's own launcher, but no local rank, which
+    would put every rank of a host on device 0; there Slurm's variables are the full account.
+    """
+    if "SLURM_PROCID" not in env:
+        return env
+    by_srun = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
+    by_hydra = "MPI_LOCALRANKID" in env or "PALS_LOCAL_RANKID" in env
+    hidden = ("PMI_RANK",) if by_srun and not by_hydra else () if by_srun else ("SLURM_PROCID",)
+    return {name: value for name, value in env.items() if name not in hidden}
 
 
 def _master(env: Mapping[str, str]) -> tuple[str | None, int | None]:

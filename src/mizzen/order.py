@@ -4,6 +4,8 @@ from typing import Final
 
 from mizzen.parallel.zero.shard import ZeroShard
 from mizzen.plan.transform import Transform
+from mizzen.rewrite.compile import Compile
+from mizzen.rewrite.recompute import Recompute
 
-ORDER: Final[tuple[Transform, ...]] = (ZeroShard(),)
+ORDER: Final[tuple[Transform, ...]] = (Recompute(), Compile(), ZeroShard())
 """Each row may assume that every row above it has run."""

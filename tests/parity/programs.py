@@ -9,6 +9,16 @@ from torch.nn import functional
 VOCABULARY = 48
 LENGTH = 12
 STEPS = 5
+SCALE = 1024.0
+PRECISION = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+    "autocast16": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": SCALE}},
+}
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"autocast": torch.bfloat16, "autocast16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,7 @@ class Case:
         }
         if self.optimizer == "SGD":
             found["optimizer"]["params"]["momentum"] = 0.9
-        if self.dtype == "bf16":
-            found["bf16"] = {"enabled": True}
-        return found
+        return found | PRECISION[self.dtype]
 
 
 class Block(nn.Module):
@@ -124,10 +132,12 @@ def reference(case: Case, steps: int = STEPS) -> tuple[list[float], dict[str, Te
     """One process, plain torch: every micro-batch of every rank in turn; a missing gradient counts as zero."""
     masters = build(case)
     model = masters
-    if case.dtype == "bf16":
+    if case.dtype in LOW:
         model = build(case)
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+            parameter.data = parameter.data.to(LOW[case.dtype])
+    autocast = torch.autocast("cpu", dtype=AUTOCAST.get(case.dtype), enabled=case.dtype in AUTOCAST)
+    scale = SCALE if case.dtype.endswith("16") and case.dtype != "bf16" else 1.0
     made = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
     optimizer = made(groups(masters, case), **case.config["optimizer"]["params"], fused=True)
     trained = [(m, p) for m, p in zip(masters.parameters(), model.parameters(), strict=True) if m.requires_grad]
@@ -138,14 +148,15 @@ def reference(case: Case, steps: int = STEPS) -> tuple[list[float], dict[str, Te
         count = case.accumulation * case.world
         for rank in range(case.world):
             for tokens in micro_batches(case, step, rank):
-                loss = model(tokens)
-                found = torch.autograd.grad(loss / count, [p for _, p in trained], allow_unused=True)
+                with autocast:
+                    loss = model(tokens)
+                found = torch.autograd.grad(scale * loss / count, [p for _, p in trained], allow_unused=True)
                 for place, gradient in zip(sums, found, strict=True):
                     if gradient is not None:
                         place += gradient
                 total += loss.item() / count
         for (master, _), gradient in zip(trained, sums, strict=True):
-            master.grad = gradient
+            master.grad = gradient / scale
         if case.clip:
             torch.nn.utils.clip_grad_norm_([master for master, _ in trained], case.clip)
         optimizer.step()

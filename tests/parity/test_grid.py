@@ -10,7 +10,9 @@ import mizzen
 from parity.programs import STEPS, Case, build, groups, micro_batches, reference
 
 STAGES, WORLDS, ACCUMULATIONS, CLIPS = (0, 1, 2), (1, 2, 4), (1, 4), (0.0, 0.5)
-VARIANTS, DTYPES, OPTIMIZERS = ("plain", "tied", "frozen", "unused", "groups"), ("fp32", "bf16"), ("AdamW", "SGD")
+VARIANTS, OPTIMIZERS = ("plain", "tied", "frozen", "unused", "groups"), ("AdamW", "SGD")
+DTYPES = ("fp32", "bf16", "fp16", "autocast")
+TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3, "fp16": 1e-3, "autocast": 4e-3, "autocast16": 1e-3}
 AXES = (STAGES, WORLDS, ACCUMULATIONS, CLIPS, VARIANTS, DTYPES, OPTIMIZERS)
 
 
@@ -33,6 +35,11 @@ def pairs_of(row) -> set:
 
 
 CASES = [Case(*row, samples=16) for row in every_pair(AXES)]
+SCALED = [
+    # SGD without clipping: Adam and a clipped norm hide a factor that was forgotten.
+    Case(stage, world, 2, 0.0, "tied", dtype, "SGD")
+    for stage, world, dtype in product(STAGES, (1, 2), ("fp16", "autocast16"))
+]
 
 
 def train(case: Case, with_train_batch: bool = False) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
@@ -56,10 +63,10 @@ def train(case: Case, with_train_batch: bool = False) -> tuple[list[float], dict
     return losses, values, norms
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *SCALED], ids=str)
 def test_loss_does_not_depend_on_the_plan(world, case):
     expected, masters = reference(case)
-    tolerance = {"fp32": 1e-5, "bf16": 4e-3}[case.dtype]
+    tolerance = TOLERANCE[case.dtype]
     for losses, values, _ in world(case.world).run(train, case):
         assert losses == pytest.approx(expected, rel=tolerance)
         for name, value in values.items():

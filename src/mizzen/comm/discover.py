@@ -27,7 +27,7 @@ MPI_SOURCES: Final = ("openmpi", "mpich", "sagemaker")
 
 def find_world(env: Mapping[str, str], *, rank: int = -1, size: int = -1, launchers: bool = True) -> World:
     """This process among the others; the meeting place may still be open. `launchers` are those beside torchrun."""
-    found = World.detect(_trusted(env))
+    found = World.detect(env)
     if rank >= 0 or size >= 0:
         return _from_arguments(found, env, rank, size)
     if found.source == "none":
@@ -59,22 +59,6 @@ def with_meeting_place(world: World, env: Mapping[str, str], port: int) -> World
             "set MASTER_ADDR, or pass init_method='tcp://HOST:PORT'"
         )
     return replace(world, master_addr=address, master_port=world.master_port or port)
-
-
-def _trusted(env: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment without those variables of Slurm that would mislead.
-
-    [Note: variables that Slurm leaves behind]
-    A batch script sees SLURM_PROCID=0 and SLURM_NTASKS=n although it is one process: only `srun` makes ranks, and only
-    `srun` sets SLURM_STEP_ID. And `srun --mpi=pmi2` sets PMI_RANK like MPICH's own launcher, but no local rank, which
-    would put every rank of a host on device 0; there Slurm's variables are the full account.
-    """
-    if "SLURM_PROCID" not in env:
-        return env
-    by_srun = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
-    by_hydra = "MPI_LOCALRANKID" in env or "PALS_LOCAL_RANKID" in env
-    hidden = ("PMI_RANK",) if by_srun and not by_hydra else () if by_srun else ("SLURM_PROCID",)
-    return {name: value for name, value in env.items() if name not in hidden}
 
 
 def _from_arguments(found: World, env: Mapping[str, str], rank: int, size: int) -> World:

@@ -49,7 +49,8 @@ def get_world_size(group: Any = None) -> int:
 
 def get_local_rank() -> int:
     """The place of this rank on its host, as the launcher has said."""
-    return World.detect(environ()).local_rank
+    joined: World | None = AMBIENT.world
+    return (joined or World.detect(environ())).local_rank
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
@@ -149,7 +150,8 @@ def enable_symm_mem_for_group(group_name: str) -> None:
 
 def get_local_rank_from_launcher() -> int:
     """The rank on this host, from the environment."""
-    return World.detect(environ()).local_rank
+    joined: World | None = AMBIENT.world
+    return (joined or World.detect(environ())).local_rank
 
 
 def get_world_rank_from_launcher() -> int:

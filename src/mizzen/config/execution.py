@@ -1,58 +1,65 @@
 """How a step is executed: `compile`, and `hybrid_engine`, which samples from the model that it trains."""
 
-from typing import Literal
+from typing import Final, Literal
 
-from mizzen.config.section import Section, no_effect
+from mizzen.config.section import Section, no_effect, refused
 from mizzen.config.values import Count, Flag, Name, Whole
+
+_PASSES: Final = "a switch of deepcompile, which does not exist here"
 
 
 class CompileConfig(Section):
-    """torch.compile for the blocks of the model, and the passes of the compiler that work on its graph."""
+    """torch.compile for the blocks of the model, one by one."""
 
     enabled: Flag = False
-    """Compile each repeated block of the model."""
+    """Compile each repeated block of the model, or the whole model where nothing repeats."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """What torch.compile optimizes for."""
+    """What inductor optimizes for."""
     backend: Name = "inductor"
     """Backend of torch.compile."""
     dynamic: Flag | None = None
     """Compile for changing shapes; absent does so when a second shape appears."""
     fullgraph: Flag = False
     """Refuse a block that cannot be compiled as one graph."""
+    blocks: tuple[Name, ...] = ()
+    """Classes or paths of the modules to compile; absent takes the repeated blocks of the model."""
 
-    deepcompile: Flag = False
+    deepcompile: Flag = refused(
+        False,
+        "communication overlaps without a change to the graph, so there are no such passes; use compile.enabled",
+    )
     """Let the compiler insert gathers and reductions into the graph."""
-    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = None
+    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = no_effect(None, _PASSES)
     """Graph passes to run; absent takes those of the ZeRO stage."""
-    free_activation: Flag = False
+    free_activation: Flag = no_effect(False, _PASSES)
     """Free activations inside the graph as soon as they are no longer needed."""
-    free_activation_threshold: Whole = 10_485_760
+    free_activation_threshold: Whole = no_effect(10_485_760, _PASSES)
     """Bytes from which an activation is freed early."""
-    offload_activation: Flag = False
+    offload_activation: Flag = no_effect(False, f"{_PASSES}; see activation_checkpointing.cpu_checkpointing")
     """Move activations to the host between forward and backward."""
-    offload_activation_pin_memory: Flag = True
+    offload_activation_pin_memory: Flag = no_effect(True, _PASSES)
     """Use pinned host memory for these activations."""
-    offload_opt_states: Flag = False
+    offload_opt_states: Flag = no_effect(False, f"{_PASSES}; see zero_optimization.offload_optimizer")
     """Move optimizer states to the host while the graph runs."""
-    offload_parameters: Flag = False
+    offload_parameters: Flag = no_effect(False, f"{_PASSES}; see zero_optimization.offload_param")
     """Move parameters to the host while the graph does not need them."""
-    double_buffer: Flag = True
+    double_buffer: Flag = no_effect(True, _PASSES)
     """Fill one communication buffer while the other is sent."""
-    symmetric_memory: Flag = False
+    symmetric_memory: Flag = no_effect(False, _PASSES)
     """Gather through symmetric memory inside a node."""
-    debug_log: Flag = False
+    debug_log: Flag = no_effect(False, f"{_PASSES}; TORCH_LOGS shows what torch.compile does")
     """Write what each pass did to the graph."""
-    sync_before_reduce: Flag = False
+    sync_before_reduce: Flag = no_effect(False, _PASSES)
     """Synchronize the device before each reduction, to find errors."""
-    sync_after_reduce: Flag = False
+    sync_after_reduce: Flag = no_effect(False, _PASSES)
     """Synchronize the device after each reduction, to find errors."""
-    sync_before_allgather: Flag = False
+    sync_before_allgather: Flag = no_effect(False, _PASSES)
     """Synchronize the device before each gather, to find errors."""
-    sync_after_allgather: Flag = False
+    sync_after_allgather: Flag = no_effect(False, _PASSES)
     """Synchronize the device after each gather, to find errors."""
-    keep_int_input_tensors: Flag = True
+    keep_int_input_tensors: Flag = no_effect(True, _PASSES)
     """Keep integer inputs of the graph for the backward pass."""
-    keep_all_input_tensors: Flag = False
+    keep_all_input_tensors: Flag = no_effect(False, _PASSES)
     """Keep all inputs of the graph for the backward pass."""
 
 

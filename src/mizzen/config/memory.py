@@ -1,17 +1,26 @@
 """What is not kept on the device: `activation_checkpointing`, and `aio`, the reads and writes of an NVMe drive."""
 
+from typing import Literal
+
 from mizzen.config.section import Section, deprecated, no_effect
-from mizzen.config.values import Count, Flag
+from mizzen.config.values import Count, Flag, Name
 
 
 class ActivationCheckpointingConfig(Section):
-    """How activations inside `checkpointing.checkpoint` are kept until the backward pass."""
+    """What backward computes again instead of finding it kept, and where the inputs that it needs for that rest."""
+
+    mode: Literal["off", "full", "selective"] = "off"
+    """What backward computes again: nothing, whole blocks, or all of a block but matrix products and attention."""
+    every: Count = 1
+    """Compute only every n-th block again."""
+    blocks: tuple[Name, ...] = ()
+    """Classes or paths of the modules to compute again; absent takes the repeated blocks of the model."""
 
     partition_activations: Flag = False
-    """Keep each activation once per tensor-parallel group, in parts."""
+    """Keep each input once per tensor-parallel group, in parts; one rank has nothing to split."""
     cpu_checkpointing: Flag = False
-    """Keep activations in host memory."""
-    profile: Flag = False
+    """Keep the inputs of blocks that are computed again, and of `checkpointing.checkpoint`, in host memory."""
+    profile: Flag = no_effect(False, "wall_clock_breakdown times a step, torch.profiler what is inside")
     """Time the forward and backward passes of checkpointed blocks."""
     number_checkpoints: Count | None = no_effect(None, "buffers need no count")
     """Number of checkpoints, for the contiguous buffer."""

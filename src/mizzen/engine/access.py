@@ -17,6 +17,8 @@ from mizzen.comm import collectives
 from mizzen.errors import UsageError
 from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
 from mizzen.plan.parts import Store
+from mizzen.precision.scaler import LossScaler
+from mizzen.rewrite.recompute import restore
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -26,6 +28,8 @@ class Owner:
     name: str
     store: Store
     optimizer: Optimizer | None
+    scaler: LossScaler
+    """By whose scale gradients are larger than they are read and written here."""
 
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
@@ -38,6 +42,7 @@ def owner_of(parameter: nn.Parameter) -> Owner | None:
 
 def retire(model: nn.Module) -> None:
     """Take a model away from the engine that trains it, if one does: two engines cannot hold one parameter."""
+    restore(model)
     for parameter in model.parameters():
         owner = owner_of(parameter)
         if owner is not None:
@@ -56,7 +61,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     if owner is None:
         return None
     owner.store.gradients.collect()
-    return _gather(owner, owner.store.pieces("gradient"))
+    return _gather(owner, owner.store.pieces("gradient")) / owner.scaler.scale
 
 
 def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
@@ -82,7 +87,7 @@ def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write the reduced gradient of a parameter from a whole tensor that every rank gives."""
     owner = _require(parameter)
     owner.store.gradients.collect()
-    _scatter(owner, value, owner.store.pieces("gradient"))
+    _scatter(owner, value * owner.scaler.scale, owner.store.pieces("gradient"))
 
 
 def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -101,6 +106,13 @@ def update_gradients(parameters: Iterable[nn.Parameter], change: Callable[[Tenso
             set_full_gradient(parameter, change(gradient, parameter))
 
 
+def refresh_masters(module: nn.Module, *_: object) -> None:
+    """Take the values of a module's parameters over as masters. As a hook it holds no engine: modules are copied."""
+    owners = [owner for parameter in module.parameters() if (owner := owner_of(parameter)) is not None]
+    for store in {id(owner.store): owner.store for owner in owners}.values():
+        store.refresh()
+
+
 def _require(parameter: nn.Parameter) -> Owner:
     owner = owner_of(parameter)
     if owner is None:
@@ -112,7 +124,7 @@ def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
     """Each element has one holder among the ranks that share it, so the sum of what they hold is the whole."""
     parameter = owner.store.parameters[owner.name]
     mine = [piece for piece in pieces if piece.name == owner.name]
-    dtype = mine[0].dtype if mine else torch.promote_types(parameter.dtype, torch.float32)
+    dtype = torch.promote_types(parameter.dtype, torch.float32)  # the same on a rank that holds nothing of it
     whole = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     target = piece_of_whole(owner.name, whole)
     for piece in mine:

@@ -16,6 +16,7 @@ from mizzen.engine.runner import Accumulate
 from mizzen.engine.update import Updater
 from mizzen.monitor.report import Observer
 from mizzen.plan.parts import Parts, Store
+from mizzen.precision.arithmetic import Arithmetic
 
 
 def build_engine(
@@ -29,15 +30,24 @@ def build_engine(
     """Put an engine together. `optimizer` was built on the model's own parameters; it is given the masters instead."""
     stores = [store for part in parts for store in part.stores]
     config = surroundings.resolved.config
+    arithmetic = Arithmetic.of(config, get_accelerator().name)
     updater = None
     if optimizer is not None:
         names = {id(parameter): name for store in stores for name, parameter in store.parameters.items()}
         repoint(optimizer, [master for store in stores for master in store.masters()], names)
-        updater = Updater(stores, optimizer, _reduced_over(stores), max_norm=config.gradient_clipping)
+        for store in stores:
+            store.rest()
+        updater = Updater(
+            stores,
+            optimizer,
+            _reduced_over(stores),
+            max_norm=config.gradient_clipping,
+            scaler=arithmetic.scaler,
+        )
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
-    runner = Accumulate(parts[0].module, stores, phases, surroundings.stream)
+    runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic)
     engine = Engine(parts, Driving(runner, updater, scheduler, phases, observers), surroundings)
-    engine.owners = [Owner(name, store, optimizer) for store in stores for name in store.parameters]
+    engine.owners = [Owner(name, store, optimizer, arithmetic.scaler) for store in stores for name in store.parameters]
     for owner in engine.owners:
         AMBIENT.owners.set(owner.store.parameters[owner.name], owner)
     return engine

@@ -20,6 +20,7 @@ from mizzen.monitor.report import ACCUMULATING, Observer, StepReport
 from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.stepping import Stepper
 from mizzen.plan.parts import Parts
+from mizzen.precision.scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class Engine(Face):
         self.observers = driving.observers
         self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
-            self.optimizer = EngineOptimizer(self.updater.optimizer, step=self.step, clear=self.zero_grad)
+            self.optimizer = EngineOptimizer(
+                self.updater.optimizer, step=self.step, clear=self.zero_grad, scaler=self.updater.scaler
+            )
         self._window = Window()
         self._stepper = Stepper()
         self._clock = time.perf_counter()
@@ -78,8 +81,9 @@ class Engine(Face):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as a `.backward()` of the user's own needs it."""
+        scaler = self._require_updater("scale").scaler
         self._window.has_scaled = True
-        return loss / self.batch.accumulation
+        return scaler.scaled(loss) / self.batch.accumulation
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepReport:
         """Count a micro-batch; at the boundary also update the parameters, and then the learning rate."""
@@ -183,16 +187,21 @@ class Engine(Face):
                 self._stepper.advance(self.lr_scheduler, **(lr_kwargs or {}))
         else:
             self.skipped_steps += 1
-            self._consecutive_skips += 1
+            self._consecutive_skips += not updater.scaler.may_cure(outcome.loss)
         self.phases.at_step(self.global_steps)
         report = self.last_step = self._report(outcome.applied, outcome.reason, outcome, rates=rates)
         self._window.close()
         for observer in self.observers:
             observer.on_step(report)
-        self._stop_if_hopeless(outcome)
+        self._go_on(updater.scaler, outcome)
         return report
 
-    def _stop_if_hopeless(self, outcome: Outcome) -> None:
+    def _go_on(self, scaler: LossScaler, outcome: Outcome) -> None:
+        """Move the loss scale, or stop where neither that nor waiting helps. Everybody has been told of the step."""
+        if outcome.applied:
+            scaler.taken()
+            return
+        scaler.skipped(outcome.reason)
         limit = self.settings.max_consecutive_skips
         if limit and self._consecutive_skips >= limit:
             raise StepError(
@@ -236,7 +245,15 @@ class Engine(Face):
             return 1.0
         if self._window.tally.loss is not None:
             raise UsageError("engine.backward(loss) and a bare loss.backward() in one step: use one of the two")
-        return 1.0 if self._window.has_scaled else 1.0 / self.batch.accumulation
+        if self._window.has_scaled:
+            return 1.0
+        scaler = self._require_updater("step").scaler
+        if scaler.is_on:
+            raise UsageError(
+                f"a bare loss.backward() while losses are scaled by {scaler.scale:g}: its gradients are not. Call "
+                "engine.scale(loss).backward(), or engine.backward(loss)"
+            )
+        return 1.0 / self.batch.accumulation
 
     def _is_last(self) -> bool | None:
         if self._window.held_by:

@@ -19,13 +19,15 @@ from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
-from mizzen.engine.access import set_full_value
+from mizzen.engine.access import refresh_masters, set_full_value
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.plan.parts import Parts, Store
+from mizzen.rewrite.compile import compile_blocks
+from mizzen.rewrite.recompute import restore
 
 GETTERS: Final[Mapping[str, str]] = {
     "steps_per_print": "steps_per_print",
@@ -57,8 +59,6 @@ GETTERS: Final[Mapping[str, str]] = {
     "bfloat16_enabled": "bf16.enabled",
     "torch_autocast_enabled": "torch_autocast.enabled",
     "amp_enabled": "amp.enabled",
-    "dynamic_loss_scale": "fp16.enabled",
-    "initial_dynamic_scale": "fp16.initial_scale_power",
     "communication_data_type": "communication_data_type",
     "gradient_predivide_factor": "gradient_predivide_factor",
     "postscale_gradients": "prescale_gradients",
@@ -95,9 +95,8 @@ UNBUILT: Final[Mapping[str, str]] = {
     "load_checkpoint": "checkpoints",
     "save_16bit_model": "checkpoints",
     "save_fp16_model": "checkpoints",
-    "is_compiled": "compilation",
-    "get_compile_time": "compilation",
-    "register_compile_pass": "compilation",
+    "get_compile_time": "passes over the graph",
+    "register_compile_pass": "passes over the graph",
     "offload_states": "offload",
     "reload_states": "offload",
     "empty_partition_cache": "ZeRO stage 3",
@@ -158,11 +157,12 @@ class Face(nn.Module):
         """Whether the last call of `step` was at a boundary."""
         self.owners: list[Any] = []
         """What `mizzen.zero` finds behind a parameter, for as long as this engine lives."""
+        self.is_compiled = self.settings.compile.enabled
         self.optimizer: EngineOptimizer | None = None
         self.lr_scheduler: Any = None
         self._own_data: Iterator[Any] | None = None
         # A state dict loaded into the module by anybody, a client included, must not be undone by the next step.
-        self._loading = module.register_load_state_dict_post_hook(self._refresh)  # type: ignore[no-untyped-call]
+        self._loading = module.register_load_state_dict_post_hook(refresh_masters)  # type: ignore[no-untyped-call]
         self.train(module.training)
 
     # What it was built from
@@ -255,6 +255,14 @@ class Face(nn.Module):
     def loss_scale(self) -> float:
         """The factor that losses are multiplied with before backward."""
         return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether that factor moves by itself."""
+        return self.optimizer is not None and self.optimizer.dynamic_loss_scale
+
+    def initial_dynamic_scale(self) -> float:
+        """What it starts from where it does."""
+        return 2.0**self.settings.fp16.initial_scale_power
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
@@ -350,33 +358,37 @@ class Face(nn.Module):
         state = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)
-            self._refresh()
+            refresh_masters(self.module)
             return
         self.module.load_state_dict(state, strict=strict)
         for owner in self.owners:  # a state dict may hold more bits than the module
             if isinstance(value := state.get(owner.name), Tensor):
                 set_full_value(owner.store.parameters[owner.name], value)
 
-    def _refresh(self, *_: Any) -> None:
-        for store in self.stores:
-            store.refresh()
-
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds per phase of the last step, with `wall_clock_breakdown`."""
         phases = self.last_step.phases if self.last_step is not None else {}
         return {name: 1e3 * seconds for name, seconds in phases.items()}
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Not built yet."""
-        raise NotBuilt(
-            "engine.compile() waits for a capability that is not built yet; compile the model yourself before"
-        )
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile each repeated block of the model, in place; `compile_kwargs` go to torch.compile."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotBuilt("engine.compile() with a schedule of passes, or of backward as a whole, is not built yet")
+        compile_blocks(self.module, {"backend": backend, **(compile_kwargs or {})})
+        self.is_compiled = True
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
         self._loading.remove()
         for store in self.stores:
             store.detach()
+        restore(self.module)
         for observer in self.observers:
             observer.close()
         self.parts, self.observers, self.owners, self.optimizer, self.lr_scheduler = (), (), [], None, None

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from mizzen.errors import UsageError
 from mizzen.optim.rules import has_stepped, renew_states
+from mizzen.precision.scaler import LossScaler
 
 
 class EngineOptimizer(Optimizer):
@@ -17,13 +18,16 @@ class EngineOptimizer(Optimizer):
     Its parameters are this rank's share of the master weights in flat pieces, not the model's parameters.
     """
 
-    def __init__(self, inner: Optimizer, *, step: Callable[[], Any], clear: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Optimizer, *, step: Callable[[], Any], clear: Callable[[], None], scaler: LossScaler
+    ) -> None:
         super().__init__([torch.zeros(0)], dict(inner.defaults))
         self.optimizer = inner
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.overflow = False
         """Whether the last step was skipped because a gradient was not finite."""
+        self.loss_scaler = scaler
         self._step = step
         self._clear = clear
 
@@ -38,19 +42,30 @@ class EngineOptimizer(Optimizer):
         self._clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's share."""
-        return self.optimizer.state_dict()
+        """The state of this rank's share, and where the loss scale stands."""
+        return self.optimizer.state_dict() | {"loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on the same rank of the same layout."""
         self.optimizer.load_state_dict(state_dict)
+        if "loss_scaler" in state_dict:
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state
 
     @property
     def loss_scale(self) -> float:
         """The factor that losses are multiplied with before backward."""
-        return 1.0
+        return self.loss_scaler.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether that factor moves by itself."""
+        return self.loss_scaler.settings.is_dynamic
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Fix the factor from here on. It cannot change between a backward and its step."""
+        self.loss_scaler.override(loss_scale)
 
     @property
     def cur_scale(self) -> float:

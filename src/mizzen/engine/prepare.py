@@ -20,6 +20,7 @@ from mizzen.errors import ConfigError, UsageError
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.rules import UNBUILT, is_elementwise
 from mizzen.plan.build import Plan
+from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy
 
 DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
@@ -54,6 +55,7 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
     Trained parameters get theirs when the plan moves them into their buffers, from the values as they are here.
     """
+    check_device(plan.resolved.config, get_accelerator())
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
     model.to(device)
     trained = {p.name for p in plan.sketch.parameters if p.requires_grad and p.group is not None}

@@ -10,7 +10,9 @@ from mizzen.engine.phases import Phases
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.update import Tally
 from mizzen.errors import UsageError
+from mizzen.model.inputs import change_tensors
 from mizzen.plan.parts import Store
+from mizzen.precision.arithmetic import Arithmetic
 
 LOSS: Final = "loss"
 LossFunction = Callable[[Any, Any], Any]
@@ -23,7 +25,7 @@ class Runner(Protocol):
         """The model's own output."""
 
     def backward(self, loss: Tensor, *, last: bool | None, retain_graph: bool = False) -> None:
-        """Gradients of one micro-batch; `last` says whether a step follows, None keeps them on this rank."""
+        """Gradients of one micro-batch, scaled; `last` says whether a step follows, None keeps them on this rank."""
 
     def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
         """Forward and backward of all of them."""
@@ -32,8 +34,11 @@ class Runner(Protocol):
 class Accumulate:
     """One micro-batch after the other."""
 
-    def __init__(self, module: nn.Module, stores: Sequence[Store], phases: Phases, stream: RandomStream) -> None:
+    def __init__(
+        self, module: nn.Module, stores: Sequence[Store], phases: Phases, stream: RandomStream, arithmetic: Arithmetic
+    ) -> None:
         self.module = module
+        self.arithmetic = arithmetic
         self.stores = tuple(stores)
         self.phases = phases
         self.stream = stream
@@ -41,14 +46,14 @@ class Accumulate:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
         with self.phases.phase("forward"), self.stream.drawn():
-            return self.module(*args, **kwargs)
+            return self.arithmetic.call(self.module, args, kwargs)
 
     def backward(self, loss: Tensor, *, last: bool | None, retain_graph: bool = False) -> None:
         """Gradients of one micro-batch, on their way to their owners as `last` says."""
         with self.phases.phase("backward"):
             for store in self.stores:
                 store.gradients.arm(last)
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.arithmetic.scaler.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             for store in self.stores:
                 store.gradients.settle()
 
@@ -68,7 +73,9 @@ class Accumulate:
             return call(self.forward, micro)
         if not isinstance(micro, Sequence) or len(micro) != 2:
             raise UsageError(f"with a loss function a batch is (input, target); this is a {type(micro).__name__}")
-        return loss_function(call(self.forward, micro[0]), micro[1])
+        output = call(self.forward, micro[0])
+        with self.arithmetic.region():
+            return loss_function(output, micro[1])
 
 
 def call(function: Callable[..., Any], batch: Any) -> Any:
@@ -103,14 +110,7 @@ def _is_number(value: Any) -> bool:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same structure with its tensors on the device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple | list):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if "_fields" in dir(batch) else type(batch)(moved)
-    return batch
+    return change_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def tokens_in(batch: Any) -> int | None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from mizzen.comm import collectives, groups
 from mizzen.errors import UsageError
 from mizzen.plan.parts import Store
+from mizzen.precision.scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +50,30 @@ class Updater:
     """The optimizer step over all stores of this rank."""
 
     def __init__(
-        self, stores: Sequence[Store], optimizer: Optimizer, group: ProcessGroup | None, *, max_norm: float
+        self,
+        stores: Sequence[Store],
+        optimizer: Optimizer,
+        group: ProcessGroup | None,
+        *,
+        max_norm: float,
+        scaler: LossScaler,
     ) -> None:
         self.stores = tuple(stores)
         self.optimizer = optimizer
+        self.scaler = scaler
         self.group = group
         self.max_norm = max_norm
         self.ranks = groups.get_world_size(group) if group is not None else 1
 
     def update(self, tally: Tally, *, factor: float = 1.0) -> Outcome:
-        """Take the step, with gradients multiplied by `factor`, unless one of them is not finite."""
+        """Take the step, with gradients multiplied by `factor`, unless one of them is not finite.
+
+        One factor for all: the loss scale is taken out, the mean over what was counted is taken, and the norm clipped.
+        """
         for store in self.stores:
             store.gradients.collect()
         squares, loss, count = self._sum_over_ranks(tally)
-        factor *= self.stores[0].gain
+        factor *= self.stores[0].gain / self.scaler.scale
         if tally.is_counted:
             factor *= self.ranks / count if count else 0.0
         norm = _rounded(math.sqrt(squares) * abs(factor)) if squares >= 0 else math.nan
@@ -71,9 +82,8 @@ class Updater:
             reason = self._culprits()
             self.clear()
             return Outcome(False, norm, mean, reason)
-        self._scale(factor * _clip_factor(norm, self.max_norm))
         for store in self.stores:
-            store.masters()
+            store.attach(factor * _clip_factor(norm, self.max_norm))
         self.optimizer.step()
         for store in self.stores:
             store.publish()
@@ -82,6 +92,7 @@ class Updater:
 
     def clear(self) -> None:
         """Forget all gradients; their buffers stay."""
+        self.scaler.has_scaled = False
         for store in self.stores:
             store.gradients.clear()
 
@@ -94,11 +105,6 @@ class Updater:
             collectives.all_reduce(sums, group=self.group)
         first, second, third = sums.tolist()
         return first, second, third
-
-    def _scale(self, factor: float) -> None:
-        if factor != 1.0:
-            for store in self.stores:
-                store.rescale(factor)
 
     def _culprits(self) -> str:
         """Name every rank and parameter whose own gradient was not finite. All ranks come here together."""

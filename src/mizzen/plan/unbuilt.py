@@ -21,6 +21,7 @@ class Unbuilt:
     """The keys below it that ask, where the others say how; none means that all ask."""
     inert: tuple[Any, ...] = ()
     """Values beside the default that ask for nothing."""
+    instead: str = "leave the key out"
     asks: bool = True
     """False for what only says how: it is refused with what it belongs to."""
 
@@ -54,7 +55,7 @@ _TECHNIQUES: Final = (
 )
 
 UNBUILT: Final = (
-    Unbuilt("zero_optimization.stage", STAGE_3, inert=(1, 2)),
+    Unbuilt("zero_optimization.stage", STAGE_3, inert=(1, 2), instead="set it to 2 or lower"),
     Unbuilt("zero_optimization.stage3_model_persistence_threshold", STAGE_3, asks=False),
     Unbuilt("zero_optimization.leaf_module", STAGE_3, asks=False),
     Unbuilt("zero_optimization.enable_sanity_checks", STAGE_3, asks=False),
@@ -68,7 +69,6 @@ UNBUILT: Final = (
     Unbuilt("zero_optimization.zeropp_loco_param", "ZeRO++"),
     Unbuilt("zero_optimization.mics_shard_size", "MiCS"),
     Unbuilt("data_parallel_replicate_size", "sharding inside replicas"),
-    Unbuilt("activation_checkpointing", "activation checkpointing"),
     Unbuilt("pipeline_parallel_size", "pipeline parallelism"),
     Unbuilt("pipeline", "pipeline parallelism"),
     Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),
@@ -77,7 +77,6 @@ UNBUILT: Final = (
     Unbuilt("hang_timeout", "the launcher", asks=False),
     Unbuilt("expert_parallel", "expert parallelism", _ON),
     Unbuilt("hybrid_engine", "the hybrid engine", _ON),
-    Unbuilt("compile", "compilation", ("enabled", "deepcompile")),
     Unbuilt("compression_training", "compression", _TECHNIQUES),
     Unbuilt("weight_quantization", "quantized weights", ("enabled", "quantized_initialization", "post_init_quant")),
     Unbuilt("data_efficiency", "data efficiency", _ON),
@@ -96,13 +95,14 @@ class Refusal:
 
     path: str
     capability: str
+    instead: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.capability} is not built yet; leave the key out"
+        return f"{self.path}: {self.capability} is not built yet; {self.instead}"
 
 
 def refusals(config: Config) -> Iterator[Refusal]:
     """Every capability asked for that does not exist."""
     for row in UNBUILT:
         for path in row.asked_for(config):
-            yield Refusal(path, row.capability)
+            yield Refusal(path, row.capability, row.instead)

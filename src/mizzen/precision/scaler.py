@@ -65,6 +65,8 @@ class LossScaler:
     def __init__(self, settings: Scaling) -> None:
         self.settings = settings
         self.state = ScaleState(settings.initial, patience=settings.hysteresis)
+        self.has_scaled = False
+        """Whether there are gradients with the present scale; whoever forgets the gradients forgets this."""
 
     @property
     def scale(self) -> float:
@@ -78,6 +80,7 @@ class LossScaler:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """A loss as its backward needs it, in fp32 at least: an fp16 loss times the scale would be infinite."""
+        self.has_scaled = True
         return loss if self.scale == 1 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
 
     def may_cure(self, loss: float | None) -> bool:
@@ -97,13 +100,14 @@ class LossScaler:
 
     def skipped(self, reason: str) -> None:
         """A step was skipped, since gradients overflowed."""
-        settings, state = self.settings, self.state
+        settings = self.settings
         if not settings.is_dynamic:
             return
+        state = self.state = replace(self.state, clean=0)
         if state.patience > 1:
-            self.state = replace(state, clean=0, patience=state.patience - 1)
+            self.state = replace(state, patience=state.patience - 1)
         elif state.scale > settings.least:
-            self.state = replace(state, clean=0, scale=max(state.scale / 2, settings.least))
+            self.state = replace(state, scale=max(state.scale / 2, settings.least))
         else:
             raise StepError(
                 f"the loss scale is at its minimum, {settings.least:g}, and gradients still overflow: {reason}. "
@@ -114,6 +118,10 @@ class LossScaler:
         """Fix the scale from here on; the rules no longer move it."""
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
             raise UsageError(f"a loss scale is a finite number above 0; this is {scale!r}")
+        if self.has_scaled:
+            raise UsageError(
+                f"losses of this step are already scaled by {self.scale:g}: set another scale right after step()"
+            )
         self.settings = Scaling(float(scale))
         self.state = ScaleState(float(scale))
 

@@ -18,7 +18,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("code", "said"), zip(CODE, ["0 1 0\n", "True\n"], strict=True))
+@pytest.mark.parametrize(("code", "said"), list(zip(CODE, ["0 1 0\n", "True\n"], strict=True)))
 def test_code(code, said):
     assert run("-c", code) == said
 

@@ -71,6 +71,27 @@ RULES = [
         {"fp16": {"enabled": True, "min_loss_scale": 32, "initial_scale_power": 4, "loss_scale": 1}},
     ),
     (
+        {
+            "torch_autocast": {"enabled": True, "dtype": "fp16"},
+            "fp16": {"min_loss_scale": 32, "initial_scale_power": 4},
+        },
+        "fp16.min_loss_scale: 32 is above the scale at the start, 2 ** 4",
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bf16"},
+            "fp16": {"min_loss_scale": 32, "initial_scale_power": 4},
+        },
+    ),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "fp32"}},
+        "torch_autocast.dtype: fp32 is no lower format: use bf16 or fp16, or leave the section out",
+        {"torch_autocast": {"enabled": False, "dtype": "fp32"}},
+    ),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": {"enabled": True}},
+        "torch_autocast.dtype: fp16 is not the enabled precision, bf16",
+        {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "bf16": {"enabled": True}},
+    ),
+    (
         {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
         "optimizer.params.max_grad_norm: no argument of an optimizer: use gradient_clipping",
         {"optimizer": {"type": "Adam"}, "gradient_clipping": 1.0},

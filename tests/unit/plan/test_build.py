@@ -66,12 +66,12 @@ def test_costs_of_transforms_add_up():
 
 
 def test_every_reason_at_once():
-    asked = {**CONFIG, "fp16": {"enabled": True}, "compile": {"enabled": True}}
+    asked = {**CONFIG, "compile": {"enabled": True}, "autotuning": {"enabled": True}}
     with pytest.raises(PlanError) as caught:
         build(load(asked), 4, SKETCH, (Double("a", refuses=True), Double("fine"), Double("b", refuses=True)))
     assert str(caught.value).splitlines() == [
-        "fp16.enabled: fp16 training is not built yet; leave the key out",
         "compile.enabled: compilation is not built yet; leave the key out",
+        "autotuning.enabled: autotuning is not built yet; leave the key out",
         "a: 2 parameters on 4 ranks are too many",
         "b: 2 parameters on 4 ranks are too many",
     ]

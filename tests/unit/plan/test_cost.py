@@ -7,6 +7,7 @@ from mizzen.config.load import load
 from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.optim.build import OPTIMIZERS, build_optimizer
 from mizzen.plan.cost import Cost, in_bytes, replicated, states_per_parameter, trained
+from mizzen.precision.policy import Policy
 
 SKETCH = Sketch(
     (
@@ -63,8 +64,18 @@ def test_gradients_may_add_up_in_less_but_not_in_less_than_the_parameters():
     assert replicated(config, SKETCH).gradients == 2 * 120
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "moments"),
+    [("fp16", {}, 4), ("bf16", {}, 4), ("bf16", {"bf16_optimizer_states": True}, 2)],
+)
+def test_masters_in_the_parameters_own_dtype_are_free(name, keys, moments):
+    section = {"enabled": True, f"{name}_master_weights_and_grads": True, **keys}
+    cost = replicated(load({name: section, "zero_optimization": {"stage": 1}}), SKETCH)
+    assert (cost.masters, cost.gradients, cost.states) == (0, 2 * 120, 2 * moments * 120)
+
+
 def test_no_elements_cost_nothing():
-    assert trained(0, "bfloat16", accumulation="float32", states=2) == Cost()
+    assert trained(0, "bfloat16", Policy("bfloat16", "float32", None), states=2) == Cost()
 
 
 ARGUMENTS = [

@@ -9,6 +9,12 @@ from mizzen.config.load import load
 from mizzen.precision.policy import FLOATING, Policy, wider
 
 
+def low(name, *, masters, enabled=True, **keys):
+    """A section with masters and gradients in the low format."""
+    section = {"enabled": enabled, f"{name}_master_weights_and_grads": masters, **keys}
+    return {name: section, "zero_optimization": {"stage": 1}}
+
+
 @pytest.mark.parametrize(
     ("keys", "policy"),
     [
@@ -19,6 +25,19 @@ from mizzen.precision.policy import FLOATING, Policy, wider
         ({"data_types": {"grad_accum_dtype": "bf16"}}, Policy(None, "bfloat16", None)),
         ({"communication_data_type": "fp16"}, Policy(None, "float32", "float16")),
         ({"data_types": {"buffer_dtype": "fp32"}}, Policy(None, "float32", None, "float32")),
+        ({"torch_autocast": {"enabled": True}}, Policy(None, "float32", None)),
+        (low("bf16", masters=True), Policy("bfloat16", "bfloat16", None, masters="bfloat16")),
+        (
+            low("bf16", masters=True, bf16_optimizer_states=True),
+            Policy("bfloat16", "bfloat16", None, masters="bfloat16", states="bfloat16"),
+        ),
+        (low("fp16", masters=True), Policy("float16", "float16", None, masters="float16")),
+        (
+            {**low("bf16", masters=True), "data_types": {"grad_accum_dtype": "fp32"}},
+            Policy("bfloat16", "float32", None, masters="bfloat16"),
+        ),
+        (low("fp16", masters=True, enabled=False), Policy(None, "float32", None)),
+        (low("bf16", masters=True, enabled=False, bf16_optimizer_states=True), Policy(None, "float32", None)),
     ],
 )
 def test_what_is_read(keys, policy):

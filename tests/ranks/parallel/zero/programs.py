@@ -11,9 +11,11 @@ from torch import nn
 from mizzen.parallel.zero.reduce import Reduction
 from mizzen.parallel.zero.slots import Tenant, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
+from mizzen.precision.policy import Policy
 
 SHAPES = {"a": (10, 7), "b": (33,), "scalar": (), "empty": (0, 3), "c": (5, 5, 4), "d": (64,), "e": (129,)}
 STAGES = (0, 1, 2)
+DTYPES = {"parameters": None, "accumulation": "float32", "wire": None}
 
 
 class Bag(nn.Module):
@@ -48,7 +50,7 @@ def mean(name, ranks, steps=1, without=None):
     return (total / ranks).float()
 
 
-def hold(module, stage, *, limit=100, held=None, overlap=True, accumulation="float32", sparse=(), groups=None, **keys):
+def hold(module, stage, *, limit=100, held=None, overlap=True, dtypes=None, sparse=(), groups=None, **keys):
     """The module's parameters in a store over all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     tenants = [
@@ -66,7 +68,7 @@ def hold(module, stage, *, limit=100, held=None, overlap=True, accumulation="flo
     return FlatStore(
         lay_out(tenants, chunks=ranks, bucket_elements=limit),
         dict(module.named_parameters()),
-        Holding(stage if ranks > 1 else 0, reduction, accumulation, overlap),
+        Holding(stage if ranks > 1 else 0, reduction, Policy(**{**DTYPES, **(dtypes or {})}), overlap),
         dist.group.WORLD if ranks > 1 else None,
     )
 

@@ -100,7 +100,7 @@ def train(kind, stage, keys):
         store.gradients.arm(True)
         sum((parameter.float() ** 2).sum() for parameter in store.parameters.values()).backward()
         store.gradients.settle()
-        store.masters()
+        store.attach()
         optimizer.step()
         store.publish()
         store.gradients.clear()

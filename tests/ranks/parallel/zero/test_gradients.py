@@ -323,7 +323,7 @@ def test_a_backward_that_failed_leaves_nothing_behind(world, stage):
 
 def low_precision(stage, accumulation, wire):
     bag = Bag()
-    store = hold(bag, stage, held="bfloat16", accumulation=accumulation, dtype=wire)
+    store = hold(bag, stage, held="bfloat16", dtypes={"accumulation": accumulation}, dtype=wire)
     for step in range(2):
         backward(store, bag.loss(dist.get_rank(), step), step == 1)
     kinds = {piece.dtype for piece in store.pieces("gradient")}

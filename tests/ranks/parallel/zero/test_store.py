@@ -28,6 +28,7 @@ def pieces_of_everything(stage, held):
     optimizer = torch.optim.Adam(masters, lr=0.1)
     backward(store, bag.loss(rank(), 0))
     gradients = store.pieces("gradient")
+    store.attach()
     optimizer.step()
     states = {key: store.state_pieces(optimizer.state, key) for key in ("exp_avg", "exp_avg_sq", "step", "none")}
     return store.pieces("master"), gradients, states
@@ -138,7 +139,7 @@ def norm(stage, held):
     backward(store, bag.loss(rank(), 0))
     squares = store.squares()
     dist.all_reduce(squares)
-    store.rescale(0.5)
+    store.attach(0.5)
     rescaled = store.squares()
     dist.all_reduce(rescaled)
     expected = sum(value.double().square().sum().item() for value in whole(store).values()) * 4
@@ -154,8 +155,9 @@ def test_squares_are_counted_once_whatever_the_stage(world, held):
 
 def gradient_dtype_below_the_masters(stage):
     bag = Bag()
-    store = hold(bag, stage, held="bfloat16", accumulation="bfloat16")
+    store = hold(bag, stage, held="bfloat16", dtypes={"accumulation": "bfloat16"})
     backward(store, bag.loss(rank(), 0))
+    store.attach()
     attached = {master.grad.dtype for _, master in store.masters()}
     store.publish()
     return attached, [master.grad for bucket in store.buckets for master in [bucket.master]]
@@ -166,6 +168,43 @@ def test_the_optimizer_sees_gradients_in_the_dtype_of_masters_and_no_copy_stays(
     for attached, kept in world(2).run(gradient_dtype_below_the_masters, stage):
         assert attached == {torch.float32}
         assert set(kept) == {None}
+
+
+def low_masters(stage, held, states):
+    """Masters as narrow as the parameters, stepped in wider copies that exist during a step only."""
+    bag = Bag()
+    store = hold(bag, stage, held=held, dtypes={"masters": held, "states": states}, limit=60)
+    masters = [master for _, master in store.masters()]
+    store.rest()
+    resting = sum(master.numel() * master.element_size() for master in masters if states != held)
+    optimizer = torch.optim.SGD(masters, lr=1.0, momentum=0.9)
+    before = {name: parameter.detach().float().clone() for name, parameter in bag.named_parameters()}
+    gradients = []
+    for step in range(2):
+        backward(store, bag.loss(rank(), step))
+        gradients.append(whole(store))
+        store.attach(0.5)
+        optimizer.step()
+        store.publish()
+        store.gradients.clear()
+    moments = {piece.name: piece.dtype for piece in store.state_pieces(optimizer.state, "momentum_buffer")}
+    for name, value in before.items():
+        first, second = gradients[0][name] / 2, gradients[1][name] / 2
+        expected = value - first - (0.9 * first + second)
+        torch.testing.assert_close(bag.get_parameter(name).detach().float(), expected, rtol=0.03, atol=0.03)
+        assert torch.equal(whole(store, "master")[name], bag.get_parameter(name).detach().float())
+    shares = all(bucket.mine(bucket.values).data_ptr() == bucket.master.data_ptr() for bucket in store.buckets)
+    return resting, set(moments.values()), shares
+
+
+@pytest.mark.parametrize("states", ["float32", None])
+@pytest.mark.parametrize("held", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_may_be_as_narrow_as_parameters(world, stage, held, states):
+    for resting, kinds, shares in world(2).run(low_masters, stage, held, states or held):
+        assert resting == 0
+        assert kinds == {getattr(torch, states or held)}
+        assert shares
 
 
 # What the parameters look like

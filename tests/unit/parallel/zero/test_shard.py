@@ -120,7 +120,7 @@ def test_what_else_is_read():
     assert holding.states == 1
     assert holding.holding.reduction.dtype == "bfloat16"
     assert holding.holding.reduction.in_rank_order
-    assert holding.holding.accumulation == "float16"
+    assert holding.holding.policy.accumulation == "float16"
     assert not holding.holding.overlap
 
 

@@ -1,0 +1,1 @@
+"""Changes to a model that are not parallelism: what backward computes again, and what a compiler makes of blocks."""

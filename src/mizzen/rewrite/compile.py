@@ -1,0 +1,130 @@
+"""torch.compile as a transform: each block is compiled on its own, inside whatever shards it afterwards.
+
+`nn.Module.compile` works in place and keeps every name. Blocks of one structure share their graphs, so that the time to
+compile does not grow with their number.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from mizzen.comm.mesh import Mesh
+from mizzen.config.layout import Layout
+from mizzen.config.schema import Config
+from mizzen.errors import PlanError, UsageError
+from mizzen.model.blocks import Block
+from mizzen.model.sketch import Sketch
+from mizzen.plan.cost import Cost
+from mizzen.plan.parts import Parts
+from mizzen.rewrite.replay import Keeping, Recomputed
+from mizzen.rewrite.units import called_blocks, in_words
+
+REPEATING_BACKENDS: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
+"""Those that trace backward too, and so see to it that a repeated call draws the same random numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileChoice:
+    """The modules that are compiled, by path, and how; the model as a whole has the empty path."""
+
+    paths: tuple[str, ...]
+    words: str
+    """Which modules they are."""
+    backend: str
+    mode: str | None
+    dynamic: bool | None
+    fullgraph: bool
+
+    def __str__(self) -> str:
+        shapes = {None: "", True: ", for changing shapes", False: ", for fixed shapes"}[self.dynamic]
+        whole = ", each as one graph" if self.fullgraph else ""
+        return f"{self.words} by {self.backend}{f' ({self.mode})' if self.mode else ''}{shapes}{whole}"
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `torch.compile`."""
+        options = {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        return options | ({"mode": self.mode} if self.mode else {})
+
+
+class Compile:
+    """Compiling happens at the first call; here it is only asked for."""
+
+    name = "compile"
+
+    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> CompileChoice | None:
+        """Every block, or the whole model where nothing repeats; None when not enabled."""
+        section, recompute = config.compile, config.activation_checkpointing
+        if not section.enabled:
+            return None
+        if section.mode != "default" and section.backend != "inductor":
+            raise PlanError(
+                f"compile.mode is {section.mode}, which only the backend inductor has; compile.backend is "
+                f"{section.backend}: leave one of the two out"
+            )
+        if recompute.mode != "off":
+            keeping = Keeping(on_host=recompute.cpu_checkpointing)
+            if trouble := _trouble(keeping, section.backend):
+                raise PlanError(f"compile.enabled with activation_checkpointing.mode {recompute.mode}: {trouble}")
+        units = called_blocks(sketch, section.blocks, key="compile.blocks")
+        words = "each repeated block" if not sketch.modules else "the whole model, in which no block repeats,"
+        return CompileChoice(
+            paths=_paths(units),
+            words=f"{in_words(units, among=len(units))} one by one" if units else words,
+            backend=section.backend,
+            mode=None if section.mode == "default" else section.mode,
+            dynamic=section.dynamic,
+            fullgraph=section.fullgraph,
+        )
+
+    def price(self, choice: CompileChoice, sketch: Sketch) -> Cost:
+        """Nothing."""
+        return Cost()
+
+    def apply(self, parts: Parts, choice: CompileChoice, mesh: Mesh) -> Parts:
+        """Ask torch to compile them."""
+        for part in parts:
+            _compile(part.module, choice.paths, choice.options())
+        return parts
+
+
+def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """What `engine.compile` does: the same for a model in use, with the arguments of torch.compile."""
+    units = called_blocks(Sketch.of(model), (), key="compile.blocks")
+    _compile(model, _paths(units), options)
+
+
+def _paths(units: Sequence[Block]) -> tuple[str, ...]:
+    return tuple(unit.path for unit in units) or ("",)
+
+
+def _compile(model: nn.Module, paths: Iterable[str], options: Mapping[str, Any]) -> None:
+    modules = dict(model.named_modules())
+    _refuse(model, str(options.get("backend", "inductor")))
+    for path in paths:
+        if path in modules:
+            modules[path].compile(**options)
+
+
+def _refuse(model: nn.Module, backend: str) -> None:
+    """What the plan refuses, for a model that was changed before it is compiled."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Recomputed) and (trouble := _trouble(forward.keeping, backend)):
+            raise UsageError(f"compile() of a model with blocks that are computed again: {trouble}")
+
+
+def _trouble(keeping: Keeping, backend: str) -> str | None:
+    """Why blocks that are computed again cannot be compiled so."""
+    if keeping.on_host:
+        return (
+            "the compiler decides itself what it keeps, so inputs cannot rest in host memory: leave "
+            "activation_checkpointing.cpu_checkpointing out, or do not compile"
+        )
+    if backend not in REPEATING_BACKENDS:
+        return (
+            f"the backend {backend} does not promise to draw the same random numbers again: use one of "
+            f"{', '.join(REPEATING_BACKENDS)}"
+        )
+    return None

@@ -1,0 +1,191 @@
+"""Everything that a newcomer would type: the examples, the demo, and the code of README.md and docs/training.md."""
+
+import difflib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+# Runs of a script in ranks that are forked, or by the command that its docstring shows
+
+
+def script(name: str, *arguments: object) -> str:
+    """Run an example as `python examples/...` would; returns what it printed."""
+    sys.argv = [name, *map(str, arguments)]
+    sys.path.insert(0, str(EXAMPLES))
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()
+
+
+def command(line: str, folder: Path) -> str:
+    """Run a command line of a text; returns what it printed."""
+    words = [sys.executable if word == "python" else word for word in shlex.split(line)]
+    search = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses_in(record: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in record.read_text().splitlines()]
+
+
+def small_config(folder: Path, **keys: object) -> str:
+    path = folder / "config.json"
+    keys |= {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "jsonl_monitor": {"enabled": True, "output_path": str(folder), "job_name": "run"},
+    }
+    path.write_text(json.dumps(keys))
+    return str(path)
+
+
+# The examples
+
+
+def test_the_gpt_learns_and_writes(world, tmp_path):
+    config = small_config(tmp_path, train_batch_size=16)
+    (written,) = world(1, init=False).run(script, "gpt_bytes.py", "--steps", 12, "--width", 32, "--config", config)
+    losses = losses_in(tmp_path / "run.jsonl")
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
+    assert written.startswith("def ") and len(written) > 100
+
+
+def test_the_demo_trains_on_two_ranks_and_draws_the_loss(tmp_path):
+    pytest.importorskip("matplotlib")
+    printed = command(f"python {EXAMPLES / 'demo.py'} --steps 12 --width 32", tmp_path)
+    losses = losses_in(tmp_path / "demo-output" / "gpt_bytes.jsonl")
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert f"Loss: from {losses[0]:.2f} to" in printed and "def " in printed
+    assert (tmp_path / "demo-output" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mizzen_gives_the_losses_of_ddp(world, monkeypatch, ranks):
+    if ranks > 1:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    steps = ("--steps", 30)
+    ours = world(ranks, init=False).run(script, "ddp_to_mizzen.py", *steps)
+    theirs = world(ranks, init=False).run(script, "ddp.py", *steps)
+    assert "step 10 loss" in theirs[0] and theirs[1:] == [""] * (ranks - 1)
+    found, expected = ([float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in (ours[0], theirs[0]))
+    assert len(found) == 3 and found == pytest.approx(expected, rel=1e-4)
+    assert found[-1] < found[0]
+
+
+def test_from_ddp_to_mizzen_is_a_small_step():
+    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("ddp.py", "ddp_to_mizzen.py"))
+    difference = [line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:].strip()]
+    removed = [line for line in difference if line[0] == "-"]
+    assert len(removed) == 4, "an import, the wrapper, backward and step"
+    assert len(difference) - len(removed) == 5, "the same, and the configuration"
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra clients")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_of_transformers_learns_and_writes(world, tmp_path, ranks):
+    config = small_config(tmp_path, train_batch_size=4, zero_optimization={"stage": 2})
+    arguments = ("--steps", 8, "--length", 32, "--config", config)
+    written = world(ranks, init=False).run(script, "finetune_causal_lm.py", *arguments)
+    losses = losses_in(tmp_path / "run.jsonl")
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    assert written[0].startswith("The ") and written[1:] == [""] * (ranks - 1)
+
+
+def without_transformers() -> str:
+    sys.modules["transformers"] = None  # what an import of an absent package comes to
+    with pytest.raises(ImportError) as raised:
+        script("finetune_causal_lm.py")
+    return str(raised.value)
+
+
+def test_without_transformers_the_error_names_the_extra(world):
+    (message,) = world(1, init=False).run(without_transformers)
+    assert message == "this example needs 'transformers', which is not installed: pip install 'mizzen[clients]'"
+
+
+def test_examples_are_short_and_listed():
+    listed = (EXAMPLES / "README.md").read_text()
+    for name in SCRIPTS:
+        assert f"`{name}`" in listed
+        assert len((EXAMPLES / name).read_text().splitlines()) < 100
+
+
+# The texts
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run_code(code: str, names: dict) -> list[str]:
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "text", "exec"), names)
+    return printed.getvalue().splitlines()
+
+
+class Sum(nn.Module):
+    """Takes a batch, returns a loss: what README.md assumes of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, batch):
+        return (self.layer(batch).squeeze(-1) - batch.sum(-1)).square().mean()
+
+
+def readme(code: str) -> tuple[int, float, float]:
+    torch.manual_seed(0)
+    model = Sum()
+    data = torch.randn(512, 8)
+    before = model(data).item()
+    names = {"model": model, "dataset": list(data)}
+    run_code(code, names)
+    return names["engine"].global_steps, before, model(data.to(names["engine"].device)).item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_code_of_the_readme_trains(world, tmp_path, monkeypatch, ranks):
+    (code,) = blocks(ROOT / "README.md", "python")
+    monkeypatch.chdir(tmp_path)
+    small_config(tmp_path, train_batch_size=8, zero_optimization={"stage": 2})
+    for steps, before, after in world(ranks, init=False).run(readme, code):
+        assert steps == 512 // 8 and after < before / 2
+
+
+def page(code: str) -> list[str]:
+    return run_code(code, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_page_on_training_prints_what_it_says(world, ranks):
+    code = "\n".join(blocks(ROOT / "docs" / "training.md", "python"))
+    promised = re.findall(r"^ *print\(.*?\)  # (.+)$", code, re.MULTILINE)
+    assert len(promised) > 10
+    for printed in world(ranks, init=False).run(page, code):
+        assert printed == promised
+
+
+def test_the_command_of_the_page_on_training_runs(tmp_path):
+    (tmp_path / "train.py").write_text(blocks(ROOT / "docs" / "training.md", "python")[0])
+    (line,) = blocks(ROOT / "docs" / "training.md", "bash")
+    assert command(line, tmp_path).splitlines() == ["8 5.13"] * 2
