@@ -1,4 +1,4 @@
-"""mizzen and its peers on one GPU: Hugging Face's Llama of 1.107 B parameters, bf16 compute with fp32 masters, eager.
+"""mizzen and its peers on one GPU: Hugging Face's Llama of 1.107 B parameters, bf16 compute with fp32 masters.
 
 Systems do not fit on a device side by side, so each turn is a process of its own: it starts, warms up, runs its steps
 and leaves. Rounds of such turns still put a peer's steps within seconds of ours.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Final
 
-from bench.llama import HOLLOW, SYSTEMS, Size
+from bench.llama import COMPILED, EAGER, HOLLOW, Size
 from bench.play import Game, dissect, parser_of, play
 from bench.record import Record, header, table, versus
 
@@ -20,7 +20,7 @@ PEAK_FLOPS: Final = 989e12
 
 def main(words: Sequence[str] | None = None) -> int:
     """Play, print, write."""
-    parser = parser_of("mizzen and its peers on one GPU", SYSTEMS, rounds=3, steps=8, warm=3)
+    parser = parser_of("mizzen and its peers on one GPU", EAGER, more=COMPILED, rounds=3, steps=8, warm=3)
     parser.add_argument("--hollow", action="store_true", help="a tiny twin of the model: shows the time of the host")
     options = parser.parse_args(words)
     game = Game(

@@ -164,21 +164,26 @@ def _engine_loop(engine: Any, work: Work) -> Step:
     return step
 
 
-SYSTEMS: Final[dict[str, Callable[[Work], Step]]] = {
+KINDS: Final[dict[str, Callable[[Work], Step]]] = {
     "plain": plain,
     "flat": flat,
     "fsdp2": fsdp2,
-    "deepspeed-0": deepspeed,
-    "deepspeed-1": deepspeed,
-    "deepspeed-2": deepspeed,
-    "mizzen-0": mizzen,
-    "mizzen-1": mizzen,
-    "mizzen-2": mizzen,
+    "deepspeed": deepspeed,
+    "mizzen": mizzen,
 }
+EAGER: Final = (
+    *("plain", "flat", "fsdp2", "deepspeed-0", "deepspeed-1", "deepspeed-2"),
+    *("mizzen-0", "mizzen-1", "mizzen-2"),
+)
+"""A kind, and a ZeRO stage where it has one."""
+COMPILED: Final = tuple(f"{name}+compile" for name in EAGER)
+"""The same, with every decoder layer compiled on its own."""
 
 
 def prepare(system: str, settings: dict[str, Any]) -> Step:
     """Build one system; `settings` are the fields of `Size`."""
+    name, _, is_compiled = system.partition("+")
+    kind, _, stage = name.partition("-")
     size = Size(**settings)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
@@ -187,14 +192,19 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
     generator = torch.Generator(device).manual_seed(1)
     shape = (BATCHES, size.samples, size.length)
     batches = torch.randint(0, size.vocabulary, shape, generator=generator, device=device)
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": size.samples,
         "bf16": {"enabled": True},
         "gradient_clipping": MAX_NORM,
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}},
-        "zero_optimization": {"stage": int(system.partition("-")[2] or 0)},
+        "zero_optimization": {"stage": int(stage or 0)},
     }
-    return SYSTEMS[system](Work(model.train(), lambda number: batches[number % BATCHES], device, config))
+    if is_compiled and kind == "mizzen":
+        config["compile"] = {"enabled": True}
+    elif is_compiled:
+        for layer in model.model.layers:
+            layer.compile()
+    return KINDS[kind](Work(model.train(), lambda number: batches[number % BATCHES], device, config))
 
 
 def _config(size: Size) -> LlamaConfig:

@@ -118,12 +118,12 @@ def dissect(game: Game) -> int:
 
 
 def parser_of(
-    description: str, systems: Iterable[str], *, rounds: int, steps: int, warm: int
+    description: str, systems: Iterable[str], *, rounds: int, steps: int, warm: int, more: Iterable[str] = ()
 ) -> argparse.ArgumentParser:
-    """The options that every bench has."""
+    """The options that every bench has. Those in `more` take part only when they are asked for."""
     parser = argparse.ArgumentParser(description=description)
-    names = installed(systems)
-    parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    usual, known = installed(systems), installed([*systems, *more])
+    parser.add_argument("--systems", nargs="+", choices=known, default=usual, metavar="NAME", help=", ".join(known))
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each system (default: {rounds})")
     parser.add_argument("--steps", type=int, default=steps, help=f"steps of a turn (default: {steps})")
     parser.add_argument("--warm", type=int, default=warm, help=f"steps before the first turn (default: {warm})")

@@ -1,4 +1,4 @@
-"""All that differs between the torch versions that we support (2.11 to 2.13), each behind the newest name.
+"""All that differs between the torch versions that we support (2.11 to 2.15), each behind the newest name.
 
 A function goes when the oldest version that needs it does. torch is imported on use.
 """
@@ -21,6 +21,18 @@ def reduce_scatter_single() -> Callable[..., Any]:
 
     found: Callable[..., Any] = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
     return found
+
+
+def set_timeout() -> Callable[..., Any]:
+    """`torch.distributed.set_timeout`; before 2.15, whose warnings it avoids, the private function it grew out of."""
+    import torch.distributed as dist
+
+    if "set_timeout" in vars(dist):
+        newest: Callable[..., Any] = vars(dist)["set_timeout"]
+        return newest
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    return _set_pg_timeout
 
 
 def gloo_exchanges_lists() -> bool:

@@ -1,7 +1,7 @@
 """A layout laid over the ranks of this job: named axes, and every process group that their products need.
 
 Which ranks belong together is arithmetic and lives in `config/layout.py`; here are the groups and the DeviceMesh. This
-is the only file that may call `DeviceMesh._flatten` and `distributed_c10d._set_pg_timeout` (docs/borrowed.md).
+is the only file that may call `DeviceMesh._flatten` (docs/borrowed.md).
 
 [Note: all groups at once]
 Forming a group is something that all ranks do, in the same order; a group formed when it is first asked for, by some
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from mizzen.backport import set_timeout
 from mizzen.comm.communicator import current
 from mizzen.comm.groups import new_group
 from mizzen.config.layout import AXES, EXPERT_AXES, Layout
@@ -140,7 +140,7 @@ class _Builder:
             )
         flat = mesh._flatten()
         if "fake" not in dist.get_backend_config():
-            _set_pg_timeout(self.timeout, flat.get_group())
+            set_timeout()(self.timeout, flat.get_group())
         self.groups.setdefault(partition, flat.get_group())
         return flat
 

@@ -14,7 +14,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
@@ -63,11 +68,9 @@ class Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own `forward` returns."""
-        if not torch.is_grad_enabled():
-            return self.__wrapped__(*args, **kwargs)
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         for name in CACHES:
-            if given.get(name) is not None:
+            if given.get(name) is not None and torch.is_grad_enabled():
                 raise UsageError(
                     f"a block that is computed again in backward was given a cache, {name}=, which it would fill "
                     "twice: set model.config.use_cache = False, or call the model with use_cache=False"
@@ -76,14 +79,28 @@ class Recomputed:
 
 
 def replayed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], keeping: Keeping) -> Any:
-    """Call a function; backward calls it again, with the random numbers and the autocast of this call.
-
-    torch looks only at positional tensors: it keeps them through autograd's hooks, and their device is the one whose
-    generator is rewound. So all tensors are handed over by position, however they came.
-    """
+    """Call a function; backward calls it again, with the random numbers and the autocast of this call."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **dict(kwargs)}
+    if AMBIENT.checkpointing is not None and AMBIENT.checkpointing.streams.are_used:
+        return _replayed_with_streams(function, args, kwargs, keeping)
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if keeping.products else {}
+    return _replayed(function, args, kwargs, keeping, options)
+
+
+def _replayed(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    keeping: Keeping,
+    options: Mapping[str, Any],
+) -> Any:
+    """torch looks only at positional tensors, so all tensors are handed over by position, however they came.
+
+    Those it keeps through autograd's hooks, and their device is the one whose generator is rewound.
+    """
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
     tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
     if keeping.on_host:
         # Masks and positions are the same for all blocks: a copy of them for each would cost more than it frees.
@@ -97,7 +114,24 @@ def replayed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         return function(*[whole[place] for place in range(count)], **by_name)
 
     with _resting_place(keeping):
-        return checkpoint(call, *tensors.values(), use_reentrant=False, **_contexts(keeping))
+        return checkpoint(call, *tensors.values(), use_reentrant=False, **options)
+
+
+# Never traced: a compiler accepts no contexts but torch's own, and without this one a repetition that it leaves to
+# Python would draw other numbers from the streams.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _replayed_with_streams(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], keeping: Keeping
+) -> Any:
+    selective: Callable[[], Contexts] = (
+        partial(create_selective_checkpoint_contexts, _policy) if keeping.products else noop_context_fn
+    )
+
+    def contexts() -> Contexts:
+        first, again = selective()
+        return first, _Again(AMBIENT.checkpointing.streams, again)
+
+    return _replayed(function, args, kwargs, keeping, {"context_fn": contexts})
 
 
 def _resting_place(keeping: Keeping) -> AbstractContextManager[Any]:
@@ -105,20 +139,6 @@ def _resting_place(keeping: Keeping) -> AbstractContextManager[Any]:
         return nullcontext()
     accelerator = get_accelerator()
     return save_on_cpu(pin_memory=not accelerator.shares_host_memory, device_type=accelerator.name)
-
-
-def _contexts(keeping: Keeping) -> dict[str, Any]:
-    """torch's `context_fn`, where one is needed: it is called once per call."""
-    selective = partial(create_selective_checkpoint_contexts, _policy) if keeping.products else None
-    # A compiler takes nothing but torch's own contexts; and it does not compile what draws from a named stream.
-    if torch.compiler.is_compiling() or AMBIENT.checkpointing is None:
-        return {} if selective is None else {"context_fn": selective}
-    return {"context_fn": partial(_rewinding, AMBIENT.checkpointing.streams, selective)}
-
-
-def _rewinding(streams: RandomStreams, selective: Callable[[], Contexts] | None) -> Contexts:
-    first, again = selective() if selective is not None else (nullcontext(), nullcontext())
-    return first, _Again(streams, again)
 
 
 class _Again:

@@ -23,6 +23,11 @@ class RandomStreams:
         self._states: dict[str, Tensor] = {}
         self._seeds: set[int] = set()
 
+    @property
+    def are_used(self) -> bool:
+        """Whether there are any."""
+        return bool(self._states)
+
     def reset(self) -> None:
         """Forget all streams."""
         self._states, self._seeds = {}, set()

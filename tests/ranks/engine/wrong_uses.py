@@ -71,6 +71,22 @@ def scheduler_of_another():
     mizzen.initialize(model=made, config=GOOD, lr_scheduler=torch.optim.lr_scheduler.ConstantLR(other))
 
 
+def fp16_engine():
+    return engine(fp16={"enabled": True, "auto_cast": True})
+
+
+def scaled_by_nobody():
+    made = fp16_engine()
+    loss_of(made).backward()
+    made.step()
+
+
+def scale_in_the_middle():
+    made = fp16_engine()
+    made.backward(loss_of(made))
+    made.optimizer.override_loss_scale(8.0)
+
+
 def in_the_middle():
     made = engine(train_batch_size=4, gradient_accumulation_steps=2)
     made.backward(loss_of(made))
@@ -128,7 +144,14 @@ CASES = {
     "no batch size": lambda: mizzen.initialize(model=model(), config={"optimizer": GOOD["optimizer"]}),
     "negative clipping": with_config(gradient_clipping=-1),
     "fp16 and bf16": with_config(fp16={"enabled": True}, bf16={"enabled": True}),
-    "fp16": with_config(fp16={"enabled": True}),
+    "bare backward with a loss scale": scaled_by_nobody,
+    "loss scale of zero": lambda: engine(fp16={"enabled": True}).optimizer.override_loss_scale(0),
+    "loss scale in the middle": scale_in_the_middle,
+    "autocast in fp32": with_config(torch_autocast={"enabled": True, "dtype": "fp32"}),
+    "autocast in another format": with_config(
+        torch_autocast={"enabled": True, "dtype": "fp16"}, bf16={"enabled": True}
+    ),
+    "fp16 masters without stages": with_config(fp16={"enabled": True, "fp16_master_weights_and_grads": True}),
     "tensor parallel": with_config(tensor_parallel={"autotp_size": 1}, pipeline_parallel_size=2),
     "offload": with_config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}),
     "unknown optimizer": with_config(optimizer={"type": "AdamZ"}),

@@ -48,18 +48,19 @@ def backwards(engine, run, step):
 
 def trace(run: Run, steps: int) -> list[tuple]:
     """What happened in each step: (applied, scale of this step, scale of the next, skipped so far)."""
-    engine = run.start(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 50}})
+    warmup = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 50, "warmup_type": "linear"}
+    engine = run.start(scheduler={"type": "WarmupLR", "params": warmup})
     armed = {"on": False}
     engine.module.blocks[1].up.weight.register_hook(lambda g: g * math.inf if armed["on"] else g)
     found = []
     for step in range(steps):
         armed["on"] = (step, engine.global_rank) in run.overflows
-        before, rate = snapshot(engine), engine.get_lr()
+        before, schedule = snapshot(engine), engine.lr_scheduler.state_dict()
         backwards(engine, run, step)
         report = engine.step()
         after = snapshot(engine)
         changed = [key for key in before if not torch.equal(before[key], after[key])]
-        assert bool(changed) == (engine.get_lr() != rate) == report.applied
+        assert bool(changed) == (engine.lr_scheduler.state_dict() != schedule) == report.applied
         assert engine.optimizer.overflow != report.applied
         assert report.applied or "blocks.1.up.weight" in report.reason
         assert engine.loss_scale() == engine.optimizer.loss_scale == engine.optimizer.cur_scale

@@ -93,9 +93,7 @@ class FlatStore:
         start = self.rank * size if self.is_sharded else 0
         return start, start + size
 
-    def _move(
-        self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor, kept: torch.dtype
-    ) -> Tensor:
+    def _move(self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor, kept: torch.dtype) -> Tensor:
         """Move parameters into their bucket, with the first rank's values; returns these as masters keep them."""
         exact = values if values.dtype == kept else torch.zeros_like(values, dtype=kept)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):

@@ -39,6 +39,7 @@ def mixed():
 
 MODELS = {"perceptron": perceptron, "half frozen": half_frozen, "mixed": mixed}
 BF16 = {"bf16": {"enabled": True}}
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
 CASES = [
     ("perceptron", 0, 2, {}),
     ("perceptron", 1, 2, BF16),
@@ -46,6 +47,9 @@ CASES = [
     ("perceptron", 2, 2, {**BF16, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp16"}),
     ("perceptron", 1, 4, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
     ("perceptron", 2, 2, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_predivide_factor": 2}),
+    ("perceptron", 1, 2, {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
+    ("perceptron", 2, 2, {"bf16": BF16_MASTERS}),
+    ("perceptron", 2, 4, {"bf16": {**BF16_MASTERS, "bf16_optimizer_states": True}}),
     ("half frozen", 2, 2, BF16),
     ("half frozen", 0, 1, BF16),
     ("mixed", 0, 1, {}),

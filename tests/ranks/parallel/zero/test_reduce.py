@@ -1,7 +1,7 @@
 """Sums of one bucket over ranks: their values, their bits, their dtypes, and rows instead of tables."""
 
+import operator
 from functools import reduce
-from operator import add
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def values(rank, size=SIZE):
 
 
 def in_rank_order(ranks):
-    return reduce(add, (values(rank) for rank in range(ranks)))
+    return reduce(operator.add, (values(rank) for rank in range(ranks)))
 
 
 def sums(dtype=None, before=1.0, after=1.0, ordered=False):
@@ -76,6 +76,27 @@ def large_values(before):
 def test_a_factor_before_the_sum_keeps_it_within_the_dtype(world):
     assert world(4).run(large_values, 0.25) == [pytest.approx(2.5e4, rel=1e-3)] * 4
     assert world(4).run(large_values, 1.0) == [float("inf")] * 4
+
+
+def low_buckets(ordered):
+    """fp16 gradients whose sum is beyond fp16 and whose mean is not: all, the owner's, and one added to the owner's."""
+    reducer = Reducer(Reduction(4, None, 1.0, 0.25, ordered), dist.group.WORLD)
+    found = []
+    for add in (None, False, True):
+        bucket, chunk = torch.full((64,), 3e4, dtype=torch.float16), torch.ones(16, dtype=torch.float16)
+        if add is None:
+            reducer.to_all(bucket)()
+            chunk = bucket
+        else:
+            reducer.to_owner(bucket, chunk, add=add)()
+        found.append(chunk.unique().tolist())
+    return found
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_mean_that_fits_survives_a_sum_that_does_not(world, ordered):
+    mean = torch.tensor(3e4, dtype=torch.float16)
+    assert world(4).run(low_buckets, ordered) == [[[mean.item()], [mean.item()], [(mean + 1).item()]]] * 4
 
 
 def wide_values():
