@@ -1,4 +1,4 @@
-"""Computing blocks again changes no number at any stage: losses, gradients and parameters, to the bit, dropout included."""
+"""Computing blocks again changes no number, dropout included: losses, gradients and parameters, to the bit."""
 
 import pytest
 import torch

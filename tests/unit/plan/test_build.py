@@ -11,6 +11,7 @@ from mizzen.order import ORDER
 from mizzen.plan.build import build
 from mizzen.plan.cost import Cost, replicated
 from mizzen.plan.parts import Part
+from mizzen.plan.unbuilt import Refusal
 
 SKETCH = Sketch((ParameterSketch("w", (64, 64)), ParameterSketch("b", (64,))))
 CONFIG = {"train_batch_size": 16, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}
@@ -65,13 +66,14 @@ def test_costs_of_transforms_add_up():
     assert [step.cost for step in plan.steps] == [Cost(parameters=10), Cost(parameters=-3)]
 
 
-def test_every_reason_at_once():
-    asked = {**CONFIG, "compile": {"enabled": True}, "autotuning": {"enabled": True}}
+def test_every_reason_at_once(monkeypatch):
+    unbuilt = [Refusal("one.key", "one thing", "leave it"), Refusal("another", "more", "wait")]
+    monkeypatch.setattr("mizzen.plan.build.refusals", lambda config: unbuilt)
     with pytest.raises(PlanError) as caught:
-        build(load(asked), 4, SKETCH, (Double("a", refuses=True), Double("fine"), Double("b", refuses=True)))
+        build(load(CONFIG), 4, SKETCH, (Double("a", refuses=True), Double("fine"), Double("b", refuses=True)))
     assert str(caught.value).splitlines() == [
-        "compile.enabled: compilation is not built yet; leave the key out",
-        "autotuning.enabled: autotuning is not built yet; leave the key out",
+        "one.key: one thing is not built yet; leave it",
+        "another: more is not built yet; wait",
         "a: 2 parameters on 4 ranks are too many",
         "b: 2 parameters on 4 ranks are too many",
     ]

@@ -123,9 +123,10 @@ def _up(value: int, multiple: int) -> int:
 def bucket_limit(total: int, asked: int, *, chunks: int) -> int:
     """Elements per bucket: what was asked for, or less where that would leave nothing to overlap.
 
-    Eight buckets let communication run under the rest of backward; below a quarter of a million elements the
-    latency of a collective costs more than the overlap saves. One rank has nothing to overlap.
+    Eight buckets let communication run under the rest of backward. Below a quarter of a million elements the latency
+    of a collective costs more than the overlap saves; above 64 million a bucket in flight costs memory and gains no
+    speed. One rank has nothing to overlap.
     """
     if chunks == 1:
         return max(total, 1)
-    return max(1, min(asked, max(total // 8, 1 << 18)))
+    return max(1, min(asked, max(min(total // 8, 1 << 26), 1 << 18)))

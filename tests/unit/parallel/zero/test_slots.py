@@ -124,7 +124,8 @@ def test_by_hand():
 @pytest.mark.parametrize(
     ("total", "asked", "chunks", "limit"),
     [
-        (1 << 30, 500_000_000, 8, 1 << 27),  # eight buckets
+        (1 << 28, 500_000_000, 8, 1 << 25),  # eight buckets
+        (1 << 33, 500_000_000, 8, 1 << 26),  # large enough to be fast
         (1 << 30, 1 << 20, 8, 1 << 20),  # as asked
         (1000, 500_000_000, 8, 1 << 18),  # too small to be worth cutting
         (1000, 10, 8, 10),
