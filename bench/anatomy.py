@@ -14,23 +14,41 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.record import table
 
-SHOWN: Final = 14
+SHOWN: Final = 16
 """Rows of a table."""
-LIBRARIES: Final = ("mizzen", "deepspeed", "torch")
+WIDTH: Final = 100
+"""Characters of a name."""
+ENGINES: Final = ("mizzen", "deepspeed")
+"""The libraries whose functions are listed one by one."""
+FAMILIES: Final = {
+    "attention": ("sdpa", "flash", "fmha"),
+    "products": ("nvjet", "gemm", "cutlass"),
+    "optimizer": ("adam",),
+    "sums and norms": ("reduce_kernel", "norm", "softmax"),
+    "fills": ("fillfunctor", "memset"),
+    "casts and copies": ("copy", "memcpy", "convert", "catarray"),
+    "collectives": ("nccl",),
+    "compiled": ("triton",),
+}
+"""Kernels by what is in their names; the first that fits. The rest are element-wise."""
 
 
 def render(name: str, found: dict[str, Any]) -> str:
     """The findings on one system, per step."""
-    waits = [f"{where}: {count:g}" for where, count in found["waits"].items()] or ["none"]
-    own = ", ".join(f"{library} {ms:.2f} ms" for library, ms in found["python_ms"].items())
-    parts = [
-        f"## {name}: {found['wall_ms']:.1f} ms/step, busy {found['busy_ms']:.1f} ms on the {found['device']}",
-        "host waits for the device per step: " + "; ".join(waits) if found["device"] != "cpu" else "",
-        f"own time of Python functions per step, under cProfile, on the main thread: {own}",
+    is_gpu = found["device"] == "GPU"
+    own = ", ".join(f"{library} {ms:.2f} ms" for library, ms in found["python_ms"].items() if ms > 0.005)
+    parts = [f"## {name}: {found['wall_ms']:.1f} ms/step, busy {found['busy_ms']:.1f} ms on the {found['device']}"]
+    if is_gpu:
+        waits = [f"{where} {count:g}" for where, count in found["waits"].items()] or ["none"]
+        parts.append(f"the host waits for the device, times per step: {', '.join(waits)}")
+        parts.append(table(["kernels", "calls/step", "ms/step", "of busy"], found["families"]))
+    parts += [
+        f"own time of Python functions per step, under cProfile: {own}",
         table(["operator", "calls/step", "ms/step", "of busy"], found["operators"]),
-        table(["function", "calls/step", "own ms/step", "ms/step"], found["functions"]),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    if found["functions"]:
+        parts.append(table(["function", "calls/step", "own ms/step", "ms/step"], found["functions"]))
+    return "\n\n".join(parts) + "\n"
 
 
 def examine(step: Callable[[], Any], steps: int) -> dict[str, Any]:
@@ -40,7 +58,7 @@ def examine(step: Callable[[], Any], steps: int) -> dict[str, Any]:
         step()
     _synchronize()
     wall = 1000 * (time.perf_counter() - begin) / steps
-    return {"wall_ms": wall, **_waits(step, steps), **_operators(step, steps), **_functions(step, steps)}
+    return {"wall_ms": wall, "waits": _waits(step, steps), **_operators(step, steps), **_functions(step, steps)}
 
 
 def _synchronize() -> None:
@@ -48,20 +66,19 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _waits(step: Callable[[], Any], steps: int) -> dict[str, Any]:
+def _waits(step: Callable[[], Any], steps: int) -> dict[str, float]:
     """Where the host waits for the device, as torch's own debug mode sees it."""
     if not torch.cuda.is_available():
-        return {"waits": {}}
+        return {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         for _ in range(steps):
             step()
         torch.cuda.set_sync_debug_mode("default")
-    places = Counter(
-        f"{_short(warning.filename)}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)
-    )
-    return {"waits": {place: count / steps for place, count in places.most_common()}}
+    said = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
+    places = Counter(f"{short(warning.filename)}:{warning.lineno}" for warning in said)
+    return {place: round(count / steps, 2) for place, count in places.most_common()}
 
 
 def _operators(step: Callable[[], Any], steps: int) -> dict[str, Any]:
@@ -75,17 +92,35 @@ def _operators(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in found.key_averages():
-        on_device = event.device_type.name == "CUDA"
-        if is_gpu == on_device:
-            spent = event.self_device_time_total if is_gpu else event.self_cpu_time_total
-            times[event.key] += spent / 1000 / steps
+        is_kernel = event.device_type.name == "CUDA" and not event.is_user_annotation
+        if is_gpu == is_kernel:
+            times[event.key] += (event.self_device_time_total if is_gpu else event.self_cpu_time_total) / 1000 / steps
             calls[event.key] += event.count / steps
-    busy = sum(times.values())
-    rows = [
-        (name[:90], f"{calls[name]:g}", f"{ms:.2f}", f"{100 * ms / busy:.1f} %")
-        for name, ms in times.most_common(SHOWN)
-    ]
-    return {"device": "GPU" if is_gpu else "cpu", "busy_ms": busy, "operators": rows}
+    return {
+        "device": "GPU" if is_gpu else "CPU",
+        "busy_ms": sum(times.values()),
+        "operators": _rows(times, calls),
+        "families": _rows(_by_family(times), _by_family(calls)),
+    }
+
+
+def _rows(times: Counter[str], calls: Counter[str]) -> list[tuple[str, str, str, str]]:
+    busy = sum(times.values()) or 1.0
+    top = times.most_common(SHOWN)
+    return [(name[:WIDTH], f"{calls[name]:g}", f"{ms:.2f}", f"{100 * ms / busy:.1f} %") for name, ms in top]
+
+
+def _by_family(numbers: Counter[str]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for kernel, number in numbers.items():
+        found[family(kernel)] += number
+    return found
+
+
+def family(kernel: str) -> str:
+    """What a kernel does, by its name."""
+    name = kernel.lower()
+    return next((word for word, marks in FAMILIES.items() if any(mark in name for mark in marks)), "element-wise")
 
 
 def _functions(step: Callable[[], Any], steps: int) -> dict[str, Any]:
@@ -98,25 +133,26 @@ def _functions(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     own: Counter[str] = Counter()
     rows = []
     for (file, line, name), (_, count, spent, total, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        library = _library(file)
-        if library:
+        library = short(file).partition("/")[0]
+        if not library.startswith(("~", "<")):  # what is built in, where the host waits
             own[library] += 1000 * spent / steps
-        if library in ("mizzen", "deepspeed"):
-            rows.append((spent, f"{_short(file)}:{line} {name}", count, total))
+        if library in ENGINES:
+            rows.append((spent, f"{short(file)}:{line} {name}", count, total))
     rows.sort(reverse=True)
     shown = [
-        (name, f"{count / steps:g}", f"{1000 * spent / steps:.3f}", f"{1000 * total / steps:.3f}")
+        (name, f"{count / steps:.4g}", f"{1000 * spent / steps:.3f}", f"{1000 * total / steps:.3f}")
         for spent, name, count, total in rows[:SHOWN]
     ]
-    return {"python_ms": dict(own.most_common()), "functions": shown}
+    return {"python_ms": dict(own.most_common(4)), "functions": shown}
 
 
-def _library(file: str) -> str | None:
+def short(file: str) -> str:
+    """A file's path from its library on: below site-packages, or below the source folder of one."""
     parts = Path(file).parts
-    return next((library for library in LIBRARIES if library in parts), None)
-
-
-def _short(file: str) -> str:
-    parts = Path(file).parts
-    library = _library(file)
-    return "/".join(parts[len(parts) - 1 - parts[::-1].index(library) :]) if library else Path(file).name
+    for folder in ("site-packages", "src"):
+        if folder in parts[:-1]:
+            return "/".join(parts[len(parts) - parts[::-1].index(folder) :])
+    for engine in ENGINES:
+        if engine in parts[:-1]:
+            return "/".join(parts[parts.index(engine) :])
+    return Path(file).name

@@ -20,7 +20,7 @@ PEAK_FLOPS: Final = 989e12
 
 def main(words: Sequence[str] | None = None) -> int:
     """Play, print, write."""
-    parser = parser_of("mizzen and its peers on one GPU", EAGER, more=COMPILED, rounds=3, steps=8, warm=3)
+    parser = parser_of("mizzen and its peers on one GPU", EAGER, more=COMPILED, rounds=3, steps=8, warm=6)
     parser.add_argument("--hollow", action="store_true", help="a tiny twin of the model: shows the time of the host")
     options = parser.parse_args(words)
     game = Game(

@@ -96,8 +96,8 @@ class Player:
 
     def _about(self) -> dict[str, str]:
         """The versions that this rank has loaded, and its device."""
-        loaded = {name: vars(sys.modules[name]) for name in LIBRARIES if name in sys.modules}
-        found = {str(name): str(module.get("__version__", "?")) for name, module in loaded.items()}
+        loaded = [sys.modules[name] for name in LIBRARIES if name in sys.modules]
+        found = {module.__name__: str(getattr(module, "__version__", "?")).strip() for module in loaded}
         return {**found, "on": torch.cuda.get_device_name()} if self._is_on_device() else found
 
     def _is_on_device(self) -> bool:

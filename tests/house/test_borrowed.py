@@ -1,6 +1,7 @@
 """Private parts of torch are borrowed in one file each, and docs/borrowed.md lists every one of them."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +30,8 @@ def borrowed(tree: ast.Module) -> Iterator[str]:
             yield from (part for part in (node.module or "").split(".") if part.startswith("_"))
         elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             yield node.attr
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.") and node.attr.startswith("_"):
-            if not node.attr.startswith("__"):
-                yield node.attr
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*", ast.unparse(node)):
+            yield node.attr
 
 
 def found() -> dict[str, set[str]]:
@@ -48,9 +48,7 @@ def listed() -> dict[str, str]:
 
 
 def test_every_borrowing_is_listed_with_its_file():
-    assert {name: sorted(files) for name, files in found().items()} == {
-        name: [file] for name, file in listed().items()
-    }
+    assert {name: sorted(files) for name, files in found().items()} == {name: [file] for name, file in listed().items()}
 
 
 def test_what_counts_as_borrowing():

@@ -101,7 +101,7 @@ def test_without_a_model():
 REFUSED = {
     "every without a mode": (
         {"every": 2},
-        r"activation_checkpointing.every says which blocks .* mode is off: set it to full or selective",
+        r"activation_checkpointing.every says which blocks .*mode is off: set it to full or selective",
     ),
     "blocks without a mode": ({"blocks": ["Layer"]}, "activation_checkpointing.blocks says which blocks"),
     "a block that is not there": (
