@@ -21,6 +21,7 @@ WIDTH: Final = 100
 ENGINES: Final = ("mizzen", "deepspeed")
 """The libraries whose functions are listed one by one."""
 FAMILIES: Final = {
+    "compiled": ("triton",),
     "attention": ("sdpa", "flash", "fmha"),
     "products": ("nvjet", "gemm", "cutlass"),
     "optimizer": ("adam",),
@@ -28,7 +29,6 @@ FAMILIES: Final = {
     "fills": ("fillfunctor", "memset"),
     "casts and copies": ("copy", "memcpy", "convert", "catarray"),
     "collectives": ("nccl",),
-    "compiled": ("triton",),
 }
 """Kernels by what is in their names; the first that fits. The rest are element-wise."""
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from typing import Final
 
 from bench.gpt import SYSTEMS, Size
-from bench.paired import ratio, typical
+from bench.paired import typical
 from bench.play import Game, dissect, parser_of, play
 from bench.record import Record, equal_losses, header, table, versus
 
@@ -53,9 +53,9 @@ def report(record: Record) -> str:
         (
             result.name,
             f"{1000 * result.seconds:.0f}",
-            ratio(result.turns, base.turns).as_overhead() if base and result is not base else "-",
+            result.against(base).as_overhead() if base and result is not base else "-",
             f"{1000 * typical(result.processor):.0f}",
-            ratio(result.processor, base.processor).as_overhead() if base and result is not base else "-",
+            result.against(base, "processor").as_overhead() if base and result is not base else "-",
             f"{result.peak / 1e6:.0f}",
             f"{result.setup:.1f}",
             losses.get(result.name, "-"),
@@ -66,7 +66,8 @@ def report(record: Record) -> str:
         *("system", "ms/step", "over the floor", "processor ms", "over the floor"),
         *("peak RSS MB", "set-up s", "losses"),
     ]
-    return "\n\n".join([header(record), table(heads, rows), versus(record.results)])
+    both = [versus(record.results), versus(record.results, "processor")]
+    return "\n\n".join([header(record), table(heads, rows), *both])
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from bench.paired import Turns, ratio, typical
+from bench.paired import Ratio, Turns, ratio, typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class Result:
     def seconds(self) -> float:
         """A typical step."""
         return typical(self.turns)
+
+    def against(self, other: "Result", of: Literal["turns", "processor"] = "turns") -> Ratio:
+        """How long this one takes for what takes the other 1."""
+        return ratio(self.turns, other.turns) if of == "turns" else ratio(self.processor, other.processor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,12 @@ class Record:
             },
             "failures": dict(self.failures),
             "ratios": [
-                {"of": mine.name, "to": other.name, **asdict(ratio(mine.turns, other.turns))}
+                {
+                    "of": mine.name,
+                    "to": other.name,
+                    **asdict(mine.against(other)),
+                    "processor": asdict(mine.against(other, "processor")),
+                }
                 for mine in self.results
                 for other in self.results
                 if is_ours(mine.name) and not is_ours(other.name)
@@ -132,13 +141,14 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join([f"{lines[0]} |", rule, *(f"{line} |" for line in lines[1:])])
 
 
-def versus(results: Sequence[Result]) -> str:
-    """Time of each of our systems where the peer's is 1: below 1 is faster than the peer."""
+def versus(results: Sequence[Result], of: Literal["turns", "processor"] = "turns") -> str:
+    """Time of each of our systems where the peer's is 1: below 1 is less than the peer's."""
     ours, others = [r for r in results if is_ours(r.name)], [r for r in results if not is_ours(r.name)]
     if not ours or not others:
         return "nothing to compare: mizzen or the peers did not take part"
-    rows = [[other.name, *(ratio(mine.turns, other.turns) for mine in ours)] for other in others]
-    return table(["time, where this is 1", *(mine.name for mine in ours)], rows)
+    rows = [[other.name, *(mine.against(other, of) for mine in ours)] for other in others]
+    head = {"turns": "time, where this is 1", "processor": "processor time, where this is 1"}[of]
+    return table([head, *(mine.name for mine in ours)], rows)
 
 
 def header(record: Record) -> str:

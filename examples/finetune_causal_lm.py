@@ -1,6 +1,7 @@
 """Train a Hugging Face causal language model on a text, then let it write. Needs the extra `clients`.
 
 Without --model it is a small Llama that starts from nothing and reads bytes; with it, a folder or a name on the hub.
+Such a model wants a lower learning rate than the configuration has.
 
 On one rank:  python examples/finetune_causal_lm.py
 On two:       python -m torch.distributed.run --standalone --nproc-per-node 2 examples/finetune_causal_lm.py

@@ -92,7 +92,7 @@ def main() -> None:
         engine.step()
     engine.destroy()
     if engine.global_rank == 0:
-        print(model.write("def ", 400))
+        print(f"\nAfter {args.steps} steps it writes:\n\n{model.write('def __init__(self', 300)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from mizzen.monitor.stretch import Stretch, gib
 class ProgressLine:
     """Step, loss, learning rate, speed and memory; the time left where the number of steps is known.
 
-    The loss is read only when the line is drawn, at most once per `interval` seconds.
+    The loss is read only when the line is drawn: at most once per `interval` seconds, and at the last step.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ProgressLine:
     def on_step(self, report: StepReport) -> None:
         """Count the step, and draw the line if it is time."""
         self._stretch.add(report)
-        if report.applied and self._clock() >= self._next:
+        if report.applied and (self._clock() >= self._next or report.step == self._total):
             self._screen.show(self._line(report))
             self._stretch = Stretch()
             self._next = self._clock() + self._interval
@@ -59,11 +59,9 @@ class ProgressLine:
             parts.append(f"loss [cyan]{loss:.4f}[/]")
         if report.lr:
             parts.append(f"lr {report.lr[0]:.3g}")
-        if self._has_rate:
-            parts += [
-                f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
-                for unit, rate in self._stretch.rates().items()
-            ]
+        if self._has_rate and (rates := self._stretch.rates()):
+            unit, rate = list(rates.items())[-1]  # tokens, where they are known: 80 columns have no room for both
+            parts.append(f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s")
         parts.append(gib(self._memory().allocated))
         if (left := self._seconds_left(report.step)) is not None:
             parts.append(f"[dim]{timedelta(seconds=round(left))} left[/]")

@@ -21,8 +21,8 @@ from mizzen.plan.parts import Parts
 from mizzen.rewrite.replay import Keeping, Recomputed
 from mizzen.rewrite.units import called_blocks, in_words
 
-REPEATING_BACKENDS: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
-"""Those that trace backward too, and so see to it that a repeated call draws the same random numbers."""
+REPEATING_BACKENDS: Final = ("inductor", "aot_eager")
+"""Those that are known to draw the same random numbers in a repeated call: `eager`, for one, does not."""
 
 
 @dataclass(frozen=True, slots=True)

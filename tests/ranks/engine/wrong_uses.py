@@ -214,7 +214,7 @@ CASES = {
     "closure": lambda: engine().optimizer.step(lambda: 0.0),
     "save_checkpoint": lambda: engine().save_checkpoint("x"),
     "offload_states": lambda: engine().offload_states(),
-    "compile": lambda: engine().compile(),
+    "compile with a schedule": lambda: engine().compile(schedule=[]),
     "unknown attribute": lambda: engine().no_such_thing,
     "state that is not kept": lambda: (
         lambda made: (

@@ -43,7 +43,7 @@ def test_one_key():
         ("compression_training.row_pruning.different_groups.mine.params.dense_ratio", "number 0..1", "", "read"),
         ("expert_parallel.top_k", 'whole number >= 1 or "auto"', '"auto"', "read"),
         ("communication_data_type", 'one of "fp32", "fp16", "bf16" or null', "null", "read"),
-        ("compile.passes", 'list (one of "z1", "z3", "autosp", "autotp") or null', "null", "read"),
+        ("compile.passes", 'list (one of "z1", "z3", "autosp", "autotp") or null', "null", "no_effect"),
         ("zero_optimization.offload_param.pin_memory", "true or false", "true", "read"),
         ("zero_optimization.reduce_scatter", "true or false", "true", "no_effect"),
         ("sparse_attention.block", "whole number >= 1", "16", "no_effect"),

@@ -34,7 +34,7 @@ def test_it_shows_step_loss_rate_speed_and_memory(line, terminal, step):
     shown.on_step(step(2, tokens=2048, loss=2.25, seconds=0.5))
     assert drawn(seen()) == [
         "step 1  loss 2.5000  lr 0.001  2.00 GiB",
-        "step 2  loss 2.2500  lr 0.001  16 samples/s  4,096 tokens/s  2.00 GiB",
+        "step 2  loss 2.2500  lr 0.001  4,096 tokens/s  2.00 GiB",
     ]
 
 
@@ -47,6 +47,15 @@ def test_it_is_drawn_and_the_loss_is_read_at_most_once_per_interval(line, termin
         shown.on_step(step(number, loss=lambda number=number: reads.append(number) or 1.0))
     assert reads == [1, 4, 7, 10]
     assert [each.split()[1] for each in drawn(seen())] == ["1", "4", "7", "10"]
+
+
+def test_the_last_step_is_always_drawn(line, terminal, step):
+    seen = terminal()
+    shown = line(total=3)
+    for number in range(1, 4):
+        shown.on_step(step(number))
+        line.now = 0.1
+    assert [each.split()[1] for each in drawn(seen())] == ["1/3", "3/3"]
 
 
 def test_the_time_left_where_the_number_of_steps_is_known(line, terminal, step):

@@ -201,7 +201,7 @@ def test_the_same_numbers_with_dropout_and_one_graph_for_a_block(keeping):
 @pytest.mark.parametrize("keeping", KEEPINGS, ids=str)
 @pytest.mark.parametrize(("dynamic", "at_most"), [(None, 3), (True, 2), (False, 2)])
 def test_nothing_is_compiled_after_both_lengths_were_seen(keeping, dynamic, at_most):
-    """However many blocks there are; for changing shapes the first, whose input no block has made, is one of its own."""
+    """However many blocks there are. For changing shapes the first, whose input is no block's, may have its own."""
     model = Model(12)
     if keeping:
         recomputed(model, keeping)

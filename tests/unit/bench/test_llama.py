@@ -1,0 +1,41 @@
+"""The work of the GPU bench: its size is the published one, and each system that needs no peer takes the same steps."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from bench import llama  # noqa: E402 - needs what is checked above
+
+
+def test_the_size_is_counted_right():
+    import torch
+
+    with torch.device("meta"):
+        model = llama.LlamaForCausalLM(llama._config(llama.Size()))
+    assert sum(parameter.numel() for parameter in model.parameters()) == llama.Size().parameters == 1_107_363_840
+    assert llama.Size().flops == pytest.approx(115.46e12, rel=1e-3)
+
+
+def test_plain_and_flat_train_alike():
+    small = {
+        "hidden": 16,
+        "layers": 1,
+        "feed": 32,
+        "heads": 2,
+        "groups": 1,
+        "vocabulary": 32,
+        "samples": 1,
+        "length": 8,
+    }
+    runs = {}
+    for system in ("plain", "flat"):
+        step = llama.prepare(system, small)
+        runs[system] = [float(step(number)) for number in range(6)]
+    assert runs["flat"] == pytest.approx(runs["plain"], rel=2e-2)
+    assert runs["flat"][4] < runs["flat"][0]  # the same batch, four steps later
+
+
+def test_every_name_is_a_kind_and_a_stage():
+    for name in (*llama.EAGER, *llama.COMPILED):
+        kind, _, stage = name.removesuffix("+compile").partition("-")
+        assert kind in llama.KINDS and stage in ("", "0", "1", "2")
