@@ -1,10 +1,14 @@
 """What every ring of tests has: ranks, as the fixture `world`."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from pool import Pool, World
+
+# Ranks have one thread each. What they are compared with must sum in the same order, and so has one thread too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
