@@ -28,9 +28,12 @@ def borrowed(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from (alias.name for alias in node.names if alias.name.startswith("_"))
             yield from (part for part in (node.module or "").split(".") if part.startswith("_"))
-        elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
-            yield node.attr
-        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*", ast.unparse(node)):
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr in ATTRIBUTES
+            or isinstance(node, ast.Attribute)
+            and re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*", ast.unparse(node))
+        ):
             yield node.attr
 
 

@@ -140,11 +140,16 @@ class Loader:
     def _batches(self) -> Generator[Any, None, None]:
         position = self._settled(self._next)
         self._next = Position(position.epoch + 1)
-        # torch's iterator has no name here: it goes, and its workers with it, as soon as this generator does.
-        for batch in self._torch_loader(position):
-            position = Position(position.epoch, position.samples + self.share.round)
-            self._position = self._settled(position)
-            yield batch
+        batches = iter(self._torch_loader(position))
+        try:
+            for batch in batches:
+                position = Position(position.epoch, position.samples + self.share.round)
+                self._position = self._settled(position)
+                yield batch
+        finally:
+            # torch's workers go with its iterator. Without a `finally` Python 3.12 would keep the frame of a closed
+            # generator, and the iterator with it, until the generator itself goes.
+            del batches
         self._position = Position(position.epoch + 1)
 
     def _settled(self, position: Position) -> Position:
