@@ -76,7 +76,7 @@ def library_text(length: int = 129) -> list[Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", default=str(Path(__file__).parent / "configs" / "gpt_bytes.json"))
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--width", type=int, default=192)
     args = parser.parse_args()
 

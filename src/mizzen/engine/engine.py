@@ -261,6 +261,8 @@ class Engine(Face):
         return self.managed and self.is_gradient_accumulation_boundary()
 
     def _require_updater(self, call: str) -> Updater:
+        if not self.parts:
+            raise UsageError(f"{call}() on an engine that was destroyed: make a new one with initialize()")
         if self.updater is None:
             raise UsageError(f"{call}() needs an optimizer: name one in the configuration, or give one to initialize()")
         if self.owners and not self.owners[0].store.parameters:

@@ -202,16 +202,18 @@ def after_destroy() -> tuple[bool, list[float]]:
     engine = start(Case(2, 2))
     model = engine.module
     engine.destroy()
+    with pytest.raises(UsageError, match="engine that was destroyed"):
+        engine.step()
     loss = model(batch(0, 4))
     loss.backward()
     model.embed.weight.data.add_(1)  # own memory: no other parameter changes
-    return all(p.grad is not None for p in model.parameters()), [float(loss)]
+    return all(p.grad is not None for p in model.parameters()), [loss.item()]
 
 
 def test_the_module_works_on_its_own_after_destroy(world):
     for has_gradients, losses in world(2).run(after_destroy):
         assert has_gradients
-        assert losses[0] == pytest.approx(float(build(Case())(batch(0, 4))))
+        assert losses[0] == pytest.approx(build(Case())(batch(0, 4)).item())
 
 
 def moving_average(stage: int) -> tuple[bool, bool]:
