@@ -9,7 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import mizzen
+from pool import RankFailed, World
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -80,13 +81,21 @@ def test_the_demo_trains_on_two_ranks_and_draws_the_loss(tmp_path):
     assert (tmp_path / "demo-output" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def printed_by_ddp(ranks: World, *arguments: object) -> list[str]:
+    """What plain torch prints. Its own teardown of gloo hangs now and then, after all is done: then once more."""
+    for _ in range(2):
+        with suppress(RankFailed):
+            return ranks.run(script, "ddp.py", *arguments, timeout=40)
+    return ranks.run(script, "ddp.py", *arguments)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_mizzen_gives_the_losses_of_ddp(world, monkeypatch, ranks):
     if ranks > 1:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     steps = ("--steps", 30)
     ours = world(ranks, init=False).run(script, "ddp_to_mizzen.py", *steps)
-    theirs = world(ranks, init=False).run(script, "ddp.py", *steps)
+    theirs = printed_by_ddp(world(ranks, init=False), *steps)
     assert "step 10 loss" in theirs[0] and theirs[1:] == [""] * (ranks - 1)
     found, expected = ([float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in (ours[0], theirs[0]))
     assert len(found) == 3 and found == pytest.approx(expected, rel=1e-4)
