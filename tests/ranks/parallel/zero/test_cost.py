@@ -130,4 +130,4 @@ def test_predicted_bytes_are_the_bytes_held(world, kind, stage, ranks, keys):
         if plan.steps[0].choice.holding.stage < 2:
             assert cost.gradients == held.gradients
         else:
-            assert held.total < most <= cost.total + 16  # the loss itself
+            assert held.total < most <= cost.total + 4096  # the loss, and gradients that autograd is handing over
