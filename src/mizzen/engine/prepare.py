@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,11 @@ from mizzen.engine.randomness import RandomStream
 from mizzen.errors import ConfigError, UsageError
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.rules import UNBUILT, is_elementwise
+from mizzen.parallel.zero.reduce import torch_dtype
+from mizzen.parallel.zero.shard import DATA_AXES
 from mizzen.plan.build import Plan
 from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy
-
-DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
-"""The axes over which parameters are the same."""
 
 
 def agree(plan: Plan) -> None:
@@ -61,11 +60,11 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     trained = {p.name for p in plan.sketch.parameters if p.requires_grad and p.group is not None}
     for name, parameter in model.named_parameters():
         if name not in trained and policy.parameters and parameter.is_floating_point():
-            parameter.data = parameter.data.to(_dtype(policy.parameters))
+            parameter.data = parameter.data.to(torch_dtype(policy.parameters))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if policy.buffers and buffer.is_floating_point():
-                setattr(module, name, buffer.to(_dtype(policy.buffers)))
+                setattr(module, name, buffer.to(torch_dtype(policy.buffers)))
     if plan.resolved.layout.world > 1:
         rest = [parameter for name, parameter in model.named_parameters() if name not in trained]
         _spread([*rest, *model.buffers()], mesh)
@@ -97,13 +96,6 @@ def _spread(tensors: Iterable[Tensor], mesh: Mesh) -> None:
         collectives.broadcast(whole, source, group=group)
         if whole is not data:
             data.copy_(whole)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = torch.__dict__[name]
-    if not isinstance(found, torch.dtype):
-        raise AssertionError(f"{name} is not a dtype")
-    return found
 
 
 def seed_of(config: Config, mesh: Mesh) -> int:
