@@ -80,8 +80,13 @@ class StoreBackend:
         return Posted(self.client, keys, lambda posted: finish(request, tensor, posted))
 
     def destroy(self, handle):
-        if handle is None:
-            self.client = None
+        """Rank 0 serves the store, so it leaves last: the others may still be reading what it posted."""
+        if handle is not None:
+            return
+        self.client.set(f"left/{self.world.rank}", "")
+        if self.world.rank == 0:
+            self.client.wait([f"left/{rank}" for rank in range(self.world.size)], timedelta(seconds=10))
+        self.client = None
 
     def _all_reduce(self, request, tensor, posted):
         tensor.copy_(sum(torch.frombuffer(bytearray(data), dtype=tensor.dtype) for data in posted).view_as(tensor))
