@@ -10,6 +10,10 @@ from pool import Pool, World
 # Ranks have one thread each. What they are compared with must sum in the same order, and so has one thread too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# torch asks for the name of every peer that it connects to, also on this host, to have it in its logs. A name server
+# that lets a question drop would cost five seconds each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:

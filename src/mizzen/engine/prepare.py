@@ -57,7 +57,7 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     check_device(plan.resolved.config, get_accelerator())
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
     model.to(device)
-    trained = {p.name for p in plan.sketch.parameters if p.requires_grad and p.group is not None}
+    trained = {p.name for p in plan.sketch.parameters if p.is_trained}
     for name, parameter in model.named_parameters():
         if name not in trained and policy.parameters and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch_dtype(policy.parameters))

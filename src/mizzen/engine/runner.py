@@ -45,6 +45,8 @@ class Accumulate:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
+        for store in self.stores:
+            store.gradients.hide()
         with self.phases.phase("forward"), self.stream.drawn():
             return self.arithmetic.call(self.module, args, kwargs)
 

@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +46,13 @@ class ParameterSketch:
     is_embedding: bool = False
     group: int | None = 0
     """The optimizer group that trains it; None when none does."""
+    is_whole: bool = False
+    """Whether the update rule of that group needs it whole."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer trains it."""
+        return self.requires_grad and self.group is not None
 
     @property
     def numel(self) -> int:
@@ -112,9 +119,13 @@ class Sketch:
         """Read a module. No tensor is copied or kept, and none needs to have storage."""
         return _Reader().read(module)
 
-    def with_groups(self, groups: Mapping[str, int]) -> "Sketch":
-        """The same model with its parameters in these optimizer groups; one that is in none is not trained."""
-        return replace(self, parameters=tuple(replace(p, group=groups.get(p.name)) for p in self.parameters))
+    def with_groups(self, groups: Mapping[str, int], whole: Collection[int] = ()) -> "Sketch":
+        """The same model with its parameters in these optimizer groups; one that is in none is not trained.
+
+        The update rules of the groups `whole` need whole parameters.
+        """
+        parameters = (replace(p, group=(group := groups.get(p.name)), is_whole=group in whole) for p in self.parameters)
+        return replace(self, parameters=tuple(parameters))
 
     @classmethod
     def of_shapes(

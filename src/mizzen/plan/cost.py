@@ -11,10 +11,13 @@ from mizzen.config.schema import Config
 from mizzen.model.sketch import Sketch, bytes_per_element
 from mizzen.precision.policy import Policy, wider
 
-STATES: Final = {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0}
+STATES: Final = {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0, "lion": 1}
 """Full-size tensors that an optimizer keeps, by the end of its name, so that DeepSpeedCPUAdagrad is Adagrad.
 
 All others count as 2: Adam and its relatives, Adadelta, Rprop, and what is not known."""
+
+WHOLE_STATES: Final = {"muon": 1, "adafactor": 0}
+"""The same for parameters that a rule needs whole; Adafactor keeps rows and columns, which hardly count."""
 
 FURTHER_STATES: Final = ("momentum", "centered", "amsgrad")
 """Arguments of an optimizer that add one such tensor each, when they are not 0 or false."""
@@ -69,11 +72,12 @@ def in_bytes(size: float) -> str:
 
 def replicated(config: Config, sketch: Sketch) -> Cost:
     """The cost of training the model whole on every rank, which every transform then changes."""
-    policy, states = Policy.of(config), states_per_parameter(config)
+    policy = Policy.of(config)
     cost = Cost()
     for parameter in sketch.parameters:
         dtype = policy.held(parameter.dtype)
-        if parameter.requires_grad and parameter.group is not None:
+        if parameter.is_trained:
+            states = states_per_parameter(config, is_whole=parameter.is_whole)
             cost += trained(parameter.numel, dtype, policy, states=states)
         else:
             cost += Cost(parameters=parameter.numel * bytes_per_element(dtype))
@@ -94,10 +98,12 @@ def trained(count: int, dtype: str, policy: Policy, *, states: int) -> Cost:
     )
 
 
-def states_per_parameter(config: Config) -> int:
-    """How many full-size tensors the configured optimizer keeps for each parameter."""
+def states_per_parameter(config: Config, *, is_whole: bool = False) -> int:
+    """How many full-size tensors the configured optimizer keeps for each parameter, or for each that is held whole."""
     if config.optimizer is None:
         return 2
     name, arguments = config.optimizer.type.lower(), config.optimizer.params
     kept = next((count for rule, count in STATES.items() if name.endswith(rule)), 2)
+    if is_whole and name in WHOLE_STATES:
+        return WHOLE_STATES[name]
     return kept + sum(bool(arguments.get(key)) for key in FURTHER_STATES)

@@ -19,6 +19,9 @@ class Collector(Protocol):
     has_strangers: bool
     """Whether gradients came in from a backward that was not announced with `arm`."""
 
+    def hide(self) -> None:
+        """A forward starts: gradients may leave their parameters until the next backward is over."""
+
     def arm(self, last: bool | None) -> None:
         """A backward starts; `last` says whether a step follows it, None that gradients are to stay here for now."""
 
@@ -35,6 +38,7 @@ class Collector(Protocol):
 class Store(Protocol):
     """The trained state of a part, of which this rank holds some or all. The engine's thread calls everything.
 
+    each forward      gradients.hide()
     each backward     gradients.arm(last) ... gradients.settle(); or neither, and the gradients stay local
     once              masters() for the optimizer, then rest()
     at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients

@@ -7,13 +7,12 @@ same order. So ranks whose gradients arrive in another order, or not at all, sti
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.errors import UsageError
 from mizzen.kernels.norm import are_finite
-from mizzen.parallel.zero.live import LiveBucket, alone
+from mizzen.parallel.zero.live import LiveBucket
 from mizzen.parallel.zero.reduce import Finish, Reducer
 
 
@@ -22,6 +21,7 @@ class Gradients:
 
     The engine calls, in this order:
 
+    hide()     a forward starts
     arm(last)  a backward starts whose gradients may leave as they arrive; `last` is true before an optimizer step,
                and None when they are to stay, whatever the stage
     settle()   that backward is over; all that were to leave have left, and arrived at their owners
@@ -48,9 +48,12 @@ class Gradients:
         for bucket in buckets:
             for position, parameter in enumerate(bucket.parameters):
                 parameter.grad = None
-                parameter.grad_dtype = bucket.gradient.dtype
+                parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
                 hook = partial(self._arrived, bucket, position)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def hide(self) -> None:
+        """Let parameters be without a gradient during a forward."""
 
     def arm(self, last: bool | None) -> None:
         """Let full buckets leave during the backward that follows."""
@@ -78,8 +81,10 @@ class Gradients:
         self._wait()
         self.is_armed = self.is_open = self.has_strangers = self._is_complete = False
         for bucket in self.buckets:
-            bucket.finite.fill_(True)
-            bucket.gradient.zero_()
+            bucket.close()
+            bucket.chunk = bucket.finite = None
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def detach(self) -> None:
         """Remove the hooks and let go of all tensors."""
@@ -96,6 +101,7 @@ class Gradients:
         if not self.is_armed:
             self._is_complete = False
             self.has_strangers |= not self.is_open
+            self.keep(bucket, position)
             return
         if bucket.has_left:
             raise UsageError(
@@ -119,6 +125,10 @@ class Gradients:
             finish()
         self._pending.clear()
 
+    def keep(self, bucket: LiveBucket, position: int) -> None:
+        """A gradient came that is to stay on this rank for now."""
+        raise NotImplementedError
+
     def take(self, bucket: LiveBucket, position: int) -> None:
         """Bring the gradient of one parameter to its place in the bucket."""
         raise NotImplementedError
@@ -137,58 +147,59 @@ class WholeGradients(Gradients):
 
     waits_for_last = True
 
-    def __init__(self, buckets: Sequence[LiveBucket], reducer: Reducer, *, overlap: bool) -> None:
-        super().__init__(buckets, reducer, overlap=overlap)
-        self._views = {bucket: [alone(view) for view in bucket.views(bucket.whole)] for bucket in buckets}
-        self.clear()
+    def hide(self) -> None:
+        """Take gradients off parameters of another dtype: with one, a compiled block falls into many graphs."""
+        for bucket in self.buckets:
+            if bucket.shown and bucket.values.dtype != bucket.accumulation:
+                for position in tuple(bucket.shown):
+                    self.take(bucket, position)
+                    bucket.parameters[position].grad = None
+                bucket.shown.clear()
 
-    def _arrived(self, bucket: LiveBucket, position: int, parameter: Tensor) -> None:
+    def keep(self, bucket: LiveBucket, position: int) -> None:
+        """As any other."""
         self.take(bucket, position)
-        super()._arrived(bucket, position, parameter)
 
     def take(self, bucket: LiveBucket, position: int) -> None:
-        """Autograd adds to the view in place, unless the user has put another gradient there, or taken it away."""
-        parameter, view = bucket.parameters[position], self._views[bucket][position]
-        if parameter.grad is None:
-            parameter.grad = view.zero_()
-        elif parameter.grad is not view:
-            view.copy_(parameter.grad.to_dense())
-            parameter.grad = view
+        """Add what autograd or the user has put on a parameter; one that is there already was added to in place."""
+        parameter, is_shown = bucket.parameters[position], position in bucket.shown
+        found = parameter.grad
+        if is_shown and found is bucket.views[position]:
+            return
+        if is_shown:  # the user has taken it away, or put another one there
+            bucket.empty.add(position)
+            bucket.shown.discard(position)
+        if found is not None:
+            bucket.put(position, found)
+            self._show(bucket, position)
+
+    def _show(self, bucket: LiveBucket, position: int) -> None:
+        bucket.parameters[position].grad = bucket.views[position]
+        bucket.shown.add(position)
 
     def leave(self, bucket: LiveBucket) -> Finish:
         """Sum the bucket where it lies, or into the owner's chunk."""
         for position in range(len(bucket.parameters)):
             self.take(bucket, position)
+        whole = bucket.filled()
+        for position in set(range(len(bucket.parameters))) - bucket.shown:
+            self._show(bucket, position)
         if self.reducer.reduction.ranks == 1:
-            return self.reducer.to_all(bucket.whole)
-        bucket.finite &= are_finite(self._views[bucket])
+            return self.reducer.to_all(whole)
+        note_finite(bucket, bucket.views)
         if bucket.plan.is_sparse:
-            return partial(self._finish_by_rows, bucket)
-        if bucket.owns_all:
-            return self.reducer.to_all(bucket.whole)
-        return self.reducer.to_owner(bucket.whole, bucket.gradient, add=False)
+            return partial(self._finish_by_rows, bucket, whole)
+        if not bucket.is_shared:
+            return self.reducer.to_all(whole)
+        return self.reducer.to_owner(whole, bucket.gradient, add=False, owner=owner_of(bucket))
 
-    def _finish_by_rows(self, bucket: LiveBucket) -> None:
-        if bucket.owns_all:
-            self.reducer.rows_to_all(*bucket.views(bucket.whole))
+    def _finish_by_rows(self, bucket: LiveBucket, whole: Tensor) -> None:
+        if not bucket.is_shared:
+            self.reducer.rows_to_all(*bucket.views)
             return
-        flat = bucket.whole.clone()  # the local sum stays as it is, for a further backward
-        self.reducer.rows_to_all(*bucket.views(flat))
+        flat = whole.clone()  # the local sum stays as it is, for a further backward
+        self.reducer.rows_to_all(*bucket.places(flat))
         bucket.gradient.copy_(bucket.mine(flat))
-
-    def clear(self) -> None:
-        """Zeros everywhere, and every parameter's `grad` is a view again."""
-        super().clear()
-        for bucket in self.buckets:
-            if not bucket.owns_all:
-                bucket.whole.zero_()
-            for parameter, view in zip(bucket.parameters, self._views[bucket], strict=True):
-                parameter.grad = view
-
-    def detach(self) -> None:
-        """Remove the hooks and let go of all tensors."""
-        super().detach()
-        self._views.clear()
 
 
 class PassingGradients(Gradients):
@@ -201,7 +212,6 @@ class PassingGradients(Gradients):
 
     def __init__(self, buckets: Sequence[LiveBucket], reducer: Reducer, *, overlap: bool) -> None:
         super().__init__(buckets, reducer, overlap=overlap)
-        self._filling: dict[LiveBucket, Tensor] = {}
         self._has_sum = False
         """Whether the owners' chunks hold gradients of earlier backwards."""
 
@@ -210,41 +220,48 @@ class PassingGradients(Gradients):
         super().settle()
         self._has_sum |= self._is_complete
 
+    def keep(self, bucket: LiveBucket, position: int) -> None:
+        """Leave it where it is, in the dtype in which the next one is to be added to it."""
+        parameter = bucket.parameters[position]
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(bucket.accumulation)
+
     def take(self, bucket: LiveBucket, position: int) -> None:
         """Copy a gradient into its bucket and free it."""
-        parameter, slot = bucket.parameters[position], bucket.plan.slots[position]
+        parameter = bucket.parameters[position]
         if parameter.grad is not None:
-            flat = self._flat(bucket)
-            flat[slot.start : slot.stop].view(slot.shape).add_(parameter.grad)
+            bucket.put(position, parameter.grad)
             parameter.grad = None
-
-    def _flat(self, bucket: LiveBucket) -> Tensor:
-        if bucket not in self._filling:
-            self._filling[bucket] = torch.zeros_like(bucket.values, dtype=bucket.gradient.dtype)
-        return self._filling[bucket]
 
     def leave(self, bucket: LiveBucket) -> Finish:
         """Sum the bucket into the owner's chunk."""
         for position in range(len(bucket.parameters)):  # those of a backward that was not armed
             self.take(bucket, position)
-        flat = self._flat(bucket)
-        del self._filling[bucket]
-        bucket.finite &= are_finite(bucket.views(flat))
+        flat = bucket.filled()
+        note_finite(bucket, bucket.views)
+        bucket.close()
         if bucket.plan.is_sparse:
             return partial(self._finish_by_rows, bucket, flat)
         if len(self._pending) > 1:  # two buckets in flight keep the wire busy and bound the memory
             self._pending.pop(0)()
-        return self.reducer.to_owner(flat, bucket.gradient, add=self._has_sum)
+        return self.reducer.to_owner(flat, bucket.gradient, add=self._has_sum, owner=owner_of(bucket))
 
     def _finish_by_rows(self, bucket: LiveBucket, flat: Tensor) -> None:
-        self.reducer.rows_to_all(*bucket.views(flat))
+        self.reducer.rows_to_all(*bucket.places(flat))
         bucket.gradient.add_(bucket.mine(flat))
 
     def clear(self) -> None:
-        """Zeros in the owned chunks, and no gradient on any parameter."""
+        """Nothing is left on any rank."""
         super().clear()
         self._has_sum = False
-        self._filling.clear()
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.grad = None
+
+
+def note_finite(bucket: LiveBucket, views: list[Tensor]) -> None:
+    """Remember which of this rank's own gradients are finite, before they are summed."""
+    found = are_finite(views)
+    bucket.finite = found if bucket.finite is None else bucket.finite & found
+
+
+def owner_of(bucket: LiveBucket) -> int | None:
+    """The rank that owns all of a bucket; None where each rank owns a chunk."""
+    return bucket.plan.owner if bucket.plan.is_whole else None

@@ -1,11 +1,28 @@
 """A bucket with its tensors on this rank. What is done with them is the business of `gradients.py` and `store.py`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from mizzen.parallel.zero.slots import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor that the optimizer steps, and its place in the owned chunk."""
+
+    tensor: Tensor
+    """A part of the master itself, or a wider copy of one that is empty between steps."""
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    def place(self, owned: Tensor) -> Tensor:
+        """The same place in a tensor that holds the owned chunk."""
+        return owned[self.start : self.stop].view(self.shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,30 +40,90 @@ class LiveBucket:
     """Where the owned chunk begins."""
     master: Tensor
     """The owned chunk as the optimizer left it: a part of `values` where these are as wide."""
-    stepped: Tensor
-    """What the optimizer steps: the master itself, or a wider copy of it that is empty between steps."""
-    gradient: Tensor
-    """The gradient of the owned chunk, complete after `collect`."""
-    whole: Tensor
-    """The gradient of all of the bucket as it gathers on this rank; empty where it only passes through."""
-    finite: Tensor
-    """For each slot, whether this rank's own gradient was finite before it was summed."""
+    targets: tuple[Target, ...]
+    """What the optimizer steps: the owned chunk, or the parameters in it one by one where it needs them whole."""
+    accumulation: torch.dtype
+    """In which gradients add up."""
+    is_shared: bool
+    """Whether other ranks own chunks too."""
+    whole: Tensor | None = None
+    """The gradient of all of the bucket as it gathers on this rank, from the first that comes."""
+    views: list[Tensor] = field(default_factory=list)
+    """The place of each parameter in it."""
+    chunk: Tensor | None = None
+    """The sum over the ranks for the owned chunk, where it is shared and once there is one."""
+    empty: set[int] = field(default_factory=set)
+    """The slots to which nothing has come yet."""
+    shown: set[int] = field(default_factory=set)
+    """The slots whose place is at present the `grad` of its parameter."""
+    finite: Tensor | None = None
+    """For each slot, whether this rank's own gradient was finite before it was summed; None before it was."""
     missing: set[int] = field(default_factory=set)
     """The slots whose gradient has not come yet in this backward."""
     has_left: bool = False
 
     @property
-    def owns_all(self) -> bool:
-        """Whether nobody else has a share."""
-        return self.gradient is self.whole
+    def is_widened(self) -> bool:
+        """Whether the optimizer steps wider copies of the masters."""
+        return self.targets[0].tensor.dtype != self.master.dtype if self.targets else False
 
-    def views(self, flat: Tensor) -> list[Tensor]:
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the owned chunk, complete after `collect`; zeros where none has come."""
+        if not self.is_shared:
+            return self.filled()
+        if self.chunk is None:
+            self.chunk = torch.zeros_like(self.master, dtype=self.accumulation)
+        return self.chunk
+
+    def put(self, position: int, gradient: Tensor) -> None:
+        """Add a gradient to its place."""
+        if self.whole is None:
+            self._open()
+        view = self.views[position]
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if position in self.empty:
+            self.empty.discard(position)
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
+
+    def filled(self) -> Tensor:
+        """The gradient of all of the bucket on this rank, with zeros where none has come."""
+        whole = self._open() if self.whole is None else self.whole
+        for position in self.empty:
+            self.views[position].zero_()
+        self.empty.clear()
+        return whole
+
+    def _open(self) -> Tensor:
+        self.whole = torch.empty_like(self.values, dtype=self.accumulation)
+        for low, high in self.plan.gaps:
+            self.whole[low:high].zero_()
+        self.views = self.places(self.whole)
+        self.empty = set(range(len(self.parameters)))
+        return self.whole
+
+    def close(self) -> None:
+        """Let go of the gradient of all of the bucket."""
+        self.whole = None
+        self.views, self.empty, self.shown = [], set(), set()
+
+    def places(self, flat: Tensor) -> list[Tensor]:
         """The place of each parameter in a tensor that holds the whole bucket."""
         return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.plan.slots]
 
     def mine(self, flat: Tensor) -> Tensor:
         """The owned chunk of a tensor that holds the whole bucket."""
         return flat[self.start : self.start + self.master.numel()]
+
+    def owned_slots(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(slot, begin, end) for what lies between two places of the owned chunk, counted from its begin."""
+        for number, slot in enumerate(self.plan.slots):
+            low, high = max(slot.start - self.start, start), min(slot.stop - self.start, stop)
+            is_here = low < high or start <= slot.start - self.start == slot.stop - self.start <= stop
+            if is_here:  # a slot without elements still has a name
+                yield number, low, high
 
 
 def alone(view: Tensor) -> Tensor:

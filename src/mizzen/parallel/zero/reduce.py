@@ -55,28 +55,48 @@ class Reducer:
 
         return finish
 
-    def to_owner(self, bucket: Tensor, chunk: Tensor, *, add: bool) -> Finish:
-        """The sum of this rank's chunk of the bucket, put into `chunk` or added to it; the bucket itself is kept."""
+    def to_owner(self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None) -> Finish:
+        """The sum of this rank's chunk of the bucket, put into `chunk` or added to it; the bucket itself is kept.
+
+        A bucket that has one owner goes to that rank, and the chunks of the others are empty.
+        """
         sent = self._sent(bucket)
         if self.reduction.in_rank_order or bucket.device.type == "cpu":
             # gloo's reduce-scatter takes longer than an exchange of chunks and a local sum, and its order of
             # summation depends on the place in the buffer.
-            received = torch.empty_like(sent)
-            work = collectives.all_to_all_single(received, sent, group=self.group, async_op=True)
-        else:
+            received, work = self._exchanged(sent, chunk, owner)
+        elif owner is None:
             received = sent.new_empty(chunk.numel())
             work = collectives.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
+        else:
+            received = sent.clone() if sent is bucket else sent
+            work = collectives.reduce(received, group_dst=owner, group=self.group, async_op=True)
 
         def finish() -> None:
             wait_for(work)
+            if not chunk.numel():
+                return
             total = _sum_of_rows(received.view(-1, chunk.numel()))
-            if not add:
-                self._scale(total)
-                chunk.copy_(total)
-            else:
+            if add:
                 chunk.add_(total, alpha=self.reduction.after)
+            elif total.dtype == chunk.dtype:
+                torch.mul(total, self.reduction.after, out=chunk)
+            else:
+                self._scale(total)  # before the cast: a sum may be beyond a dtype that holds its mean
+                chunk.copy_(total)
 
         return finish
+
+    def _exchanged(self, sent: Tensor, chunk: Tensor, owner: int | None) -> tuple[Tensor, Work | None]:
+        """Every rank's share of this rank's chunk, one after the other, once the work is done."""
+        ranks = self.reduction.ranks
+        received = sent.new_empty(chunk.numel() * ranks)
+        incoming = outgoing = None
+        if owner is not None:
+            outgoing = [sent.numel() if rank == owner else 0 for rank in range(ranks)]
+            incoming = [chunk.numel()] * ranks
+        work = collectives.all_to_all_single(received, sent, incoming, outgoing, group=self.group, async_op=True)
+        return received, work
 
     def rows_to_all(self, gradient: Tensor) -> None:
         """Sum a matrix of which few rows are not zero, such as an embedding's gradient, by sending those rows only."""

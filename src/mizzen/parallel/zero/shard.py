@@ -27,8 +27,8 @@ class ZeroChoice:
     asked: int
     holding: Holding
     buffers: tuple[Buffer, ...]
-    states: int = 2
-    """Full-size tensors that the optimizer keeps for each parameter."""
+    states: tuple[int, ...] = (2, 2)
+    """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
 
     def __str__(self) -> str:
         ranks, dtype = self.holding.reduction.ranks, self.holding.reduction.dtype or "float32"
@@ -53,14 +53,21 @@ class ZeroShard:
         _refuse_what_does_not_float(sketch)
         stage = zero.stage if ranks > 1 else 0
         tenants = [
-            Tenant(p.name, p.shape, policy.held(p.dtype), p.group, config.sparse_gradients and p.is_embedding)
+            Tenant(
+                p.name,
+                p.shape,
+                policy.held(p.dtype),
+                p.group,
+                is_sparse=config.sparse_gradients and p.is_embedding,
+                is_whole=p.is_whole,
+            )
             for p in sketch.parameters
-            if p.requires_grad and p.group is not None
+            if p.is_trained and p.group is not None
         ]
         if not tenants and sketch.parameters:
             return None
         asked = min(zero.reduce_bucket_size, zero.allgather_bucket_size) if stage else zero.reduce_bucket_size
-        limit = bucket_limit(sum(tenant.numel for tenant in tenants), asked, chunks=ranks)
+        limit = bucket_limit(sum(tenant.numel for tenant in tenants), asked)
         return ZeroChoice(
             asked=zero.stage,
             holding=Holding(
@@ -71,19 +78,13 @@ class ZeroShard:
                 gain=float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0,
             ),
             buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
-            states=states_per_parameter(config),
+            states=tuple(states_per_parameter(config, is_whole=is_whole) for is_whole in (False, True)),
         )
 
     def price(self, choice: ZeroChoice, sketch: Sketch) -> Cost:
-        """What sharding saves on one rank, and what padding and the buckets in flight cost."""
-        holding, states = choice.holding, choice.states
-        change = Cost(gradients=_in_flight(choice) if holding.stage == 2 else 0)
-        for buffer in choice.buffers:
-            price = partial(trained, dtype=buffer.dtype, policy=holding.policy, states=states)
-            padded, share = price(buffer.numel), price(buffer.numel // holding.chunks)
-            gradients = {0: padded.gradients, 1: padded.gradients + share.gradients, 2: share.gradients}[holding.stage]
-            change += Cost(padded.parameters, gradients, share.masters, share.states) - price(buffer.occupied)
-        return change
+        """What sharding saves on the rank that holds most, and what padding and the buckets in flight cost."""
+        ranks = range(choice.holding.chunks if any(buffer.is_whole for buffer in choice.buffers) else 1)
+        return max((_change(choice, rank) for rank in ranks), key=lambda change: change.total)
 
     def apply(self, parts: Parts, choice: ZeroChoice, mesh: Mesh) -> Parts:
         """Move the parameters of every part into flat buffers."""
@@ -100,9 +101,21 @@ class ZeroShard:
         )
 
 
+def _change(choice: ZeroChoice, rank: int) -> Cost:
+    """The same for one rank."""
+    holding = choice.holding
+    change = Cost(gradients=_in_flight(choice) if holding.stage == 2 else 0)
+    for buffer in choice.buffers:
+        price = partial(trained, dtype=buffer.dtype, policy=holding.policy, states=choice.states[buffer.is_whole])
+        padded, share = price(buffer.numel), price(buffer.share(rank, holding.chunks))
+        gradients = {0: padded.gradients, 1: padded.gradients + share.gradients, 2: share.gradients}[holding.stage]
+        change += Cost(padded.parameters, gradients, share.masters, share.states) - price(buffer.occupied)
+    return change
+
+
 def _refuse_what_does_not_float(sketch: Sketch) -> None:
     for parameter in sketch.parameters:
-        if parameter.requires_grad and parameter.group is not None and parameter.dtype not in FLOATING:
+        if parameter.is_trained and parameter.dtype not in FLOATING:
             raise PlanError(
                 f"'{parameter.name}' is trained in {parameter.dtype}: gradients are summed in one of "
                 f"{', '.join(FLOATING)}; freeze it, or hold it as one of these"
@@ -134,6 +147,8 @@ def _in_flight(choice: ZeroChoice) -> int:
         is_copied = wire != dtype or reduction.before != 1
         for bucket in buffer.buckets:
             received = bucket.numel if reduction.in_rank_order else bucket.numel // reduction.ranks
+            if bucket.is_whole:  # its owner gets it from every rank
+                received = bucket.numel * (reduction.ranks if reduction.in_rank_order else 1)
             held.append(bucket.numel * bytes_per_element(dtype))
             exchanged.append((is_copied * bucket.numel + received) * bytes_per_element(wire))
     return sum(sorted(held)[-3:]) + sum(sorted(exchanged)[-2:])

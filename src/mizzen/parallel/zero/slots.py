@@ -1,12 +1,13 @@
 """Where every trained parameter lies: one contiguous buffer per (group, dtype), cut into buckets. Pure arithmetic.
 
 A bucket is what one collective moves. A sharded bucket is padded to a multiple of the ranks, and rank r owns its r-th
-chunk, so that reduce-scatter and all-gather of any bucket are single collectives without copies.
+chunk, so that reduce-scatter and all-gather of any bucket are single collectives without copies. Where an update rule
+needs whole parameters, a bucket has one owner instead, and the owners have about as much each.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 ALIGNMENT: Final = 32
@@ -22,6 +23,8 @@ class Tenant:
     dtype: str
     group: int
     is_sparse: bool = False
+    is_whole: bool = False
+    """Whether its update rule cannot work on a part of it."""
 
     @property
     def numel(self) -> int:
@@ -47,11 +50,27 @@ class Bucket:
     stop: int
     slots: tuple[Slot, ...]
     is_sparse: bool = False
+    is_whole: bool = False
+    owner: int = 0
+    """The rank that owns all of a whole bucket; of another one each rank owns a chunk."""
 
     @property
     def numel(self) -> int:
         """Elements, padding included."""
         return self.stop - self.start
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The places between the slots and after them, where there are any."""
+        edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.stop)), self.numel]
+        return tuple((low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high)
+
+    def owned(self, rank: int, chunks: int) -> tuple[int, int]:
+        """Where the share of a rank begins and ends, among `chunks` ranks that share the bucket."""
+        if not self.is_whole or chunks == 1:
+            size = self.numel // chunks
+            return rank % chunks * size, (rank % chunks + 1) * size
+        return (0, self.numel) if rank == self.owner else (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +80,15 @@ class Buffer:
     group: int
     dtype: str
     buckets: tuple[Bucket, ...] = field(repr=False)
+
+    def share(self, rank: int, chunks: int) -> int:
+        """The elements that a rank owns, padding included."""
+        return sum(high - low for low, high in (bucket.owned(rank, chunks) for bucket in self.buckets))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its update rule needs whole parameters."""
+        return any(bucket.is_whole for bucket in self.buckets)
 
     @property
     def numel(self) -> int:
@@ -79,8 +107,9 @@ def lay_out(tenants: Sequence[Tenant], *, chunks: int, bucket_elements: int) -> 
     `chunks` is the number of ranks that share a bucket, 1 where nothing is sharded.
     """
     kinds = dict.fromkeys((tenant.group, tenant.dtype) for tenant in tenants)
+    loads = [0] * chunks
     return tuple(
-        Buffer(group, dtype, tuple(_fill(_of_kind(tenants, group, dtype), chunks, bucket_elements)))
+        Buffer(group, dtype, _with_owners(_fill(_of_kind(tenants, group, dtype), chunks, bucket_elements), loads))
         for group, dtype in kinds
     )
 
@@ -89,17 +118,31 @@ def _of_kind(tenants: Sequence[Tenant], group: int, dtype: str) -> list[Tenant]:
     return [tenant for tenant in reversed(tenants) if (tenant.group, tenant.dtype) == (group, dtype)]
 
 
-def _fill(tenants: Iterable[Tenant], chunks: int, bucket_elements: int) -> Iterator[Bucket]:
+def _fill(tenants: Sequence[Tenant], chunks: int, bucket_elements: int) -> Iterator[Bucket]:
     start = 0
+    is_whole = any(tenant.is_whole for tenant in tenants)
+    if is_whole:  # several buckets for each rank, so that their owners have about as much
+        bucket_elements = min(bucket_elements, max(1, sum(tenant.numel for tenant in tenants) // (4 * chunks)))
     for together in _runs(tenants, bucket_elements):
         slots: list[Slot] = []
         place = 0
         for tenant in together:
             slots.append(Slot(tenant.name, tenant.shape, place, place + tenant.numel))
             place = _up(place + tenant.numel, ALIGNMENT)
-        stop = start + _up(max(place, 1), ALIGNMENT * chunks)
-        yield Bucket(start, stop, tuple(slots), together[0].is_sparse)
+        stop = start + _up(max(place, 1), ALIGNMENT if is_whole else ALIGNMENT * chunks)
+        yield Bucket(start, stop, tuple(slots), together[0].is_sparse, is_whole)
         start = stop
+
+
+def _with_owners(filled: Iterable[Bucket], loads: list[int]) -> tuple[Bucket, ...]:
+    """Give every whole bucket to the rank that has least, the largest first."""
+    buckets = list(filled)
+    for place in sorted(range(len(buckets)), key=lambda place: -buckets[place].numel):
+        if buckets[place].is_whole:
+            owner = loads.index(min(loads))
+            loads[owner] += buckets[place].numel
+            buckets[place] = replace(buckets[place], owner=owner)
+    return tuple(buckets)
 
 
 def _runs(tenants: Iterable[Tenant], limit: int) -> Iterator[list[Tenant]]:
@@ -120,13 +163,11 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def bucket_limit(total: int, asked: int, *, chunks: int) -> int:
+def bucket_limit(total: int, asked: int) -> int:
     """Elements per bucket: what was asked for, or less where that would leave nothing to overlap.
 
     Eight buckets let communication run under the rest of backward. Below a quarter of a million elements the latency
     of a collective costs more than the overlap saves; above 64 million a bucket in flight costs memory and gains no
-    speed. One rank has nothing to overlap.
+    speed. One rank has nothing to overlap, but its gradients too come to life bucket by bucket, as activations go.
     """
-    if chunks == 1:
-        return max(total, 1)
     return max(1, min(asked, max(min(total // 8, 1 << 26), 1 << 18)))

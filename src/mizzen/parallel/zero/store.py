@@ -1,6 +1,6 @@
 """The trained parameters of one part in flat buffers: values, masters and gradients, whole or this rank's share."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives, groups
+from mizzen.comm.communicator import Work
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece, piece_of_range
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
-from mizzen.parallel.zero.live import LiveBucket, alone
+from mizzen.parallel.zero.live import LiveBucket, Target, alone
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
 from mizzen.parallel.zero.slots import Bucket, Buffer
 from mizzen.precision.policy import Policy, wider
@@ -69,12 +70,11 @@ class FlatStore:
         for bucket in buffer.buckets:
             values = flat[bucket.start : bucket.stop]
             parameters = tuple(self.parameters[slot.name] for slot in bucket.slots)
-            start, stop = self._owned(bucket)
+            start, stop = bucket.owned(self.rank, self.holding.chunks)
             master = self._move(parameters, bucket, values, torch_dtype(kept))[start:stop]
             # The rest of a wider copy is not kept; a part of the values themselves stays one.
             if self.holding.stage and master.dtype != values.dtype:
                 master = master.clone()
-            whole = torch.zeros(bucket.numel if self.holding.stage < 2 else 0, dtype=accumulation, device=self.device)
             yield LiveBucket(
                 plan=bucket,
                 group=buffer.group,
@@ -82,16 +82,10 @@ class FlatStore:
                 values=values,
                 start=start,
                 master=master,
-                stepped=master.to(stepped),
-                gradient=torch.zeros_like(master, dtype=accumulation) if self.holding.stage else whole,
-                whole=whole,
-                finite=torch.ones(len(bucket.slots), dtype=torch.bool, device=self.device),
+                targets=tuple(_targets(bucket, master, stepped)),
+                accumulation=accumulation,
+                is_shared=self.is_sharded,
             )
-
-    def _owned(self, bucket: Bucket) -> tuple[int, int]:
-        size = bucket.numel // self.holding.chunks
-        start = self.rank * size if self.is_sharded else 0
-        return start, start + size
 
     def _move(self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor, kept: torch.dtype) -> Tensor:
         """Move parameters into their bucket, with the first rank's values; returns these as masters keep them."""
@@ -125,22 +119,28 @@ class FlatStore:
 
     def masters(self) -> list[tuple[int, Tensor]]:
         """(optimizer group, what the optimizer steps) for every bucket."""
-        return [(bucket.group, bucket.stepped) for bucket in self.buckets]
+        return [(bucket.group, target.tensor) for bucket in self.buckets for target in bucket.targets]
 
     def attach(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
         for bucket in self.buckets:
-            if bucket.stepped is not bucket.master:
-                bucket.stepped.data = bucket.master.to(bucket.stepped.dtype)
-            gradient = bucket.gradient.to(bucket.stepped.dtype)
-            bucket.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
+            if not bucket.targets:
+                continue
+            dtype, gradient = bucket.targets[0].tensor.dtype, bucket.gradient
+            gradient = gradient.to(dtype) if factor == 1 else gradient.to(dtype).mul_(factor)
+            values = bucket.master.to(dtype)
+            for target in bucket.targets:
+                if bucket.is_widened:
+                    target.tensor.data = target.place(values)
+                target.tensor.grad = target.place(gradient)
 
     def rest(self) -> None:
         """Let go of what only a step needs."""
         for bucket in self.buckets:
-            bucket.stepped.grad = None
-            if bucket.stepped is not bucket.master:
-                bucket.stepped.data = bucket.stepped.new_empty(0)
+            for target in bucket.targets:
+                target.tensor.grad = None
+                if bucket.is_widened:
+                    target.tensor.data = target.tensor.new_empty(0)
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that share them count them once."""
@@ -152,14 +152,20 @@ class FlatStore:
         works = []
         for bucket in self.buckets:
             mine = bucket.mine(bucket.values)
-            if bucket.stepped is not bucket.master:
-                bucket.master.copy_(bucket.stepped)
+            for target in bucket.targets if bucket.is_widened else ():
+                target.place(bucket.master).copy_(target.tensor)
             if mine.data_ptr() != bucket.master.data_ptr():
                 mine.copy_(bucket.master)
             if self.is_sharded:
-                works.append(collectives.all_gather_into_tensor(bucket.values, mine, group=self.group, async_op=True))
+                works.append(self._spread(bucket, mine))
         self.rest()
         wait_for(*works)
+
+    def _spread(self, bucket: LiveBucket, mine: Tensor) -> Work | None:
+        if bucket.plan.is_whole:
+            owner = bucket.plan.owner
+            return collectives.broadcast(bucket.values, group=self.group, group_src=owner, async_op=True)
+        return collectives.all_gather_into_tensor(bucket.values, mine, group=self.group, async_op=True)
 
     def refresh(self) -> None:
         """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
@@ -176,6 +182,7 @@ class FlatStore:
         return [
             slot.name
             for bucket in self.buckets
+            if bucket.finite is not None
             for slot, is_finite in zip(bucket.plan.slots, bucket.finite.tolist(), strict=True)
             if not is_finite
         ]
@@ -184,29 +191,22 @@ class FlatStore:
 
     def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
         """What this rank holds, by parameter name."""
-        return list(self._pieces(lambda bucket: bucket.master if of == "master" else bucket.gradient))
+        owned = ((bucket, bucket.master if of == "master" else bucket.gradient) for bucket in self.buckets)
+        return [piece for bucket, tensor in owned for piece in _pieces(bucket, 0, tensor)]
 
     def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
         """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
-
-        def state(bucket: LiveBucket) -> Tensor | None:
-            found = states.get(bucket.stepped, {}).get(key)
-            return found if isinstance(found, Tensor) and found.shape == bucket.master.shape else None
-
-        return list(self._pieces(state))
-
-    def _pieces(self, owned: Callable[[LiveBucket], Tensor | None]) -> Iterator[Piece]:
-        for bucket in self.buckets:
-            tensor = owned(bucket)
-            if tensor is None:
-                continue
-            start, stop = bucket.start, bucket.start + tensor.numel()
-            for slot in bucket.plan.slots:
-                low, high = max(slot.start, start), min(slot.stop, stop)
-                is_here = low < high or start <= slot.start == slot.stop <= stop  # without elements, but with a name
-                if is_here:
-                    data = tensor[low - start : high - start]
-                    yield piece_of_range(slot.name, slot.shape, data, low - slot.start, high - slot.start)
+        found = (
+            (bucket, target, states.get(target.tensor, {}).get(key))
+            for bucket in self.buckets
+            for target in bucket.targets
+        )
+        return [
+            piece
+            for bucket, target, state in found
+            if isinstance(state, Tensor) and state.shape == target.shape
+            for piece in _pieces(bucket, target.start, state.view(-1))
+        ]
 
     def detach(self) -> None:
         """Let the parameters go: they keep their values, each in memory of its own."""
@@ -214,3 +214,23 @@ class FlatStore:
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
         self.buckets, self.parameters = (), {}
+
+
+def _targets(bucket: Bucket, master: Tensor, dtype: torch.dtype) -> Iterator[Target]:
+    """What an optimizer steps of an owned chunk: all of it as one, or each parameter in its own shape."""
+    if not master.numel():
+        return
+    if not bucket.is_whole:
+        yield Target(master.to(dtype), 0, master.numel(), tuple(master.shape))
+        return
+    for slot in bucket.slots:
+        view = master[slot.start : slot.stop].view(slot.shape)
+        yield Target(view.to(dtype), slot.start, slot.stop, slot.shape)
+
+
+def _pieces(bucket: LiveBucket, start: int, tensor: Tensor) -> Iterator[Piece]:
+    """The parameters in a flat tensor that begins at a place of the owned chunk."""
+    for number, low, high in bucket.owned_slots(start, start + tensor.numel()):
+        slot, at = bucket.plan.slots[number], bucket.start
+        data = tensor[low - start : high - start]
+        yield piece_of_range(slot.name, slot.shape, data, low + at - slot.start, high + at - slot.start)

@@ -392,11 +392,11 @@ def on_the_way(limit):
     def alive():
         return sum(flat() is not None for flat in flats)
 
-    def watched(received, sent, **keys):
+    def watched(received, sent, *splits, **keys):
         flats.append(weakref.ref(sent))
         in_flight.append(at_rest(alive))
         left_over.append(bytes_of([p.grad for p in bag.parameters() if p.grad is not None]))
-        return start(received, sent, **keys)
+        return start(received, sent, *splits, **keys)
 
     collectives.all_to_all_single = watched
     backward(store, sum((parameter * 2).sum() for parameter in bag.parameters()))

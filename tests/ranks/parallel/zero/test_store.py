@@ -221,18 +221,16 @@ def sizes_when_saved(stage, held):
     for parameter in bag.parameters():
         parameter.requires_grad_()
     store = hold(bag, stage, held=held, limit=1 << 20)
-    store.gradients.collect()
     small = saved(bag.small), saved(bag.scalar), saved({"small": bag.state_dict()["small"]})
-    gradients = saved(bag.small.grad) if bag.small.grad is not None else 0
     elements = sum(parameter.numel() * parameter.element_size() for parameter in bag.parameters())
-    return small, gradients, saved(bag.state_dict()) - elements
+    return small, saved(bag.state_dict()) - elements
 
 
 @pytest.mark.parametrize("held", [None, "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_saving_one_parameter_does_not_write_its_buffer(world, stage, held):
-    for small, gradients, overhead in world(2).run(sizes_when_saved, stage, held):
-        assert max(*small, gradients) < 4000
+    for small, overhead in world(2).run(sizes_when_saved, stage, held):
+        assert max(small) < 4000
         assert overhead < 8000
 
 

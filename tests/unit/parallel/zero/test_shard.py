@@ -117,7 +117,7 @@ def test_what_else_is_read():
         overlap_comm=False,
         stage=1,
     )
-    assert holding.states == 1
+    assert holding.states == (1, 1)
     assert holding.holding.reduction.dtype == "bfloat16"
     assert holding.holding.reduction.in_rank_order
     assert holding.holding.policy.accumulation == "float16"
