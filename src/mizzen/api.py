@@ -22,20 +22,20 @@ from mizzen.engine.face import Surroundings
 from mizzen.engine.prepare import (
     agree,
     check_equal,
+    check_optimizer,
     choose_optimizer,
     choose_scheduler,
     loaders_of,
     place,
     seed_of,
+    sketch_of,
     stream_of,
 )
 from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import set_level
-from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.printer import dump_state
-from mizzen.optim.groups import param_groups
 from mizzen.order import ORDER
 from mizzen.plan.build import build
 from mizzen.plan.parts import Part
@@ -72,19 +72,13 @@ def initialize(
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
     retire(model)
-    groups, membership = param_groups(
-        model, optimizer.param_groups if isinstance(optimizer, Optimizer) else model_parameters
-    )
-    is_trained = optimizer is not None or settings.optimizer is not None
-    if is_trained and not membership:
-        raise UsageError("nothing to train: no parameter of the model, or of model_parameters=, requires a gradient")
-    sketch = Sketch.of(model).with_groups(membership if is_trained else {})
-    plan = build(settings, world.size, sketch, ORDER)
+    chosen = choose_optimizer(optimizer, settings, model, model_parameters)
+    plan = build(settings, world.size, sketch_of(model, chosen), ORDER)
+    check_optimizer(chosen, plan)
     agree(plan)
     accelerator = get_accelerator()
     mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name)
     place(model, plan, mesh)
-    chosen = choose_optimizer(optimizer, plan.resolved.config, groups, accelerator.name) if is_trained else None
     parts = plan.apply((Part(model),), mesh)
     check_equal(model, mesh)
     seed = seed_of(plan.resolved.config, mesh)

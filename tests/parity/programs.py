@@ -6,8 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mizzen.model.sketch import Sketch
+from mizzen.optim.lamb import Lamb
+from mizzen.optim.lion import Lion
+from mizzen.optim.muon import Muon, split_groups
+
 VOCABULARY = 48
 LENGTH = 12
+OWN = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
 STEPS = 5
 SCALE = 1024.0
 PRECISION = {
@@ -128,6 +134,17 @@ def micro_batches(case: Case, step: int, rank: int) -> list[Tensor]:
     return [tokens[index, rank] for index in range(case.accumulation)]
 
 
+def plain_optimizer(masters: nn.Module, case: Case) -> torch.optim.Optimizer:
+    """The rule on whole parameters; those of our own are held against their formulas in tests/unit/optim."""
+    given, arguments = groups(masters, case), case.config["optimizer"]["params"]
+    if case.optimizer in OWN:
+        sketches = Sketch.of(masters).by_name()
+        facts = {id(parameter): sketches[name] for name, parameter in masters.named_parameters()}
+        given = split_groups(given, facts) if case.optimizer == "Muon" else given
+        return OWN[case.optimizer](given, **arguments)
+    return getattr(torch.optim, case.optimizer)(given, **arguments, fused=True)
+
+
 def reference(case: Case, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
     """One process, plain torch: every micro-batch of every rank in turn; a missing gradient counts as zero."""
     masters = build(case)
@@ -138,8 +155,7 @@ def reference(case: Case, steps: int = STEPS) -> tuple[list[float], dict[str, Te
             parameter.data = parameter.data.to(LOW[case.dtype])
     autocast = torch.autocast("cpu", dtype=AUTOCAST.get(case.dtype), enabled=case.dtype in AUTOCAST)
     scale = SCALE if case.dtype.endswith("16") and case.dtype != "bf16" else 1.0
-    made = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
-    optimizer = made(groups(masters, case), **case.config["optimizer"]["params"], fused=True)
+    optimizer = plain_optimizer(masters, case)
     trained = [(m, p) for m, p in zip(masters.parameters(), model.parameters(), strict=True) if m.requires_grad]
     losses = []
     for step in range(steps):

@@ -33,8 +33,7 @@ def build_engine(
     arithmetic = Arithmetic.of(config, get_accelerator().name)
     updater = None
     if optimizer is not None:
-        names = {id(parameter): name for store in stores for name, parameter in store.parameters.items()}
-        repoint(optimizer, [master for store in stores for master in store.masters()], names)
+        repoint(optimizer, stores, _reduced_over(stores))
         for store in stores:
             store.rest()
         updater = Updater(

@@ -1,14 +1,18 @@
 """The optimizer that users hold: a `torch.optim.Optimizer` whose groups and states are those of the real one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from mizzen.comm import collectives
 from mizzen.errors import UsageError
+from mizzen.optim.lamb import Lamb
 from mizzen.optim.rules import has_stepped, renew_states
+from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 
 
@@ -73,18 +77,29 @@ class EngineOptimizer(Optimizer):
         return self.loss_scale
 
 
-def repoint(optimizer: Optimizer, masters: list[tuple[int, Tensor]], names: dict[int, str]) -> None:
-    """Make an optimizer work on master weights instead of the parameters it was built with.
+def repoint(optimizer: Optimizer, stores: Sequence[Store], group: ProcessGroup | None) -> None:
+    """Make an optimizer work on the master weights of stores instead of the parameters it was built with.
 
-    `names` has the name of every trained parameter by its id. States that the optimizer already had are refused:
-    they belong to whole parameters, and a checkpoint is the way to carry them over.
+    States that it already had are refused: they belong to whole parameters, and a checkpoint is the way to carry them
+    over. A rule that needs the norms of parameters learns which ranges of the masters belong to which; `group` has the
+    ranks that hold the rest.
     """
     if has_stepped(optimizer):
+        names = {id(parameter): name for store in stores for name, parameter in store.parameters.items()}
         known = [names.get(id(parameter), "?") for parameter in optimizer.state]
         raise UsageError(
             f"the optimizer already has states, for {', '.join(known[:3])}{' ...' if len(known) > 3 else ''}: give "
             "`initialize` an optimizer that has not stepped yet, and load its states from a checkpoint"
         )
-    for number, group in enumerate(optimizer.param_groups):
-        group["params"] = [master for index, master in masters if index == number]
+    masters = [master for store in stores for master in store.masters()]
+    for number, settings in enumerate(optimizer.param_groups):
+        settings["params"] = [master for index, master in masters if index == number]
     renew_states(optimizer)
+    if isinstance(optimizer, Lamb):
+        is_spread = group is not None and any(store.is_sharded for store in stores)
+        optimizer.share(
+            {tensor: ranges for store in stores for tensor, ranges in store.portions().items()},
+            (name for store in stores for name in store.parameters),
+            partial(collectives.all_reduce, group=group) if is_spread else lambda squares: squares,
+            next(parameter.device for store in stores for parameter in store.parameters.values()),
+        )

@@ -17,8 +17,10 @@ from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
 from mizzen.errors import ConfigError, UsageError
+from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
-from mizzen.optim.rules import UNBUILT, is_elementwise
+from mizzen.optim.groups import param_groups
+from mizzen.optim.rules import UNBUILT, is_known, whole_groups
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.parallel.zero.shard import DATA_AXES
 from mizzen.plan.build import Plan
@@ -129,11 +131,26 @@ def loaders_of(plan: Plan, mesh: Mesh, seed: int) -> LoaderFactory:
 
 
 def choose_optimizer(
-    given: Optimizer | Callable[[Any], Optimizer] | None, config: Config, groups: list[dict[str, Any]], device_type: str
-) -> Optimizer:
-    """The optimizer of a run: an object, what a callable makes, or the one that the configuration names."""
+    given: Optimizer | Callable[[Any], Optimizer] | None,
+    config: Config,
+    model: nn.Module,
+    model_parameters: Iterable[Any] | None,
+) -> Optimizer | None:
+    """The optimizer of a run: an object, what a callable makes, the one that the configuration names, or none."""
+    if given is None and config.optimizer is None:
+        return None
+    groups, placed = param_groups(model, given.param_groups if isinstance(given, Optimizer) else model_parameters)
+    if not placed:
+        raise UsageError("nothing to train: no parameter of the model, or of model_parameters=, requires a gradient")
     if given is None and config.optimizer is not None:
-        return build_optimizer(config.optimizer.type, dict(config.optimizer.params), groups, device_type=device_type)
+        sketches = Sketch.of(model).by_name()
+        return build_optimizer(
+            config.optimizer.type,
+            dict(config.optimizer.params),
+            groups,
+            device_type=get_accelerator().name,
+            facts={id(parameter): sketches[name] for name, parameter in model.named_parameters()},
+        )
     made = given if isinstance(given, Optimizer) else given(groups) if callable(given) else given
     if not isinstance(made, Optimizer):
         raise UsageError(
@@ -141,13 +158,29 @@ def choose_optimizer(
         )
     if (why := UNBUILT.get(type(made).__name__.lower())) is not None:
         raise UsageError(f"optimizer= is {type(made).__name__}, which is not built yet: {why}")
-    if not is_elementwise(made) and not config.zero_allow_untested_optimizer:
-        raise ConfigError(
-            "zero_allow_untested_optimizer",
-            f"{type(made).__name__} is not known to work element by element, and the engine gives it flat pieces of "
-            "many parameters; set this key to true if it does",
-        )
     return made
+
+
+def sketch_of(model: nn.Module, optimizer: Optimizer | None) -> Sketch:
+    """What is to be trained, and which of it the optimizer needs whole."""
+    if optimizer is None:
+        return Sketch.of(model).with_groups({})
+    _, placed = param_groups(model, optimizer.param_groups)
+    return Sketch.of(model).with_groups(placed, whole_groups(optimizer))
+
+
+def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
+    """Refuse to share out parameters among ranks for a rule that may look at all of them together."""
+    config, layout = plan.resolved.config, plan.resolved.layout
+    is_shared = config.zero_optimization.stage > 0 and layout.dp * layout.sp > 1
+    if optimizer is None or not is_shared or is_known(optimizer) or config.zero_allow_untested_optimizer:
+        return
+    raise ConfigError(
+        "zero_allow_untested_optimizer",
+        f"{type(optimizer).__name__} is not known to treat each parameter by itself, and at stage "
+        f"{config.zero_optimization.stage} every rank steps only its share of them; set this key to true if it does, "
+        "or use stage 0",
+    )
 
 
 def choose_scheduler(given: Any, config: Config, optimizer: Optimizer | None) -> Any:

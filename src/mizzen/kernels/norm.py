@@ -31,5 +31,13 @@ def are_finite(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.ones(0, dtype=torch.bool)
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).isfinite()
+    return _norms(tensors, torch.promote_types(tensors[0].dtype, torch.float32)).isfinite()
+
+
+def squares_of(tensors: list[Tensor]) -> Tensor:
+    """The fp64 sum of squares of each tensor."""
+    return _norms(tensors, torch.float64).square()
+
+
+def _norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors, dtype=dtype))

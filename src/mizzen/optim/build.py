@@ -1,19 +1,34 @@
 """From a name and arguments in the configuration to a torch optimizer or a schedule."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
 
 from mizzen.config.values import flag, shown
 from mizzen.errors import ConfigError
+from mizzen.model.sketch import ParameterSketch
+from mizzen.optim.lamb import Lamb
+from mizzen.optim.muon import Muon, split_groups
 from mizzen.optim.names import check_arguments, unknown
-from mizzen.optim.rules import ELEMENTWISE, UNBUILT
+from mizzen.optim.rules import ELEMENTWISE, LOW_BIT, UNBUILT
 from mizzen.optim.schedules import SCHEDULES, Schedule
 
-OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
+OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {
+    kind.__name__.lower(): kind for kind in (*ELEMENTWISE, Adafactor, Lamb, Muon)
+}
+_OTHER_NAMES: Final = {"muonwithauxadam": "muon"}
+_METHODS: Final = ("standard", "gram")
+"""Names for Muon's iteration. Both mean the same polynomial, and here it is computed in one way."""
+_LOW_BIT: Final = {name.lower(): name for name in LOW_BIT}
 
-_FUSED: Final = {Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), SGD: ("cpu", "cuda"), Adagrad: ("cpu",)}
+_FUSED: Final = {
+    Adam: ("cpu", "cuda"),
+    AdamW: ("cpu", "cuda"),
+    SGD: ("cpu", "cuda"),
+    Adagrad: ("cpu",),
+}
 """Where a rule has a fused kernel on every torch that we support; Adagrad's on CUDA is missing in 2.11."""
 
 _ADAM_ONLY: Final = {
@@ -34,16 +49,26 @@ _TORCH_SCHEDULES: Final[Mapping[str, type[Any]]] = {
 
 
 def build_optimizer(
-    name: str, arguments: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, device_type: str
+    name: str,
+    arguments: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]],
+    *,
+    device_type: str,
+    facts: Mapping[int, ParameterSketch] | None = None,
 ) -> Optimizer:
     """The optimizer called `name` in any case, over parameter groups; fused where the device has a kernel for it.
 
-    Names of other implementations of a rule, such as FusedAdam or DeepSpeedCPUAdam, mean the rule.
+    Names of other implementations of a rule, such as FusedAdam or DeepSpeedCPUAdam, mean the rule. `facts` has what is
+    known of the parameters by their ids, for a rule that treats some of them in another way.
     """
-    kind = OPTIMIZERS.get(_plain(name))
+    plain = _plain(name)
+    kind = OPTIMIZERS.get(plain) or _of_torchao(plain)
     if kind is None:
         raise _no_optimizer(name)
     given = dict(arguments)
+    if kind is Muon:
+        groups = split_groups(groups, facts or {})
+        _check_method(given.pop("ns_method", _METHODS[0]))
     if kind in (Adam, AdamW):
         kind = _adam(kind, given)
     check_arguments("optimizer", kind, given)
@@ -59,11 +84,26 @@ def build_optimizer(
 
 
 def _plain(name: str) -> str:
-    return name.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")
+    plain = name.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")
+    return _OTHER_NAMES.get(plain, plain)
+
+
+def _of_torchao(plain: str) -> type[Optimizer] | None:
+    if plain not in _LOW_BIT:
+        return None
+    try:
+        found = importlib.import_module("torchao.optim")
+    except ImportError as error:
+        raise ConfigError(
+            "optimizer.type",
+            f"{_LOW_BIT[plain]} keeps its states in few bits with torchao: pip install torchao ({error})",
+        ) from error
+    kind: type[Optimizer] = vars(found)[_LOW_BIT[plain]]
+    return kind
 
 
 def _no_optimizer(name: str) -> ConfigError:
-    path, known = "optimizer.type", [kind.__name__ for kind in ELEMENTWISE]
+    path, known = "optimizer.type", [*(kind.__name__ for kind in OPTIMIZERS.values()), *LOW_BIT]
     why = UNBUILT.get(_plain(name))
     if why is not None:
         return ConfigError(path, f"{name} is not built yet: {why}; known: {', '.join(sorted(known))}")
@@ -87,6 +127,11 @@ def _adam(kind: type[Optimizer], given: dict[str, Any]) -> type[Optimizer]:
     if kind is AdamW and not is_decoupled:
         raise ConfigError(f"optimizer.params.{spelling}", "AdamW is the decoupled one: use type Adam for false")
     return AdamW if is_decoupled else Adam
+
+
+def _check_method(name: Any) -> None:
+    if name not in _METHODS:
+        raise ConfigError("optimizer.params.ns_method", f"{shown(name)} is none of {', '.join(_METHODS)}")
 
 
 def _taken(given: dict[str, Any], key: str, default: bool) -> bool:

@@ -1,6 +1,7 @@
-"""What is known of update rules: which work element by element, which do not, and which start with states.
+"""What is known of update rules: what they need to see of a parameter, and which start with states.
 
-A rule that works element by element gives the same result on any cut of a tensor, so its states can be sharded.
+A rule that works element by element gives the same result on any cut of a tensor, so it gets flat pieces of many
+parameters. So does one that needs norms, if it can be told of them. All others get whole parameters.
 """
 
 import inspect
@@ -8,21 +9,41 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+from torch.optim import Muon as TorchMuon
 
-ELEMENTWISE: Final = (Adam, AdamW, SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop, ASGD)
+from mizzen.optim.lamb import Lamb
+from mizzen.optim.lion import Lion
+from mizzen.optim.muon import Muon
 
-_WHOLE: Final = "it works on whole matrices, and states are kept in flat pieces"
+ELEMENTWISE: Final = (Adam, AdamW, SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop, ASGD, Lion)
+
+BY_PARAMETER: Final = (Muon, TorchMuon, Adafactor)
+"""Rules that treat every parameter by itself, as a whole."""
+
+LOW_BIT: Final = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
+"""Of torchao: element by element but for the scale that the states of 256 neighbours share."""
+
 _SENT: Final = "it needs compressed communication"
 _WIDTH: Final = "it needs the widths that the mup package records; give an optimizer of that package to initialize()"
 
 UNBUILT: Final = {
-    "muon": _WHOLE,
-    "adafactor": _WHOLE,
-    "lamb": "it needs the norm of every whole parameter",
     "lbfgs": "it evaluates the model several times in one step",
     "sparseadam": "it needs sparse gradients, and gradients are kept in flat buffers",
-    "lion": "torch has no such rule",
     "onebitadam": _SENT,
     "zerooneadam": _SENT,
     "onebitlamb": _SENT,
@@ -35,8 +56,32 @@ UNBUILT: Final = {
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the rule is known to work element by element: it is one of torch's, or inherits its step from one."""
+    return _steps_like(optimizer, ELEMENTWISE)
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether the rule is known to treat each parameter by itself, so that ranks can share out the parameters."""
+    return is_flat(optimizer) or _steps_like(optimizer, BY_PARAMETER)
+
+
+def is_flat(optimizer: Optimizer) -> bool:
+    """Whether the rule works on flat pieces of many parameters."""
+    kind = type(optimizer)
+    is_low_bit = kind.__name__ in LOW_BIT and kind.__module__.startswith("torchao.")
+    return is_low_bit or _steps_like(optimizer, (*ELEMENTWISE, Lamb))
+
+
+def whole_groups(optimizer: Optimizer) -> frozenset[int]:
+    """The groups whose parameters the rule has to see whole."""
+    if is_flat(optimizer):
+        return frozenset()
+    # In a group of Muon that says it is not for Muon, AdamW works.
+    return frozenset(number for number, group in enumerate(optimizer.param_groups) if group.get("use_muon", True))
+
+
+def _steps_like(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> bool:
     # torch wraps `step` in the class itself when the first instance is made, so only what is inside can be compared.
-    return inspect.unwrap(type(optimizer).step) in {inspect.unwrap(kind.step) for kind in ELEMENTWISE}
+    return inspect.unwrap(type(optimizer).step) in {inspect.unwrap(kind.step) for kind in kinds}
 
 
 def has_stepped(optimizer: Optimizer) -> bool:

@@ -11,7 +11,7 @@ from mizzen.config.schema import Config
 from mizzen.model.sketch import Sketch, bytes_per_element
 from mizzen.precision.policy import Policy, wider
 
-STATES: Final = {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0, "lion": 1}
+STATES: Final = {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0, "lion": 1, "adafactor": 1}
 """Full-size tensors that an optimizer keeps, by the end of its name, so that DeepSpeedCPUAdagrad is Adagrad.
 
 All others count as 2: Adam and its relatives, Adadelta, Rprop, and what is not known."""

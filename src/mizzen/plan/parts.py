@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mizzen.model.piece import Piece
+from mizzen.optim.lamb import Portion
 
 
 class Collector(Protocol):
@@ -67,6 +68,9 @@ class Store(Protocol):
 
     def masters(self) -> Sequence[tuple[int, Tensor]]:
         """(optimizer group, tensor to optimize), the same tensors for life; they may be empty between steps."""
+
+    def portions(self) -> Mapping[Tensor, Sequence[Portion]]:
+        """For each of these tensors, which ranges of it, counted flat, belong to which parameter."""
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""

@@ -7,6 +7,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, lr_scheduler
 
 from mizzen.errors import ConfigError
 from mizzen.optim.build import OPTIMIZERS, build_optimizer, build_scheduler
+from mizzen.optim.lamb import Lamb
+from mizzen.optim.lion import Lion
+from mizzen.optim.muon import Muon
 from mizzen.optim.rules import ELEMENTWISE, UNBUILT
 from mizzen.optim.schedules import VALID_LR_SCHEDULES, WarmupLR
 
@@ -45,9 +48,17 @@ class TestNames:
     def test_adagrad_too(self):
         assert type(build("DeepSpeedCPUAdagrad")) is Adagrad
 
-    @pytest.mark.parametrize("name", [*UNBUILT, "Muon", "FusedLamb", "DeepSpeedCPULion", "OneBitAdam", "ZeroOneAdam"])
+    @pytest.mark.parametrize(
+        ("name", "kind"), [("FusedLamb", Lamb), ("lamb", Lamb), ("DeepSpeedCPULion", Lion), ("MuonWithAuxAdam", Muon)]
+    )
+    def test_so_do_those_of_our_own_rules(self, name, kind):
+        assert type(build(name, lr=0.1)) is kind
+
+    @pytest.mark.parametrize("name", [*UNBUILT, "OneBitAdam", "ZeroOneAdam"])
     def test_what_is_not_built_says_why(self, name):
-        with pytest.raises(ConfigError, match=rf"^optimizer\.type: {name} is not built yet: .+; known: ASGD, ") as info:
+        with pytest.raises(
+            ConfigError, match=rf"^optimizer\.type: {name} is not built yet: .+; known: .*ASGD, "
+        ) as info:
             build(name)
         assert info.value.path == "optimizer.type"
 
@@ -64,7 +75,7 @@ class TestNames:
             ConfigError, match=r"^optimizer\.type: no optimizer is called \"AdanW\"; did you mean 'AdamW'"
         ):
             build("AdanW")
-        with pytest.raises(ConfigError, match="known: ASGD, Adadelta, Adagrad"):
+        with pytest.raises(ConfigError, match="known: ASGD, Adadelta, Adafactor, Adagrad"):
             build("xyzzy")
 
 

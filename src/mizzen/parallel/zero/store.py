@@ -12,6 +12,7 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.communicator import Work
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece, piece_of_range
+from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
 from mizzen.parallel.zero.live import LiveBucket, Target, alone
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
@@ -120,6 +121,17 @@ class FlatStore:
     def masters(self) -> list[tuple[int, Tensor]]:
         """(optimizer group, what the optimizer steps) for every bucket."""
         return [(bucket.group, target.tensor) for bucket in self.buckets for target in bucket.targets]
+
+    def portions(self) -> dict[Tensor, list[Portion]]:
+        """For each of these tensors, which ranges of it, counted flat, belong to which parameter."""
+        return {
+            target.tensor: [
+                Portion(bucket.plan.slots[number].name, low - target.start, high - target.start)
+                for number, low, high in bucket.owned_slots(target.start, target.stop)
+            ]
+            for bucket in self.buckets
+            for target in bucket.targets
+        }
 
     def attach(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""

@@ -220,7 +220,7 @@ def sizes_when_saved(stage, held):
     bag = Bag({"large": (300, 300), "small": (8,), "scalar": ()})
     for parameter in bag.parameters():
         parameter.requires_grad_()
-    store = hold(bag, stage, held=held, limit=1 << 20)
+    hold(bag, stage, held=held, limit=1 << 20)
     small = saved(bag.small), saved(bag.scalar), saved({"small": bag.state_dict()["small"]})
     elements = sum(parameter.numel() * parameter.element_size() for parameter in bag.parameters())
     return small, saved(bag.state_dict()) - elements
