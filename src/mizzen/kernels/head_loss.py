@@ -1,8 +1,8 @@
 """A linear head and cross entropy in one, over chunks of tokens: the logits of all tokens never exist at once.
 
 Softmax and loss are taken in fp32. Where a gradient is wanted, those of hidden states and weight are formed chunk by
-chunk in forward, for an incoming gradient of 1; backward multiplies them with the one that comes, in fp32. Shifting labels
-is the caller's business.
+chunk in forward, for an incoming gradient of 1; backward multiplies them with the one that comes, in fp32. Shifting
+labels is the caller's business.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def head_loss(
         weight=wants and weight.requires_grad,
         bias=wants and bias is not None and bias.requires_grad,
     )
-    total: Tensor = _HeadLoss.apply(flat, weight, bias, targets, work)
+    total: Tensor = _HeadLoss.apply(flat, weight, bias, targets, work)  # type: ignore[no-untyped-call]
     if reduction == "sum":
         return total
     # Like torch's own: not a number where no label counts, and no gradient either.
@@ -112,7 +112,7 @@ class _HeadLoss(Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         factor = incoming.reshape(1)
         found = [
@@ -146,9 +146,9 @@ def _walk(
 
 # [Note: the sum of weight gradients]
 # It is taken in the dtype of the weight, by addmm_ into one buffer: each chunk rounds it once, from fp32 inside of the
-# product, and there are at most `MOST_CHUNKS` of them. A sum in fp32 would need a buffer of twice the size and a copy of
-# it for each chunk, for a gradient that leaves here in the dtype of the weight. fp16 is different: a sum over tokens
-# that nobody has divided by their number can leave its range, where no loss scale would bring it back. There, and where
+# product, and there are at most `MOST_CHUNKS` of them. A sum in fp32 would need a buffer of twice the size, and a copy
+# for each chunk, for a gradient that leaves here in the dtype of the weight. fp16 is different: a sum over tokens that
+# nobody has divided by their number can leave its range, where no loss scale would bring it back. There, and where
 # autocast computes in another dtype than the weight has, the sum is an fp32 one, and each chunk is added to it.
 def _sum_dtype(weight: Tensor, work: _Work) -> torch.dtype:
     return work.wide if work.dtype is torch.float16 else weight.dtype

@@ -35,10 +35,8 @@ def rotary(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, unsqueeze_d
         return plain_rotary(query, key, cosine, sine, unsqueeze_dim)
     if unsqueeze_dim not in (1, 2) or not all(_fits(each, cosine, sine, unsqueeze_dim) for each in (query, key)):
         return plain_rotary(query, key, cosine, sine, unsqueeze_dim)
-    return (
-        _Rotary.apply(query, cosine, sine, unsqueeze_dim),
-        _Rotary.apply(key, cosine, sine, unsqueeze_dim),
-    )
+    turn: Any = _Rotary.apply
+    return turn(query, cosine, sine, unsqueeze_dim), turn(key, cosine, sine, unsqueeze_dim)
 
 
 def _fits(inputs: Tensor, cosine: Tensor, sine: Tensor, heads: int) -> bool:
@@ -60,7 +58,7 @@ class _Rotary(Function):
         return _turn(inputs, cosine, sine, heads, dtype=torch.promote_types(inputs.dtype, cosine.dtype), back=False)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         cosine, sine = ctx.saved_tensors
         return _turn(incoming, cosine, sine, ctx.heads, dtype=ctx.dtype, back=True), None, None, None

@@ -1,7 +1,7 @@
 """Every Triton kernel, with the function that launches it. `gpu.py` imports this file when a GPU asks for it.
 
-All of them compute in fp32 and round where plain torch would. They are specified by the plain functions beside the faces
-that call them.
+All of them compute in fp32 and round where plain torch would. They are specified by the plain functions beside the
+faces that call them.
 """
 
 import torch
@@ -45,7 +45,7 @@ def _cross_entropy(
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, *, ignore_index: int, writes: bool) -> None:
-    """Fill in the loss of each row, and write over its logits with the gradient of the loss. Unknown labels give NaN."""
+    """Fill in the loss of each row, and write its gradient over the logits. Labels that do not exist give NaN."""
     rows, columns = logits.shape
     if not rows:
         return
