@@ -142,18 +142,26 @@ def check_turning(module: nn.Module) -> str:
     function = forward.__globals__.get(ROTARY)
     if not callable(function) or tuple(signature(function).parameters)[4:] not in ((), ("unsqueeze_dim",)):
         return f"calls an {ROTARY} with other arguments than Llama's: leave fused.rotary out"
-    tensors = _numbers(2, 3, 5, 8), _numbers(2, 1, 5, 8) + 1, _numbers(2, 5, 8), _numbers(1, 5, 8) - 1
-    if _agree(function, tensors, plain_rotary(*tensors)):
+    query, key, cosine, sine = _numbers(2, 3, 5, 8), _numbers(2, 1, 5, 8) + 1, _numbers(2, 5, 8), _numbers(1, 5, 8) - 1
+    takes_half = _call(function, (query, key, cosine[..., :4], sine[..., :4])) is not None
+    if not takes_half and _agree(function, (query, key, cosine, sine), plain_rotary(query, key, cosine, sine)):
         return ""
     return "turns its queries and keys in another way than Llama: leave fused.rotary out"
 
 
-def _agree(function: Callable[..., Any], arguments: tuple[Any, ...], expected: Any) -> bool:
-    """Whether a function of a model computes this. One that looks for more than it is given computes something else."""
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any | None:
+    """What a function of a model gives; None if it looks for more than it is given, or for something else."""
     try:
         with torch.no_grad():
-            found = function(*arguments)
+            return function(*arguments)
     except (AttributeError, RuntimeError, TypeError):
+        return None
+
+
+def _agree(function: Callable[..., Any], arguments: tuple[Any, ...], expected: Any) -> bool:
+    """Whether a function of a model computes this."""
+    found = _call(function, arguments)
+    if found is None:
         return False
     pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
     return all(isinstance(one, Tensor) and torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs)
