@@ -27,14 +27,26 @@ CASES = {
 BOUND = {"bf16": 1e-2, "fp16": 2e-3, "autocast": 1e-2}
 
 
+def compare() -> dict:
+    """All cases in one process, because importing transformers takes longer than they do; each with its plain twin."""
+    return {
+        (name, stage): (train(stage, **more, **sections), train(stage, **more, **sections, fused=fused))
+        for stage in (0, 1, 2)
+        for name, (fused, sections, more) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def compared(world):
+    return world(2).run(compare, timeout=280)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_the_numbers_of_the_models_own_code(world, name, stage):
-    fused, sections, more = CASES[name]
+def test_the_numbers_of_the_models_own_code(compared, name, stage):
     bound = BOUND.get(name, 1e-5)
-    expected = world(2).run(train_with, stage, more, sections)
-    found = world(2).run(train_with, stage, more, sections | {"fused": fused})
-    for (losses, norms, values), (same_losses, same_norms, same_values) in zip(expected, found, strict=True):
+    for rank in compared:
+        (losses, norms, values), (same_losses, same_norms, same_values) = rank[name, stage]
         assert same_losses == pytest.approx(losses, rel=bound)
         assert same_norms == pytest.approx(norms, rel=3 * bound)
         for key, value in values.items():
@@ -42,12 +54,7 @@ def test_the_numbers_of_the_models_own_code(world, name, stage):
             assert (value - same_values[key]).abs().mean() < bound / 2, key
 
 
-def train_with(stage, more, sections):
-    return train(stage, **more, **sections)
-
-
 def compiled() -> list[tuple]:
-    """In one process, because loading the compiler takes longer than the steps do."""
     torch.compiler.reset()
     sections = {"compile": {"enabled": True, "backend": "aot_eager"}}
     return [train(2), train(2, **sections, fused=ALL), train(2, **sections, **RECOMPUTE, fused=ALL)]
