@@ -132,13 +132,19 @@ def _rotate(
     # Both products are rounded before they are added, as plain torch does. The wider of the two dtypes is that of
     # the result in forward and that of the input in backward.
     if BACK:
-        kind = inputs.dtype.element_ty
-        found_1 = (first * cosine_1).to(kind).to(tl.float32) + (second * sine_2).to(kind).to(tl.float32)
-        found_2 = (second * cosine_2).to(kind).to(tl.float32) - (first * sine_1).to(kind).to(tl.float32)
+        one = (first * cosine_1).to(inputs.dtype.element_ty).to(tl.float32)
+        two = (second * sine_2).to(inputs.dtype.element_ty).to(tl.float32)
+        three = (second * cosine_2).to(inputs.dtype.element_ty).to(tl.float32)
+        four = (first * sine_1).to(inputs.dtype.element_ty).to(tl.float32)
+        found_1 = one + two
+        found_2 = three - four
     else:
-        kind = found.dtype.element_ty
-        found_1 = (first * cosine_1).to(kind).to(tl.float32) - (second * sine_1).to(kind).to(tl.float32)
-        found_2 = (second * cosine_2).to(kind).to(tl.float32) + (first * sine_2).to(kind).to(tl.float32)
+        one = (first * cosine_1).to(found.dtype.element_ty).to(tl.float32)
+        two = (second * sine_1).to(found.dtype.element_ty).to(tl.float32)
+        three = (second * cosine_2).to(found.dtype.element_ty).to(tl.float32)
+        four = (first * sine_2).to(found.dtype.element_ty).to(tl.float32)
+        found_1 = one - two
+        found_2 = three + four
     target = found + batch * out_batch + place * out_place + head[:, None] * out_head + column[None, :]
     tl.store(target, found_1.to(found.dtype.element_ty), mask=mask)
     tl.store(target + half, found_2.to(found.dtype.element_ty), mask=mask)
