@@ -60,6 +60,7 @@ RUNS = {
     "stage 0": configuration(0),
     "stage 1": configuration(1),
     "stage 2": configuration(2),
+    "stage 2, fused head": configuration(2, fused={"head_loss": True, "head_chunk": 10}),
     # Trainer spares biases and norms from weight decay; an optimizer of the configuration does not.
     "ddp, one group": None,
     "stage 2, optimizer": configuration(2, optimizer=OPTIMIZER),

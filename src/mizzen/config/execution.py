@@ -1,4 +1,4 @@
-"""How a step is executed: `compile`, and `hybrid_engine`, which samples from the model that it trains."""
+"""How a step is executed: `compile`, `fused`, and `hybrid_engine`, which samples from the model that it trains."""
 
 from typing import Final, Literal
 
@@ -61,6 +61,21 @@ class CompileConfig(Section):
     """Keep integer inputs of the graph for the backward pass."""
     keep_all_input_tensors: Flag = no_effect(False, _PASSES)
     """Keep all inputs of the graph for the backward pass."""
+
+
+class FusedConfig(Section):
+    """Parts of a Llama-like model by fused operations, which round in other places than the model's own code."""
+
+    head_loss: Flag = False
+    """Compute head and loss over chunks of tokens, without all logits; `output.logits` is computed when it is read."""
+    head_chunk: Whole = 0
+    """Tokens of such a chunk; 0 chooses by the sizes of batch and vocabulary."""
+    rms_norm: Flag = False
+    """Compute each RMSNorm by torch's own kernel; left to the compiler under `compile.enabled`."""
+    rotary: Flag = False
+    """Turn queries and keys by one kernel each; left to the compiler under `compile.enabled`."""
+    swiglu: Flag = False
+    """Compute silu(gate) * up by one kernel; left to the compiler under `compile.enabled`."""
 
 
 class HybridEngineConfig(Section):

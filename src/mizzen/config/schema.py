@@ -10,7 +10,7 @@ from mizzen.config.checkpoint import CheckpointConfig, NebulaConfig
 from mizzen.config.compression import CompressionConfig, WeightQuantizationConfig
 from mizzen.config.data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from mizzen.config.elasticity import ElasticityConfig
-from mizzen.config.execution import CompileConfig, HybridEngineConfig
+from mizzen.config.execution import CompileConfig, FusedConfig, HybridEngineConfig
 from mizzen.config.legacy import QuantizeTrainingConfig, SparseAttentionConfig
 from mizzen.config.memory import ActivationCheckpointingConfig, AioConfig
 from mizzen.config.observe import (
@@ -127,6 +127,8 @@ class Config(Section):
     """How tensors travel between host memory and NVMe."""
     compile: CompileConfig = section(CompileConfig)
     """torch.compile, and passes on its graph."""
+    fused: FusedConfig = section(FusedConfig)
+    """Fused operations in the place of a model's own code."""
     hybrid_engine: HybridEngineConfig = section(HybridEngineConfig)
     """Train and sample one set of weights."""
     compression_training: CompressionConfig = section(CompressionConfig)

@@ -18,7 +18,7 @@ from mizzen.errors import UsageError
 from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
-from mizzen.rewrite.recompute import restore
+from mizzen.rewrite.standing import restore
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -27,7 +27,7 @@ from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.plan.parts import Parts, Store
 from mizzen.rewrite.compile import compile_blocks
-from mizzen.rewrite.recompute import restore
+from mizzen.rewrite.standing import restore
 
 GETTERS: Final[Mapping[str, str]] = {
     "steps_per_print": "steps_per_print",

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mizzen.errors import UsageError
+from mizzen.model.head import HeadSketch, head_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 CONTAINERS: Final = ("ModuleList", "ModuleDict", "Sequential")
 EMBEDDINGS: Final = ("Embedding", "EmbeddingBag")
+ROTARY: Final = "apply_rotary_pos_emb"
+"""The function by which models with rotary embeddings turn queries and keys; each file of models has its own."""
 
 
 def bytes_per_element(dtype: str) -> int:
@@ -100,6 +103,8 @@ class ModuleSketch:
     """Whether it is a list, a dict or a sequence of modules."""
     same_as: str | None = None
     """The path under which the same module object was met before."""
+    turns: bool = False
+    """Whether its forward calls the `ROTARY` function of its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,8 @@ class Sketch:
     """Parents before children, in the order of definition."""
     hints: tuple[str, ...] = ()
     """Classes that the model itself says should not be taken apart."""
+    head: HeadSketch | None = None
+    """The layer that makes logits, in a model that computes its own loss from labels."""
 
     @classmethod
     def of(cls, module: "nn.Module") -> "Sketch":
@@ -241,6 +248,7 @@ class _Reader:
         self.buffers: dict[int, _Found] = {}
         self.modules: list[ModuleSketch] = []
         self.hints: dict[str, None] = {}
+        self.head: HeadSketch | None = None
 
     def read(self, root: "nn.Module") -> Sketch:
         for path, module in root.named_modules(remove_duplicate=False):
@@ -250,6 +258,7 @@ class _Reader:
             tuple(_buffer(found) for found in self.buffers.values()),
             tuple(self.modules),
             tuple(self.hints),
+            self.head,
         )
 
     def _visit(self, path: str, module: "nn.Module") -> None:
@@ -261,7 +270,10 @@ class _Reader:
             _meet(self.buffers, name, buffer, module)
         names = tuple(name for name, _ in own)
         same_as = first if first != path else None
-        self.modules.append(ModuleSketch(path, type(module).__name__, names, _is_a(module, CONTAINERS), same_as))
+        self.modules.append(
+            ModuleSketch(path, type(module).__name__, names, _is_a(module, CONTAINERS), same_as, _turns(module))
+        )
+        self.head = self.head or head_of(path, module)
         self.hints |= dict.fromkeys(_hints(module))
 
 
@@ -309,3 +321,8 @@ def _hints(module: "nn.Module") -> tuple[str, ...]:
     # Read statically: wrappers forward unknown attributes to the model inside, which is visited anyway.
     hint: Any = inspect.getattr_static(module, "_no_split_modules", None)
     return tuple(sorted(hint)) if isinstance(hint, list | tuple | set | frozenset) else ()
+
+
+def _turns(module: "nn.Module") -> bool:
+    forward = type(module).forward
+    return inspect.isfunction(forward) and ROTARY in forward.__code__.co_names

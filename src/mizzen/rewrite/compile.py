@@ -18,7 +18,9 @@ from mizzen.model.blocks import Block
 from mizzen.model.sketch import Sketch
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
+from mizzen.rewrite.inside import Inside
 from mizzen.rewrite.replay import Keeping, Recomputed
+from mizzen.rewrite.standing import restore
 from mizzen.rewrite.units import called_blocks, in_words
 
 REPEATING_BACKENDS: Final = ("inductor", "aot_eager")
@@ -90,8 +92,12 @@ class Compile:
 
 
 def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """What `engine.compile` does: the same for a model in use, with the arguments of torch.compile."""
+    """What `engine.compile` does: the same for a model in use, with the arguments of torch.compile.
+
+    Fused operations inside of the blocks give way to the compiler.
+    """
     units = called_blocks(Sketch.of(model), (), key="compile.blocks")
+    restore(model, Inside)  # as in a plan with both: the compiler fuses by itself
     _compile(model, _paths(units), options)
 
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.memory import ActivationCheckpointingConfig
@@ -14,6 +12,7 @@ from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
 from mizzen.rewrite.checkpointing import Checkpointing
 from mizzen.rewrite.replay import Keeping, Recomputed
+from mizzen.rewrite.standing import restore
 from mizzen.rewrite.units import called_blocks, in_words
 
 
@@ -65,21 +64,11 @@ class Recompute:
             current = Checkpointing.current()
             current.keeping = current.keeping or Keeping(on_host=True)
         for part in parts:
-            restore(part.module)
+            restore(part.module, Recomputed)
             modules = dict(part.module.named_modules())
             for block in (modules[path] for path in choice.paths if path in modules):
                 vars(block)["forward"] = Recomputed(block.forward, choice.keeping)
         return parts
-
-
-def restore(model: nn.Module) -> None:
-    """Give every block its own `forward` back."""
-    for module in model.modules():
-        own = vars(module)
-        if isinstance(standing := own.get("forward"), Recomputed):
-            del own["forward"]
-            if module.forward != standing.__wrapped__:  # somebody else's, put there before us
-                own["forward"] = standing.__wrapped__
 
 
 def _refuse(section: ActivationCheckpointingConfig, layout: Layout) -> None:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
+from mizzen.rewrite.standing import Standing
 from mizzen.rewrite.streams import RandomStreams
 
 PRODUCTS: Final = frozenset(
@@ -58,11 +59,11 @@ class Keeping:
     """The inputs rest in host memory."""
 
 
-class Recomputed:
+class Recomputed(Standing):
     """Stands in the place of a module's `forward` and calls it so that backward computes it again."""
 
     def __init__(self, forward: Callable[..., Any], keeping: Keeping) -> None:
-        self.__wrapped__ = forward  # where inspect.signature looks
+        super().__init__(forward)
         self.keeping = keeping
         self.names = tuple(signature(forward).parameters)
 

@@ -1,0 +1,183 @@
+"""Every Triton kernel, with the function that launches it. `gpu.py` imports this file when a GPU asks for it.
+
+All of them compute in fp32 and round where plain torch would. They are specified by the plain functions beside the
+faces that call them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOWEST = tl.constexpr(-3.0e38)
+"""Below every logit; not infinite, so that a stretch of infinite ones gives no NaN."""
+
+
+@triton.jit
+def _cross_entropy(
+    logits, labels, losses, stride, columns, ignore_index, WRITES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    start = logits + row * stride
+    counts = label != ignore_index
+    is_known = (label >= 0) & (label < columns)
+    # Before the loop, whose sums are barriers: no thread may have written yet when another one reads this.
+    at_label = tl.load(start + label, mask=counts & is_known, other=0.0).to(tl.float32)
+    largest = LOWEST
+    total = 0.0
+    for first in range(0, columns, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        values = tl.load(start + places, mask=places < columns, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(values, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(values - larger), 0)
+        largest = larger
+    whole = largest + tl.log(total)
+    loss = tl.where(is_known, whole - at_label, float("nan"))
+    tl.store(losses + row, tl.where(counts, loss, 0.0))
+    if WRITES:
+        for first in range(0, columns, BLOCK):
+            places = first + tl.arange(0, BLOCK)
+            values = tl.load(start + places, mask=places < columns, other=float("-inf")).to(tl.float32)
+            slopes = tl.exp(values - whole) - tl.where(places == label, 1.0, 0.0)
+            slopes = tl.where(counts, slopes, 0.0)
+            tl.store(start + places, slopes.to(logits.dtype.element_ty), mask=places < columns)
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, *, ignore_index: int, writes: bool) -> None:
+    """Fill in the loss of each row, and write its gradient over the logits. Labels that do not exist give NaN."""
+    rows, columns = logits.shape
+    if not rows:
+        return
+    block = min(triton.next_power_of_2(columns), 8192)
+    _cross_entropy[(rows,)](
+        logits,
+        labels.contiguous(),
+        losses,
+        logits.stride(0),
+        columns,
+        ignore_index,
+        WRITES=writes,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+    )
+
+
+@triton.jit
+def _swiglu(gate, up, found, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < count
+    one = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
+    silu = (one / (1.0 + tl.exp(-one))).to(found.dtype.element_ty).to(tl.float32)
+    tl.store(found + places, (silu * other).to(found.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward(incoming, gate, up, by_gate, by_up, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < count
+    slope = tl.load(incoming + places, mask=mask, other=0.0).to(tl.float32)
+    one = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-one))
+    silu = (one / (1.0 + tl.exp(-one))).to(by_up.dtype.element_ty).to(tl.float32)
+    by_silu = (slope * other).to(by_gate.dtype.element_ty).to(tl.float32)
+    tl.store(by_up + places, (slope * silu).to(by_up.dtype.element_ty), mask=mask)
+    found = by_silu * sigmoid * (1.0 + one * (1.0 - sigmoid))
+    tl.store(by_gate + places, found.to(by_gate.dtype.element_ty), mask=mask)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = gate.contiguous(), up.contiguous()
+    found = torch.empty_like(gate)
+    if count := found.numel():
+        _swiglu[(triton.cdiv(count, 1024),)](gate, up, found, count, BLOCK=1024, num_warps=4)
+    return found
+
+
+def swiglu_backward(incoming: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    incoming, gate, up = incoming.contiguous(), gate.contiguous(), up.contiguous()
+    by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
+    if count := gate.numel():
+        grid = (triton.cdiv(count, 1024),)
+        _swiglu_backward[grid](incoming, gate, up, by_gate, by_up, count, BLOCK=1024, num_warps=4)
+    return by_gate, by_up
+
+
+@triton.jit
+def _rotate(
+    inputs, found, cosine, sine,
+    in_batch, in_head, in_place, out_batch, out_head, out_place, cosine_batch, cosine_place, sine_batch, sine_place,
+    heads, length, half,
+    BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    batch, place = token // length, token % length
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, HALF)
+    inside = column < half
+    mask = (head < heads)[:, None] & inside[None, :]
+    row_of_cosine = cosine + batch * cosine_batch + place * cosine_place + column
+    row_of_sine = sine + batch * sine_batch + place * sine_place + column
+    cosine_1 = tl.load(row_of_cosine, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cosine_2 = tl.load(row_of_cosine + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sine_1 = tl.load(row_of_sine, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sine_2 = tl.load(row_of_sine + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    start = inputs + batch * in_batch + place * in_place + head[:, None] * in_head + column[None, :]
+    first = tl.load(start, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(start + half, mask=mask, other=0.0).to(tl.float32)
+    # Both products are rounded before they are added, as plain torch does. The wider of the two dtypes is that of
+    # the result in forward and that of the input in backward.
+    if BACK:
+        one = (first * cosine_1).to(inputs.dtype.element_ty).to(tl.float32)
+        two = (second * sine_2).to(inputs.dtype.element_ty).to(tl.float32)
+        three = (second * cosine_2).to(inputs.dtype.element_ty).to(tl.float32)
+        four = (first * sine_1).to(inputs.dtype.element_ty).to(tl.float32)
+        found_1 = one + two
+        found_2 = three - four
+    else:
+        one = (first * cosine_1).to(found.dtype.element_ty).to(tl.float32)
+        two = (second * sine_1).to(found.dtype.element_ty).to(tl.float32)
+        three = (second * cosine_2).to(found.dtype.element_ty).to(tl.float32)
+        four = (first * sine_2).to(found.dtype.element_ty).to(tl.float32)
+        found_1 = one - two
+        found_2 = three + four
+    target = found + batch * out_batch + place * out_place + head[:, None] * out_head + column[None, :]
+    tl.store(target, found_1.to(found.dtype.element_ty), mask=mask)
+    tl.store(target + half, found_2.to(found.dtype.element_ty), mask=mask)
+
+
+def rotate(inputs: Tensor, cosine: Tensor, sine: Tensor, *, dtype: torch.dtype, back: bool) -> Tensor:
+    """(batch, heads, length, head) turned by (batch or 1, length, head); with `back`, the gradient of that."""
+    inputs, cosine, sine = (each if each.stride(-1) == 1 else each.contiguous() for each in (inputs, cosine, sine))
+    found = torch.empty_like(inputs, dtype=dtype)
+    if found.stride(-1) != 1:
+        found = torch.empty(inputs.shape, dtype=dtype, device=inputs.device)
+    batch, heads, length, size = inputs.shape
+    if not inputs.numel():
+        return found
+    half = triton.next_power_of_2(size // 2)
+    group = min(triton.next_power_of_2(heads), max(1, 2048 // half))
+    _rotate[(batch * length, triton.cdiv(heads, group))](
+        inputs,
+        found,
+        cosine,
+        sine,
+        *inputs.stride()[:3],
+        *found.stride()[:3],
+        cosine.stride(0) if cosine.shape[0] > 1 else 0,
+        cosine.stride(1),
+        sine.stride(0) if sine.shape[0] > 1 else 0,
+        sine.stride(1),
+        heads,
+        length,
+        size // 2,
+        BACK=back,
+        HEADS=group,
+        HALF=half,
+        num_warps=4,
+    )
+    return found

@@ -1,0 +1,61 @@
+"""The head of a language model that computes its own loss: which layer gives the logits, and what is done to them.
+
+Read as Hugging Face's models say it of themselves (`get_output_embeddings`, `loss_function`); no torch here.
+"""
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CHANGES: Final = re.compile(r"(final_)?logits?_(scale|scaling|soft_?cap(ping)?|multiplier)|lm_head_multiplier")
+"""Settings of a model by which it scales or bends its logits before the loss. Attention has others."""
+
+QUESTIONS: Final = ("get_output_embeddings", "loss_function")
+"""What a class has that can answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSketch:
+    """A layer that makes logits, and the module that is called with labels."""
+
+    model: str
+    """The path of the module whose `forward` takes labels and gives the loss."""
+    path: str
+    """The path of the layer."""
+    kind: str
+    """The name of its class."""
+    loss: str
+    """The name of the function that makes the loss from logits and labels."""
+    changes: tuple[str, ...] = ()
+    """What the model's settings say that is done to the logits in between, as `name=value`."""
+
+
+def head_of(path: str, module: "nn.Module") -> HeadSketch | None:
+    """The head of a module that has one and takes labels; None for all others."""
+    # Asked of the class: wrappers forward unknown attributes to the model inside, which is visited anyway.
+    if not all(any(name in vars(base) for base in type(module).__mro__) for name in QUESTIONS):
+        return None
+    model: Any = module
+    layer = model.get_output_embeddings()
+    if layer is None or "labels" not in inspect.signature(type(module).forward).parameters:
+        return None
+    names = [name for name, inner in module.named_modules() if inner is layer]
+    if not names:
+        return None
+    loss: Any = model.loss_function
+    return HeadSketch(
+        path,
+        f"{path}.{names[0]}" if path else names[0],
+        type(layer).__name__,
+        loss.__name__ if inspect.isroutine(loss) else type(loss).__name__,
+        tuple(_changes(vars(model).get("config"))),
+    )
+
+
+def _changes(config: Any) -> list[str]:
+    settings = {} if config is None else vars(config)
+    return [f"{key}={value}" for key, value in settings.items() if CHANGES.fullmatch(key) and value not in (None, 1)]
