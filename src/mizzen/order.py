@@ -6,10 +6,11 @@ from mizzen.parallel.zero.shard import ZeroShard
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.compile import Compile
 from mizzen.rewrite.fused import Fused
+from mizzen.rewrite.layer_drop import LayerDrop
 from mizzen.rewrite.recompute import Recompute
 
-ORDER: Final[tuple[Transform, ...]] = (Fused(), Recompute(), Compile(), ZeroShard())
+ORDER: Final[tuple[Transform, ...]] = (LayerDrop(), Fused(), Recompute(), Compile(), ZeroShard())
 """Each row may assume that every row above it has run.
 
-Fused operations come first: they look at what the model itself computes, and what is computed again is a block with
-them inside."""
+Layer drop adds arguments to the model's own forward. Fused operations come before recomputation: they look at what
+the model itself computes, and what is computed again is a block with them inside."""

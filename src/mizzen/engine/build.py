@@ -45,6 +45,7 @@ def build_engine(
         )
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic)
+    observers = (*observers, *(observer for part in parts for observer in part.observers))
     engine = Engine(parts, Driving(runner, updater, scheduler, phases, observers), surroundings)
     engine.owners = [Owner(name, store, optimizer, arithmetic.scaler) for store in stores for name in store.parameters]
     for owner in engine.owners:

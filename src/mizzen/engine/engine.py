@@ -94,9 +94,7 @@ class Engine(Face):
             self.micro_steps += 1
             self.step_was_due = False
             return self._report(False, ACCUMULATING)
-        factor = self._stray_factor()
-        self.micro_steps += 1
-        return self._finish(factor, lr_kwargs)
+        return self._finish(1, lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the parameters."""
@@ -142,8 +140,7 @@ class Engine(Face):
         for micro in micros:
             self._window.see(micro)
         self._window.tally = self.runner.run(micros, loss_fn)
-        self.micro_steps += len(micros)
-        return self._finish(1.0, None)
+        return self._finish(len(micros), None)
 
     def _pull(self, source: Iterator[Any]) -> list[Any]:
         micros = []
@@ -171,11 +168,12 @@ class Engine(Face):
 
     # What both end with
 
-    def _finish(self, factor: float, lr_kwargs: dict[str, Any] | None) -> StepReport:
+    def _finish(self, micros: int, lr_kwargs: dict[str, Any] | None) -> StepReport:
         updater = self._require_updater("step")
         self.step_was_due = True
         with self.phases.phase("step"):
-            outcome = updater.update(self._window.tally, factor=factor)
+            outcome = updater.update(self._window.tally, self._factor_of)
+        self.micro_steps += micros
         self.global_samples += self.batch.train
         if self.optimizer is not None:
             self.optimizer.overflow = not outcome.applied
@@ -236,14 +234,13 @@ class Engine(Face):
             read_norm=lambda: outcome.norm if outcome else None,
         )
 
-    def _stray_factor(self) -> float:
-        """What gradients of a bare `loss.backward()` are still to be multiplied with."""
-        has_strangers = any(store.gradients.has_strangers for store in self.stores)
-        if self._window.tally.loss is None and not has_strangers:
+    def _factor_of(self, has_losses: bool, has_strangers: bool) -> float:
+        """What gradients are still to be multiplied with: those of a bare `loss.backward()` were not divided."""
+        if not has_losses and not has_strangers:
             raise UsageError("step() without a backward() since the last step: there is no gradient to step with")
         if not has_strangers:
             return 1.0
-        if self._window.tally.loss is not None:
+        if has_losses:
             raise UsageError("engine.backward(loss) and a bare loss.backward() in one step: use one of the two")
         if self._window.has_scaled:
             return 1.0

@@ -1,7 +1,7 @@
 """From gradients to new parameters: complete them, measure them, clip them, step, publish. Or skip, and say why."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,15 +65,16 @@ class Updater:
         self.max_norm = max_norm
         self.ranks = groups.get_world_size(group) if group is not None else 1
 
-    def update(self, tally: Tally, *, factor: float = 1.0) -> Outcome:
-        """Take the step, with gradients multiplied by `factor`, unless one of them is not finite.
+    def update(self, tally: Tally, factor_of: Callable[[bool, bool], float]) -> Outcome:
+        """Take the step, unless a gradient is not finite. One factor for all gradients.
 
-        One factor for all: the loss scale is taken out, the mean over what was counted is taken, and the norm clipped.
+        The loss scale is taken out, the mean over what was counted is taken, and the norm clipped.
+        `factor_of(has_losses, has_strangers)` is given what any rank has seen, so that all get one answer or error.
         """
         for store in self.stores:
             store.gradients.collect()
-        squares, loss, count = self._sum_over_ranks(tally)
-        factor *= self.stores[0].gain / self.scaler.scale
+        squares, loss, count, losses, strangers = self._sum_over_ranks(tally)
+        factor = factor_of(losses > 0, strangers > 0) * self.stores[0].gain / self.scaler.scale
         if tally.is_counted:
             factor *= self.ranks / count if count else 0.0
         norm = _rounded(math.sqrt(squares) * abs(factor)) if squares >= 0 else math.nan
@@ -96,15 +97,24 @@ class Updater:
         for store in self.stores:
             store.gradients.clear()
 
-    def _sum_over_ranks(self, tally: Tally) -> tuple[float, float, float]:
-        """(squares, loss, count) over all ranks: the one reduction of a step, and its one wait for the device."""
+    def _sum_over_ranks(self, tally: Tally) -> list[float]:
+        """Squares, losses, their count, and who has losses or gradients from elsewhere, over all ranks.
+
+        It is the one reduction of a step, and its one wait for the device: numbers get there without a copy.
+        """
         squares = torch.stack([store.squares() for store in self.stores]).sum()
-        loss = tally.loss if tally.loss is not None else 0.0
-        sums = torch.stack([torch.as_tensor(value).detach().to(squares) for value in (squares, loss, tally.count)])
+        has_strangers = any(store.gradients.has_strangers for store in self.stores)
+        values = (squares, tally.loss, tally.count, tally.loss is not None, has_strangers)
+        sums = torch.stack(
+            [
+                value.detach().to(squares) if isinstance(value, Tensor) else squares.new_full((), value or 0)
+                for value in values
+            ]
+        )
         if self.group is not None:
             collectives.all_reduce(sums, group=self.group)
-        first, second, third = sums.tolist()
-        return first, second, third
+        total: list[float] = sums.tolist()
+        return total
 
     def _culprits(self) -> str:
         """Name every rank and parameter whose own gradient was not finite. All ranks come here together."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mizzen.model.piece import Piece
+from mizzen.monitor.report import Observer
 from mizzen.optim.lamb import Portion
 
 
@@ -102,10 +103,12 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One module that runs on this rank, with the stores that hold its trained parameters."""
+    """One module that runs on this rank, with the stores that hold its trained parameters and whoever follows it."""
 
     module: nn.Module
     stores: tuple[Store, ...] = ()
+    observers: tuple[Observer, ...] = ()
+    """What follows the steps of the run."""
 
 
 Parts = tuple[Part, ...]

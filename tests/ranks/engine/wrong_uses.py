@@ -117,14 +117,6 @@ def loss_function_with_bare_batch():
     made.train_batch(iter([torch.ones(2, 4)]), loss_fn=lambda output, target: output.mean())
 
 
-class LeafOptimizer(torch.optim.Optimizer):
-    def __init__(self, params) -> None:
-        super().__init__(params, {"lr": 1.0})
-
-    def step(self, closure=None):
-        return None
-
-
 CASES = {
     "no model": lambda: mizzen.initialize(config=GOOD),
     "model is a dict": lambda: mizzen.initialize(model={}, config=GOOD),
@@ -158,7 +150,7 @@ CASES = {
     "optimizer without type": with_config(optimizer={"params": {"lr": 1}}),
     "optimizer with a typo": with_config(optimizer={"type": "AdamW", "params": {"lrr": 1}}),
     "max_grad_norm": with_config(optimizer={"type": "AdamW", "params": {"max_grad_norm": 1.0}}),
-    "Muon": with_config(optimizer={"type": "Muon", "params": {}}),
+    "OneBitAdam": with_config(optimizer={"type": "OneBitAdam", "params": {}}),
     "negative rate": with_config(optimizer={"type": "AdamW", "params": {"lr": -1.0}}),
     "unknown schedule": with_config(scheduler={"type": "WarmUpLRR"}),
     "schedule with a typo": with_config(scheduler={"type": "WarmupLR", "params": {"warmup_steps": 1}}),
@@ -173,9 +165,7 @@ CASES = {
         model=model(), config=GOOD, optimizer=torch.optim.AdamW(model().parameters())
     ),
     "optimizer that has stepped": stepped_optimizer,
-    "optimizer not known to be elementwise": lambda: mizzen.initialize(
-        model=model(), config=GOOD, optimizer=LeafOptimizer
-    ),
+    "layers to drop in a model that cannot": with_config(progressive_layer_drop={"enabled": True, "theta": 0.5}),
     "parameters of another model": lambda: mizzen.initialize(
         model=model(), config=GOOD, model_parameters=model().parameters()
     ),

@@ -88,8 +88,9 @@ def held(kind: str, stage: int, size: int) -> dict:
     (store,) = engine.stores
 
     def at_rest() -> tuple:
-        separate = [b.stepped.numel() for b in store.buckets if b.stepped is not b.master]
-        return sum(separate), {b.stepped.grad for b in store.buckets}
+        targets = [(b, target.tensor) for b in store.buckets for target in b.targets]
+        separate = [tensor.numel() for b, tensor in targets if tensor.data_ptr() != b.master.data_ptr()]
+        return sum(separate), {tensor.grad for _, tensor in targets}
 
     found = {"at start": at_rest()}
     engine.backward(engine(micro_batches(case, 0, engine.global_rank)[0]))

@@ -67,7 +67,6 @@ ASKED = {
     "weight_quantization.post_init_quant": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 8}}}},
     "data_efficiency.enabled": {"data_efficiency": {"enabled": True}},
     "curriculum_learning.enabled": {"curriculum_learning": CURRICULUM},
-    "progressive_layer_drop.enabled": {"progressive_layer_drop": {"enabled": True}},
     "checkpoint": {"checkpoint": {"async_save": True}},
     "aio": {"aio": {"block_size": 4096}},
     "flops_profiler.enabled": {"flops_profiler": {"enabled": True}},
@@ -126,10 +125,7 @@ INERT = {
         },
         "weight_quantization": {"enabled": False},
     },
-    "the rest, off": {
-        name: {"enabled": False}
-        for name in ("hybrid_engine", "data_efficiency", "progressive_layer_drop", "flops_profiler")
-    },
+    "the rest, off": {name: {"enabled": False} for name in ("hybrid_engine", "data_efficiency", "flops_profiler")},
 }
 
 

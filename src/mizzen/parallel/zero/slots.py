@@ -14,6 +14,12 @@ ALIGNMENT: Final = 32
 """Elements; parameters start at multiples of it, so that vectorized kernels find aligned data (128 bytes in fp32)."""
 
 
+CHUNK: Final = 256
+"""Elements; large chunks are multiples of it, so that low-bit states, whose scales belong to 256 neighbours, fit."""
+LARGE: Final = 4096
+"""Elements of a chunk from which on states are kept in few bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A parameter that wants a place."""
@@ -129,7 +135,8 @@ def _fill(tenants: Sequence[Tenant], chunks: int, bucket_elements: int) -> Itera
         for tenant in together:
             slots.append(Slot(tenant.name, tenant.shape, place, place + tenant.numel))
             place = _up(place + tenant.numel, ALIGNMENT)
-        stop = start + _up(max(place, 1), ALIGNMENT if is_whole else ALIGNMENT * chunks)
+        multiple = CHUNK if place >= LARGE * chunks else ALIGNMENT
+        stop = start + _up(max(place, 1), multiple if is_whole else multiple * chunks)
         yield Bucket(start, stop, tuple(slots), together[0].is_sparse, is_whole)
         start = stop
 

@@ -129,8 +129,8 @@ def test_a_stage_on_one_rank_is_a_mistake_of_ours():
         Holding(1, Reduction(1))
 
 
-PADDED, PLAIN = 64000 + 4096 + 128, 64000 + 4096 + 64
-"""Elements of both buffers on 4 ranks, of which the second takes 128 for its 64."""
+PADDED, PLAIN = 68608 + 128, 64000 + 4096 + 64
+"""Elements of both buffers on 4 ranks: a large one is a multiple of 4 x 256, and the other takes 128 for its 64."""
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ PADDED, PLAIN = 64000 + 4096 + 128, 64000 + 4096 + 64
     [
         (0, PADDED * 4),
         (1, PADDED * 4 + PADDED),
-        (2, PADDED + (68096 + 128) * 4 + (68096 + 128)),  # both buckets on their way, with a quarter each received
+        (2, PADDED + (68608 + 128) * 4 + (68608 + 128)),  # both buckets on their way, with a quarter each received
     ],
 )
 def test_the_price_of_each_stage(stage, gradients):
@@ -157,7 +157,7 @@ def test_what_stage_2_sends_in_another_dtype_or_scaled_is_a_copy():
     def in_flight(**keys):
         return ZeroShard().price(choose(keys, stage=2), SKETCH).gradients
 
-    buckets = 68096 + 128
+    buckets = 68608 + 128
     assert in_flight(communication_data_type="bf16") == in_flight() - buckets + 2 * buckets + buckets // 2
     assert in_flight(gradient_predivide_factor=2) == in_flight() + 4 * buckets
     assert in_flight(deterministic=True) == in_flight() + 3 * buckets

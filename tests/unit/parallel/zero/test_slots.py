@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mizzen.parallel.zero.slots import ALIGNMENT, Bucket, Buffer, Slot, Tenant, bucket_limit, lay_out
+from mizzen.parallel.zero.slots import ALIGNMENT, CHUNK, LARGE, Bucket, Buffer, Slot, Tenant, bucket_limit, lay_out
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
@@ -57,7 +57,8 @@ def test_buckets_are_neighbours_that_the_ranks_can_share(tenants, chunks, limit)
         assert buffer.numel == buffer.buckets[-1].stop
         for bucket in buffer.buckets:
             assert bucket.numel > 0
-            assert bucket.numel % (ALIGNMENT * chunks) == 0
+            is_large = bucket.slots[-1].stop >= LARGE * chunks
+            assert bucket.numel % ((CHUNK if is_large else ALIGNMENT) * chunks) == 0
 
 
 @property_test
@@ -66,7 +67,7 @@ def test_padding_is_bounded(tenants, chunks, limit):
     for buffer in lay_out(tenants, chunks=chunks, bucket_elements=limit):
         for bucket in buffer.buckets:
             occupied = sum(slot.stop - slot.start for slot in bucket.slots)
-            assert bucket.numel - occupied < ALIGNMENT * (len(bucket.slots) + chunks)
+            assert bucket.numel - occupied < ALIGNMENT * len(bucket.slots) + CHUNK * chunks
 
 
 @property_test

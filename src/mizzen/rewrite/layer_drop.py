@@ -1,0 +1,99 @@
+"""Progressive layer drop: the model is told in each training step how likely it shall keep a layer.
+
+theta(t) = (1 - theta) exp(-gamma t) + theta after t steps. What the model does with it is the model's business.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import nn
+
+from mizzen.comm.mesh import Mesh
+from mizzen.config.layout import Layout
+from mizzen.config.schema import Config
+from mizzen.errors import PlanError
+from mizzen.model.sketch import Sketch
+from mizzen.monitor.report import StepReport
+from mizzen.plan.cost import Cost
+from mizzen.plan.parts import Parts
+from mizzen.rewrite.standing import Standing, restore
+
+KEYWORDS: Final = ("progressive_layer_drop", "pld_theta")
+"""The arguments that a model's forward gets: True, and the probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDropChoice:
+    """Where the probability of keeping a layer goes, and how fast."""
+
+    theta: float
+    gamma: float
+
+    def __str__(self) -> str:
+        return f"layers are kept with a probability that goes from 1 to {self.theta:g} at the rate {self.gamma:g}"
+
+    def at(self, step: int) -> float:
+        """The probability after so many steps."""
+        return (1 - self.theta) * math.exp(-self.gamma * step) + self.theta
+
+
+class Dropping(Standing):
+    """Stands in the place of a model's forward and adds the two arguments; as an observer it follows the steps."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], choice: LayerDropChoice) -> None:
+        super().__init__(forward)
+        self.module = module
+        self.choice = choice
+        self.theta = choice.at(0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output."""
+        told = dict(zip(KEYWORDS, (True, self.theta), strict=True)) if self.module.training else {}
+        return self.__wrapped__(*args, **{**told, **kwargs})
+
+    def on_step(self, report: StepReport) -> None:
+        """Go on with the next probability."""
+        self.theta = self.choice.at(report.step)
+
+    def close(self) -> None:
+        """Nothing is open: `restore` gives the model its forward back."""
+
+
+class LayerDrop:
+    """For models whose forward takes `progressive_layer_drop` and `pld_theta`, or any keyword."""
+
+    name = "layer drop"
+
+    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> LayerDropChoice | None:
+        """As configured."""
+        section = config.progressive_layer_drop
+        return LayerDropChoice(section.theta, section.gamma) if section.enabled else None
+
+    def price(self, choice: LayerDropChoice, sketch: Sketch) -> Cost:
+        """Nothing."""
+        return Cost()
+
+    def apply(self, parts: Parts, choice: LayerDropChoice, mesh: Mesh) -> Parts:
+        """Put `Dropping` in the place of the forward of every part."""
+        changed = []
+        for part in parts:
+            restore(part.module, Dropping)
+            _check(part.module)
+            standing = Dropping(part.module, part.module.forward, choice)
+            vars(part.module)["forward"] = standing
+            changed.append(replace(part, observers=(*part.observers, standing)))
+        return tuple(changed)
+
+
+def _check(module: nn.Module) -> None:
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    missing = set(KEYWORDS) - {parameter.name for parameter in parameters}
+    if missing and not takes_any:
+        raise PlanError(
+            f"progressive_layer_drop.enabled: {type(module).__name__}.forward does not take "
+            f"{' and '.join(sorted(missing))}; add the argument and skip layers by it, or leave the section out"
+        )
