@@ -81,10 +81,9 @@ class Gradients:
         self._wait()
         self.is_armed = self.is_open = self.has_strangers = self._is_complete = False
         for bucket in self.buckets:
-            bucket.close()
-            bucket.chunk = bucket.finite = None
             for parameter in bucket.parameters:
                 parameter.grad = None
+            bucket.forget()
 
     def detach(self) -> None:
         """Remove the hooks and let go of all tensors."""
@@ -118,6 +117,8 @@ class Gradients:
     def _send(self, buckets: Sequence[LiveBucket]) -> None:
         for bucket in buckets:
             bucket.has_left = True
+            if len(self._pending) > 1:  # two buckets in flight keep the wire busy and bound the memory
+                self._pending.pop(0)()
             self._pending.append(self.leave(bucket))
 
     def _wait(self) -> None:
@@ -191,7 +192,7 @@ class WholeGradients(Gradients):
             return partial(self._finish_by_rows, bucket, whole)
         if not bucket.is_shared:
             return self.reducer.to_all(whole)
-        return self.reducer.to_owner(whole, bucket.gradient, add=False, owner=owner_of(bucket))
+        return self.reducer.to_owner(whole, bucket.owned(), add=False, owner=owner_of(bucket))
 
     def _finish_by_rows(self, bucket: LiveBucket, whole: Tensor) -> None:
         if not bucket.is_shared:
@@ -237,18 +238,23 @@ class PassingGradients(Gradients):
         """Sum the bucket into the owner's chunk."""
         for position in range(len(bucket.parameters)):  # those of a backward that was not armed
             self.take(bucket, position)
-        flat = bucket.filled()
+        bucket.filled()
         note_finite(bucket, bucket.views)
-        bucket.close()
+        flat = bucket.hand_over()
         if bucket.plan.is_sparse:
             return partial(self._finish_by_rows, bucket, flat)
-        if len(self._pending) > 1:  # two buckets in flight keep the wire busy and bound the memory
-            self._pending.pop(0)()
-        return self.reducer.to_owner(flat, bucket.gradient, add=self._has_sum, owner=owner_of(bucket))
+        finish = self.reducer.to_owner(flat, bucket.owned(), add=self._has_sum, owner=owner_of(bucket))
+
+        def finish_and_return() -> None:
+            finish()
+            bucket.stock.give(flat)
+
+        return finish_and_return
 
     def _finish_by_rows(self, bucket: LiveBucket, flat: Tensor) -> None:
         self.reducer.rows_to_all(*bucket.places(flat))
         bucket.gradient.add_(bucket.mine(flat))
+        bucket.stock.give(flat)
 
     def clear(self) -> None:
         """Nothing is left on any rank."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from mizzen.parallel.zero.slots import Bucket
+from mizzen.parallel.zero.stock import Stock
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class LiveBucket:
     """In which gradients add up."""
     is_shared: bool
     """Whether other ranks own chunks too."""
+    stock: Stock
+    """Where the memory of gradients comes from."""
     whole: Tensor | None = None
     """The gradient of all of the bucket as it gathers on this rank, from the first that comes."""
     views: list[Tensor] = field(default_factory=list)
@@ -72,8 +75,12 @@ class LiveBucket:
         """The gradient of the owned chunk, complete after `collect`; zeros where none has come."""
         if not self.is_shared:
             return self.filled()
+        return self.owned().zero_() if self.chunk is None else self.chunk
+
+    def owned(self) -> Tensor:
+        """The place of the sum for the owned chunk; without content before there is one."""
         if self.chunk is None:
-            self.chunk = torch.zeros_like(self.master, dtype=self.accumulation)
+            self.chunk = self.stock.take(self.master.numel(), self.accumulation)
         return self.chunk
 
     def put(self, position: int, gradient: Tensor) -> None:
@@ -97,16 +104,26 @@ class LiveBucket:
         return whole
 
     def _open(self) -> Tensor:
-        self.whole = torch.empty_like(self.values, dtype=self.accumulation)
+        self.whole = self.stock.take(self.plan.numel, self.accumulation)
         for low, high in self.plan.gaps:
             self.whole[low:high].zero_()
         self.views = self.places(self.whole)
         self.empty = set(range(len(self.parameters)))
         return self.whole
 
-    def close(self) -> None:
-        """Let go of the gradient of all of the bucket."""
+    def hand_over(self) -> Tensor:
+        """The gradient of all of the bucket, which is no longer kept here."""
+        whole = self.filled()
         self.whole = None
+        self.views, self.empty, self.shown = [], set(), set()
+        return whole
+
+    def forget(self) -> None:
+        """No gradient has ever come."""
+        for tensor in (self.whole, self.chunk):
+            if tensor is not None:
+                self.stock.give(tensor)
+        self.whole = self.chunk = self.finite = None
         self.views, self.empty, self.shown = [], set(), set()
 
     def places(self, flat: Tensor) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives
 from mizzen.comm.communicator import Work
+from mizzen.parallel.zero.stock import Stock
 
 Finish = Callable[[], None]
 
@@ -34,9 +35,10 @@ class Reduction:
 class Reducer:
     """Sums buckets over one process group."""
 
-    def __init__(self, reduction: Reduction, group: ProcessGroup | None) -> None:
+    def __init__(self, reduction: Reduction, group: ProcessGroup | None, stock: Stock) -> None:
         self.reduction = reduction
         self.group = group
+        self.stock = stock
 
     def to_all(self, bucket: Tensor) -> Finish:
         """Every rank gets the sum, in place."""
@@ -74,8 +76,11 @@ class Reducer:
 
         def finish() -> None:
             wait_for(work)
-            if not chunk.numel():
-                return
+            if chunk.numel():
+                put()
+            self.stock.give(received)
+
+        def put() -> None:
             total = _sum_of_rows(received.view(-1, chunk.numel()))
             if add:
                 chunk.add_(total, alpha=self.reduction.after)
@@ -90,7 +95,7 @@ class Reducer:
     def _exchanged(self, sent: Tensor, chunk: Tensor, owner: int | None) -> tuple[Tensor, Work | None]:
         """Every rank's share of this rank's chunk, one after the other, once the work is done."""
         ranks = self.reduction.ranks
-        received = sent.new_empty(chunk.numel() * ranks)
+        received = self.stock.take(chunk.numel() * ranks, sent.dtype)
         incoming = outgoing = None
         if owner is not None:
             outgoing = [sent.numel() if rank == owner else 0 for rank in range(ranks)]

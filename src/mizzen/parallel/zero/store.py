@@ -17,6 +17,7 @@ from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGra
 from mizzen.parallel.zero.live import LiveBucket, Target, alone
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
 from mizzen.parallel.zero.slots import Bucket, Buffer
+from mizzen.parallel.zero.stock import Stock
 from mizzen.precision.policy import Policy, wider
 
 
@@ -58,9 +59,11 @@ class FlatStore:
         held = {slot.name for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots}
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
         self.device = next(iter(self.parameters.values())).device
+        self.stock = Stock(self.device)
         self.buckets = self._by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)])
         kind = PassingGradients if holding.stage == 2 else WholeGradients
-        self.gradients: Gradients = kind(self.buckets, Reducer(holding.reduction, group), overlap=holding.overlap)
+        reducer = Reducer(holding.reduction, group, self.stock)
+        self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
 
     def _take_in(self, buffer: Buffer) -> Iterator[LiveBucket]:
         flat = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.dtype), device=self.device)
@@ -86,6 +89,7 @@ class FlatStore:
                 targets=tuple(_targets(bucket, master, stepped)),
                 accumulation=accumulation,
                 is_shared=self.is_sharded,
+                stock=self.stock,
             )
 
     def _move(self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor, kept: torch.dtype) -> Tensor:
@@ -226,6 +230,7 @@ class FlatStore:
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
         self.buckets, self.parameters = (), {}
+        self.stock.clear()
 
 
 def _targets(bucket: Bucket, master: Tensor, dtype: torch.dtype) -> Iterator[Target]:

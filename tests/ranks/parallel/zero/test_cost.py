@@ -94,6 +94,7 @@ def train(kind, stage, keys):
     mesh = Mesh.build(plan.resolved.layout, device_type="cpu")
     start = live_bytes() - bytes_of(list(model.parameters()))
     ((store,),) = (part.stores for part in plan.apply((Part(model),), mesh))
+    store.stock.is_kept = False  # a CPU holds on to some of what is in use during a step
     masters = [master for _, master in store.masters()]
     arguments = dict(config.optimizer.params)
     optimizer = build_optimizer(config.optimizer.type, arguments, [{"params": masters}], device_type="cpu")

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 from mizzen.parallel.zero.reduce import Reducer, Reduction
+from mizzen.parallel.zero.stock import Stock
+
+CPU = torch.device("cpu")
 
 SIZE = 512
 
@@ -23,7 +26,7 @@ def in_rank_order(ranks):
 def sums(dtype=None, before=1.0, after=1.0, ordered=False):
     """to_all, to_owner, and to_owner added to ones, of one bucket; the bucket of the second must not change."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    reducer = Reducer(Reduction(ranks, dtype, before, after, ordered), dist.group.WORLD)
+    reducer = Reducer(Reduction(ranks, dtype, before, after, ordered), dist.group.WORLD, Stock(CPU))
     to_all, bucket = values(rank), values(rank)
     reducer.to_all(to_all)()
     chunk, added = torch.full((SIZE // ranks,), 7.0), torch.ones(SIZE // ranks)
@@ -69,7 +72,7 @@ def test_fewer_bits_on_the_wire(world, dtype, tolerance, ordered):
 def large_values(before):
     """Beyond fp16 on one rank, within it once its part of the mean is taken."""
     bucket = torch.full((64,), 1e5 if dist.get_rank() == 0 else 0.0)
-    Reducer(Reduction(4, "float16", before, 1 / (4 * before)), dist.group.WORLD).to_all(bucket)()
+    Reducer(Reduction(4, "float16", before, 1 / (4 * before)), dist.group.WORLD, Stock(CPU)).to_all(bucket)()
     return bucket[0].item()
 
 
@@ -80,7 +83,7 @@ def test_a_factor_before_the_sum_keeps_it_within_the_dtype(world):
 
 def low_buckets(ordered):
     """fp16 gradients whose sum is beyond fp16 and whose mean is not: all, the owner's, and one added to the owner's."""
-    reducer = Reducer(Reduction(4, None, 1.0, 0.25, ordered), dist.group.WORLD)
+    reducer = Reducer(Reduction(4, None, 1.0, 0.25, ordered), dist.group.WORLD, Stock(CPU))
     found = []
     for add in (None, False, True):
         bucket, chunk = torch.full((64,), 3e4, dtype=torch.float16), torch.ones(16, dtype=torch.float16)
@@ -101,7 +104,7 @@ def test_a_mean_that_fits_survives_a_sum_that_does_not(world, ordered):
 
 def wide_values():
     bucket = torch.full((64,), 1 + 2.0**-40, dtype=torch.float64)
-    Reducer(Reduction(2), dist.group.WORLD).to_all(bucket)()
+    Reducer(Reduction(2), dist.group.WORLD, Stock(CPU)).to_all(bucket)()
     return bucket[0].item()
 
 
@@ -112,7 +115,7 @@ def test_doubles_stay_doubles_unless_a_dtype_is_asked_for(world):
 def cut(counts):
     """The same values in one bucket, or cut into several: the bits of to_all and of to_owner, as a whole."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    reducer = Reducer(Reduction(ranks, after=1 / ranks, in_rank_order=True), dist.group.WORLD)
+    reducer = Reducer(Reduction(ranks, after=1 / ranks, in_rank_order=True), dist.group.WORLD, Stock(CPU))
     found = []
     for count in counts:
         to_all = [bucket.clone() for bucket in values(rank).chunk(count)]
@@ -147,7 +150,7 @@ def rows(which, dtype=None, before=1.0):
     gradient = torch.zeros(8, 3)
     for row, value in which[rank].items():
         gradient[row] = value
-    Reducer(Reduction(ranks, dtype, before, 1 / (ranks * before)), dist.group.WORLD).rows_to_all(gradient)
+    Reducer(Reduction(ranks, dtype, before, 1 / (ranks * before)), dist.group.WORLD, Stock(CPU)).rows_to_all(gradient)
     return gradient
 
 
@@ -165,5 +168,5 @@ def test_no_rank_has_any_row(world):
 
 def test_one_rank_sends_nothing():
     bucket = values(0)
-    Reducer(Reduction(1), None).to_all(bucket)()
+    Reducer(Reduction(1), None, Stock(CPU)).to_all(bucket)()
     assert torch.equal(bucket, values(0))

@@ -1,0 +1,53 @@
+"""Memory that is kept for the next step, and not more of it than was in use at once."""
+
+import torch
+
+from mizzen.parallel.zero.stock import Stock
+
+CPU = torch.device("cpu")
+
+
+def test_what_was_given_back_is_taken_again():
+    stock = Stock(CPU)
+    places = [
+        (first := stock.take(100, torch.float32)).data_ptr(),
+        (second := stock.take(300, torch.float32)).data_ptr(),
+    ]
+    assert places[0] != places[1]
+    stock.give(first), stock.give(second)
+    assert stock.take(300, torch.float32).data_ptr() == places[1]
+    assert stock.take(90, torch.float32).data_ptr() == places[0]
+    assert stock.take(90, torch.float32).data_ptr() not in places
+
+
+def test_in_any_order_a_block_finds_its_own_size():
+    stock, sizes = Stock(CPU), [50, 70, 60, 80, 70]
+    taken = [stock.take(size, torch.float32) for size in sizes]
+    places = {tensor.data_ptr() for tensor in taken}
+    for tensor in taken:
+        stock.give(tensor)
+    assert {stock.take(size, torch.float32).data_ptr() for size in reversed(sizes)} == places
+
+
+def test_a_larger_one_takes_the_place_of_a_smaller_one():
+    stock = Stock(CPU)
+    for size in (10, 20, 30):
+        stock.give(stock.take(size, torch.float32))
+    assert [block.numel() for block in stock._free] == [30]
+
+
+def test_dtypes_are_kept_apart_and_strangers_are_left_alone():
+    stock = Stock(CPU)
+    stock.give(stock.take(10, torch.float32))
+    stock.give(torch.empty(10))
+    assert stock.take(10, torch.bfloat16).dtype == torch.bfloat16
+    assert len(stock._free) == 1
+    assert stock.take(0, torch.float32).numel() == 0
+    assert len(stock._free) == 1
+
+
+def test_a_device_keeps_its_own():
+    stock = Stock(torch.device("meta"))
+    tensor = stock.take(10, torch.float32)
+    stock.give(tensor)
+    assert tensor.is_meta and not stock._free
