@@ -116,7 +116,8 @@ def _head(config: Config, sketch: Sketch) -> HeadSketch:
     if head.kind != "Linear":
         raise PlanError(f"fused.head_loss: the head {head.path} is a {head.kind}, and only an nn.Linear will do")
     if head.loss != LOSS:
-        raise PlanError(f"fused.head_loss: the model's loss is {head.loss}, not {LOSS}; leave the key out")
+        loss = head.loss or "written out in its forward"
+        raise PlanError(f"fused.head_loss: the model's loss is {loss}, not {LOSS}; leave the key out")
     if head.changes:
         raise PlanError(
             f"fused.head_loss: the model changes its logits before the loss ({', '.join(head.changes)}), which needs "

@@ -6,7 +6,6 @@ loss function takes the hidden states out of them. Nothing of this is left on th
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from typing import Any, Final
 
@@ -45,11 +44,17 @@ class HeadLoss(Standing):
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if given.get("labels") is None:
             return self.__wrapped__(*args, **kwargs)
-        with self._in_place():
-            return self.__wrapped__(*args, **kwargs)
+        with self._in_place() as losses:
+            output = self.__wrapped__(*args, **kwargs)
+        if not losses:
+            raise UsageError(
+                f"fused.head_loss: {type(self.model).__name__} was given labels and has not called its loss_function, "
+                "so nothing was saved: set fused.head_loss to false"
+            )
+        return output
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _in_place(self) -> Iterator[list[Tensor]]:
         """The head and the loss of this call. transformers keeps a loss of the user's own under `_loss_function`."""
         head, model, missing = vars(self.head), vars(self.model), object()
         before = head.get("forward", missing), model.get("_loss_function", missing)
@@ -58,10 +63,16 @@ class HeadLoss(Standing):
         def late(inputs: Tensor) -> Tensor:
             return LateLogits(inputs, self.head.weight, whole)
 
-        plain: Any = self.model
-        head["forward"], model["_loss_function"] = late, partial(self._loss, plain.loss_function)
+        called: Any = self.model
+        whole_loss, losses = called.loss_function, list[Tensor]()
+
+        def loss(*args: Any, **kwargs: Any) -> Tensor:
+            losses.append(self._loss(whole_loss, *args, **kwargs))
+            return losses[-1]
+
+        head["forward"], model["_loss_function"] = late, loss
         try:
-            yield
+            yield losses
         finally:
             for own, name, value in ((head, "forward", before[0]), (model, "_loss_function", before[1])):
                 if value is missing:
