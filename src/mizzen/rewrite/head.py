@@ -4,7 +4,7 @@ The model's own `forward` runs as it is. While it does, and labels were given, i
 loss function takes the hidden states out of them. Nothing of this is left on the model when the call is over.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Final
@@ -27,7 +27,9 @@ class HeadLoss(Standing):
 
     def __init__(self, model: nn.Module, head: nn.Linear, rows: int) -> None:
         super().__init__(model.forward)
-        self.model, self.head, self.rows = model, head, rows
+        self.model: Any = model
+        self.head, self.rows = head, rows
+        self.plain_loss: Any = self.model.loss_function
         self.names = tuple(signature(model.forward).parameters)
 
     @classmethod
@@ -44,6 +46,11 @@ class HeadLoss(Standing):
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if given.get("labels") is None:
             return self.__wrapped__(*args, **kwargs)
+        if self.model.loss_function is not self.plain_loss:
+            raise UsageError(
+                f"fused.head_loss: {type(self.model).__name__} was given another loss_function since initialize(); "
+                "set fused.head_loss to false"
+            )
         with self._in_place() as losses:
             output = self.__wrapped__(*args, **kwargs)
         if not losses:
@@ -63,11 +70,10 @@ class HeadLoss(Standing):
         def late(inputs: Tensor) -> Tensor:
             return LateLogits(inputs, self.head.weight, whole)
 
-        called: Any = self.model
-        whole_loss, losses = called.loss_function, list[Tensor]()
+        losses: list[Tensor] = []
 
         def loss(*args: Any, **kwargs: Any) -> Tensor:
-            losses.append(self._loss(whole_loss, *args, **kwargs))
+            losses.append(self._loss(*args, **kwargs))
             return losses[-1]
 
         head["forward"], model["_loss_function"] = late, loss
@@ -82,7 +88,6 @@ class HeadLoss(Standing):
 
     def _loss(
         self,
-        plain: Callable[..., Tensor],
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
@@ -99,7 +104,8 @@ class HeadLoss(Standing):
             )
         if logits.is_computed:  # a hook has looked at them, and may have written to them
             options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            return plain(logits.computed(), labels, vocab_size, **options, shift_labels=shift_labels)
+            plain: Tensor = self.plain_loss(logits.computed(), labels, vocab_size, **options, shift_labels=shift_labels)
+            return plain
         if vocab_size != len(self.head.weight):
             raise UsageError(
                 f"the head gives {len(self.head.weight)} logits and the loss expects {vocab_size}: set the model's "

@@ -146,6 +146,13 @@ def test_a_model_that_computes_its_loss_by_itself():
         model(**batch())
 
 
+def test_a_loss_function_that_is_given_later():
+    _, fused = pair()
+    fused.loss_function = lambda *args, **kwargs: torch.zeros(())
+    with pytest.raises(UsageError, match="was given another loss_function since initialize"):
+        fused(**batch())
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
