@@ -10,6 +10,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
+from mizzen.kernels.gpu import gpu_code
 from mizzen.model.head import HeadSketch
 from mizzen.model.sketch import Sketch, parent_of
 from mizzen.plan.cost import Cost
@@ -42,6 +43,11 @@ class FusedChoice:
     """What is done, where no model says how often."""
     left: tuple[str, ...] = ()
     """What the compiler does instead."""
+
+    @property
+    def needs_kernels(self) -> bool:
+        """Whether there is anything to do that is a kernel of ours on a GPU."""
+        return bool(self.head or self.attentions or self.gated)
 
     def __str__(self) -> str:
         said = list(self.words)
@@ -94,6 +100,8 @@ class Fused:
         """Give the modules their operations."""
         for part in parts:
             modules = dict(part.module.named_modules())
+            if choice.needs_kernels and (parameter := next(part.module.parameters(), None)) is not None:
+                gpu_code(parameter)  # an error here and now, where they cannot be had
             replace(_at(modules, choice.norms), Norm, check_norm)
             replace(_at(modules, choice.attentions), Turning, check_turning)
             replace(_at(modules, choice.gated), Gated, check_gated)
