@@ -178,12 +178,16 @@ EAGER: Final = (
 """A kind, and a ZeRO stage where it has one."""
 COMPILED: Final = tuple(f"{name}+compile" for name in EAGER)
 """The same, with every decoder layer compiled on its own."""
+FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *COMPILED) if name.startswith("mizzen"))
+"""Ours with its fused operations; in a compiled layer the compiler has its own, and the head is left."""
+FUSED_KEYS: Final = dict.fromkeys(("head_loss", "rms_norm", "rotary", "swiglu"), True)
 
 
 def prepare(system: str, settings: dict[str, Any]) -> Step:
     """Build one system; `settings` are the fields of `Size`."""
-    name, _, is_compiled = system.partition("+")
+    name, *extras = system.split("+")
     kind, _, stage = name.partition("-")
+    is_compiled = "compile" in extras
     size = Size(**settings)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
@@ -199,6 +203,8 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}},
         "zero_optimization": {"stage": int(stage or 0)},
     }
+    if "fused" in extras:
+        config["fused"] = FUSED_KEYS
     if is_compiled and kind == "mizzen":
         config["compile"] = {"enabled": True}
     elif is_compiled:

@@ -15,20 +15,21 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _cross_entropy(
-    logits, labels, losses, stride, columns, ignore_index, WRITES: tl.constexpr, BLOCK: tl.constexpr
+    logits, labels, losses, stride, ignore_index,
+    COLUMNS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     start = logits + row * stride
     counts = label != ignore_index
-    is_known = (label >= 0) & (label < columns)
+    is_known = (label >= 0) & (label < COLUMNS)
     # Before the loop, whose sums are barriers: no thread may have written yet when another one reads this.
     at_label = tl.load(start + label, mask=counts & is_known, other=0.0).to(tl.float32)
     largest = LOWEST
     total = 0.0
-    for first in range(0, columns, BLOCK):
+    for first in range(0, COLUMNS, BLOCK):
         places = first + tl.arange(0, BLOCK)
-        values = tl.load(start + places, mask=places < columns, other=float("-inf")).to(tl.float32)
+        values = tl.load(start + places, mask=places < COLUMNS, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(values, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(values - larger), 0)
         largest = larger
@@ -36,12 +37,12 @@ def _cross_entropy(
     loss = tl.where(is_known, whole - at_label, float("nan"))
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if WRITES:
-        for first in range(0, columns, BLOCK):
+        for first in range(0, COLUMNS, BLOCK):
             places = first + tl.arange(0, BLOCK)
-            values = tl.load(start + places, mask=places < columns, other=float("-inf")).to(tl.float32)
+            values = tl.load(start + places, mask=places < COLUMNS, other=float("-inf")).to(tl.float32)
             slopes = tl.exp(values - whole) - tl.where(places == label, 1.0, 0.0)
             slopes = tl.where(counts, slopes, 0.0)
-            tl.store(start + places, slopes.to(logits.dtype.element_ty), mask=places < columns)
+            tl.store(start + places, slopes.to(logits.dtype.element_ty), mask=places < COLUMNS)
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, *, ignore_index: int, writes: bool) -> None:
@@ -55,8 +56,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, *, ignore_ind
         labels.contiguous(),
         losses,
         logits.stride(0),
-        columns,
         ignore_index,
+        COLUMNS=columns,
         WRITES=writes,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),

@@ -5,6 +5,7 @@ Read as Hugging Face's models say it of themselves (`get_output_embeddings`, `lo
 
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +30,7 @@ class HeadSketch:
     kind: str
     """The name of its class."""
     loss: str
-    """The name of the function that makes the loss from logits and labels."""
+    """The name of the function that makes the loss from logits and labels; empty when the model calls none."""
     changes: tuple[str, ...] = ()
     """What the model's settings say that is done to the logits in between, as `name=value`."""
 
@@ -46,16 +47,28 @@ def head_of(path: str, module: "nn.Module") -> HeadSketch | None:
     names = [name for name, inner in module.named_modules() if inner is layer]
     if not names:
         return None
-    loss: Any = model.loss_function
     return HeadSketch(
         path,
         f"{path}.{names[0]}" if path else names[0],
         type(layer).__name__,
-        loss.__name__ if inspect.isroutine(loss) else type(loss).__name__,
+        _loss(model),
         tuple(_changes(vars(model).get("config"))),
     )
 
 
-def _changes(config: Any) -> list[str]:
+def _loss(model: Any) -> str:
+    forward = inspect.unwrap(type(model).forward)
+    if not inspect.isfunction(forward) or "loss_function" not in forward.__code__.co_names:
+        return ""
+    loss = model.loss_function
+    return str(loss.__name__) if inspect.isroutine(loss) else type(loss).__name__
+
+
+def _changes(config: Any) -> Iterator[str]:
+    """Models of several media have the settings of their text apart."""
     settings = {} if config is None else vars(config)
-    return [f"{key}={value}" for key, value in settings.items() if CHANGES.fullmatch(key) and value not in (None, 1)]
+    for key, value in settings.items():
+        if CHANGES.fullmatch(key) and value not in (None, 1):
+            yield f"{key}={value}"
+    if "text_config" in settings:
+        yield from _changes(settings["text_config"])

@@ -14,6 +14,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError, UsageError
+from mizzen.log import info_once
 from mizzen.model.blocks import Block
 from mizzen.model.sketch import Sketch
 from mizzen.plan.cost import Cost
@@ -97,7 +98,9 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> None:
     Fused operations inside of the blocks give way to the compiler.
     """
     units = called_blocks(Sketch.of(model), (), key="compile.blocks")
-    restore(model, Inside)  # as in a plan with both: the compiler fuses by itself
+    if any(isinstance(vars(module).get("forward"), Inside) for module in model.modules()):
+        info_once("compile(): the fused operations inside of the blocks are left to the compiler from now on")
+        restore(model, Inside)
     _compile(model, _paths(units), options)
 
 

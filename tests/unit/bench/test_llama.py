@@ -16,26 +16,38 @@ def test_the_size_is_counted_right():
     assert llama.Size().flops == pytest.approx(115.46e12, rel=1e-3)
 
 
+SMALL = {
+    "hidden": 16,
+    "layers": 1,
+    "feed": 32,
+    "heads": 2,
+    "groups": 1,
+    "vocabulary": 32,
+    "samples": 1,
+    "length": 8,
+}
+
+
 def test_plain_and_flat_train_alike():
-    small = {
-        "hidden": 16,
-        "layers": 1,
-        "feed": 32,
-        "heads": 2,
-        "groups": 1,
-        "vocabulary": 32,
-        "samples": 1,
-        "length": 8,
-    }
     runs = {}
     for system in ("plain", "flat"):
-        step = llama.prepare(system, small)
+        step = llama.prepare(system, SMALL)
         runs[system] = [float(step(number)) for number in range(6)]
     assert runs["flat"] == pytest.approx(runs["plain"], rel=2e-2)
     assert runs["flat"][4] < runs["flat"][0]  # the same batch, four steps later
 
 
 def test_every_name_is_a_kind_and_a_stage():
-    for name in (*llama.EAGER, *llama.COMPILED):
-        kind, _, stage = name.removesuffix("+compile").partition("-")
+    for name in (*llama.EAGER, *llama.COMPILED, *llama.FUSED):
+        kind, _, stage = name.removesuffix("+fused").removesuffix("+compile").partition("-")
         assert kind in llama.KINDS and stage in ("", "0", "1", "2")
+    assert {"mizzen-2+fused", "mizzen-0+compile+fused"} < set(llama.FUSED)
+
+
+@pytest.mark.parametrize("system", ["mizzen-0+fused", "mizzen-0+compile+fused"])
+def test_the_keys_of_a_fused_system(system, monkeypatch):
+    seen = {}
+    monkeypatch.setitem(llama.KINDS, "mizzen", lambda work: seen.update(work.config))
+    llama.prepare(system, SMALL)
+    assert seen["fused"] == dict.fromkeys(("head_loss", "rms_norm", "rotary", "swiglu"), True)
+    assert ("compile" in seen) == ("+compile" in system)

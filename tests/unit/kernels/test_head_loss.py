@@ -1,6 +1,8 @@
 """The loss without logits against the one with them: value and every gradient, in every dtype and shape."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -211,3 +213,27 @@ def test_how_many_tokens_make_a_chunk(tokens, vocabulary, rows):
     assert rows_of(tokens, vocabulary) == rows
     assert -(-tokens // rows) <= MOST_CHUNKS
     assert rows * vocabulary * 4 <= CHUNK_BYTES or rows <= -(-tokens // MOST_CHUNKS) + 128
+
+
+MEASURE = """
+import resource, sys, torch
+from mizzen.kernels.head_loss import head_loss, plain_head_loss
+hidden, weight = torch.randn(2048, 16, requires_grad=True), torch.randn(16384, 16, requires_grad=True)
+labels = torch.randint(0, 16384, (2048,))
+head_loss(hidden[:8], weight, labels[:8]).backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loss = head_loss(hidden, weight, labels, rows=64) if sys.argv[1] == "fused" else plain_head_loss(hidden, weight, labels)
+loss.backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss is KiB on Linux")
+def test_the_logits_never_exist():
+    """2048 x 16384 in fp32 are 128 MiB; a chunk of 64 has 4 MiB of them."""
+    found = {
+        name: int(subprocess.run([sys.executable, "-c", MEASURE, name], check=True, capture_output=True).stdout) >> 10
+        for name in ("plain", "fused")
+    }
+    assert found["plain"] > 2 * 128
+    assert found["fused"] < 64

@@ -54,6 +54,19 @@ def test_models_without_such_a_head(kind):
     assert Sketch.of(made("Llama", kind)).head is None
 
 
+def test_a_loss_that_is_written_out():
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=11)
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    assert Sketch.of(model).head.loss == ""
+
+
+def test_the_settings_of_the_text_of_several_media():
+    model = made("Llama")
+    model.config.text_config = transformers.Gemma2Config()
+    assert Sketch.of(model).head.changes == ("final_logit_softcapping=30.0",)
+
+
 def test_models_of_nobody():
     assert Sketch.of(nn.Linear(2, 2)).head is None
     assert Sketch.of_shapes({"lm_head.weight": (2, 2)}).head is None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mizzen.ambient import AMBIENT
 from mizzen.config.layout import Layout
 from mizzen.config.load import load
 from mizzen.errors import PlanError
@@ -109,10 +110,13 @@ def test_the_compiler_fuses_by_itself():
     assert str(alone) == "head_loss, left to the compiler: fused.swiglu"
 
 
-def test_a_model_that_is_compiled_later_keeps_the_head_only():
+def test_a_model_that_is_compiled_later_keeps_the_head_only(caplog, monkeypatch):
+    monkeypatch.setattr(AMBIENT, "warned", set())
     model = fuse(build(), **ALL)
     expected = gradients(model)
-    compile_blocks(model, {"backend": "eager"})
+    with caplog.at_level("INFO", logger="mizzen"):
+        compile_blocks(model, {"backend": "eager"})
+    assert "left to the compiler from now on" in caplog.text
     standing = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
     assert len(standing) == 1 and not isinstance(standing[0], Inside)
     assert_alike(gradients(model), expected)

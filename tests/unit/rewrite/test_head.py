@@ -134,6 +134,25 @@ def test_a_model_that_changes_its_logits_in_a_way_nobody_said():
         model(**batch())
 
 
+def test_a_model_that_computes_its_loss_by_itself():
+    class Own(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **keywords):
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+            function = self.loss_function if labels is None else torch.nn.functional.cross_entropy
+            return function(logits.flatten(0, 1), labels.flatten())
+
+    model = fuse(Own(build().config), head_loss=True)
+    with pytest.raises(UsageError, match="Own was given labels and has not called its loss_function"):
+        model(**batch())
+
+
+def test_a_loss_function_that_is_given_later():
+    _, fused = pair()
+    fused.loss_function = lambda *args, **kwargs: torch.zeros(())
+    with pytest.raises(UsageError, match="was given another loss_function since initialize"):
+        fused(**batch())
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -122,6 +122,12 @@ def test_a_head_that_has_changed_since_is_named(head):
     assert torch.equal(read + 0, before)
 
 
+def test_weights_that_are_no_numbers_have_not_changed(head):
+    with torch.no_grad():
+        head.weight.fill_(torch.nan)
+    assert late(head).isnan().all()
+
+
 def test_code_below_python_gets_the_values(head):
     logits = late(head)
     target = torch.empty(2, 3, 6)
