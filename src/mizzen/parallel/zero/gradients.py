@@ -163,20 +163,17 @@ class WholeGradients(Gradients):
 
     def take(self, bucket: LiveBucket, position: int) -> None:
         """Add what autograd or the user has put on a parameter; one that is there already was added to in place."""
-        parameter, is_shown = bucket.parameters[position], position in bucket.shown
+        parameter = bucket.parameters[position]
         found = parameter.grad
-        if is_shown and found is bucket.views[position]:
-            return
-        if is_shown:  # the user has taken it away, or put another one there
-            bucket.empty.add(position)
+        if position in bucket.shown:
+            if found is bucket.views[position]:
+                return
+            bucket.empty.add(position)  # the user has taken it away, or put another one there
             bucket.shown.discard(position)
         if found is not None:
             bucket.put(position, found)
-            self._show(bucket, position)
-
-    def _show(self, bucket: LiveBucket, position: int) -> None:
-        bucket.parameters[position].grad = bucket.views[position]
-        bucket.shown.add(position)
+            parameter.grad = bucket.views[position]
+            bucket.shown.add(position)
 
     def leave(self, bucket: LiveBucket) -> Finish:
         """Sum the bucket where it lies, or into the owner's chunk."""
@@ -184,7 +181,8 @@ class WholeGradients(Gradients):
             self.take(bucket, position)
         whole = bucket.filled()
         for position in set(range(len(bucket.parameters))) - bucket.shown:
-            self._show(bucket, position)
+            bucket.parameters[position].grad = bucket.views[position]
+            bucket.shown.add(position)
         if self.reducer.reduction.ranks == 1:
             return self.reducer.to_all(whole)
         note_finite(bucket, bucket.views)

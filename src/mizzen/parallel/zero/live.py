@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ class LiveBucket:
     """Whether other ranks own chunks too."""
     stock: Stock
     """Where the memory of gradients comes from."""
+    cuts: list[int] = field(init=False)
+    """The sizes of a gap, a slot, a gap, and so on to the last gap, of which most have no elements."""
     whole: Tensor | None = None
     """The gradient of all of the bucket as it gathers on this rank, from the first that comes."""
     views: list[Tensor] = field(default_factory=list)
@@ -64,6 +67,10 @@ class LiveBucket:
     missing: set[int] = field(default_factory=set)
     """The slots whose gradient has not come yet in this backward."""
     has_left: bool = False
+
+    def __post_init__(self) -> None:
+        edges = [0, *(edge for slot in self.plan.slots for edge in (slot.start, slot.stop)), self.plan.numel]
+        self.cuts = [high - low for low, high in pairwise(edges)]
 
     @property
     def is_widened(self) -> bool:
@@ -105,9 +112,11 @@ class LiveBucket:
 
     def _open(self) -> Tensor:
         self.whole = self.stock.take(self.plan.numel, self.accumulation)
-        for low, high in self.plan.gaps:
-            self.whole[low:high].zero_()
-        self.views = self.places(self.whole)
+        parts = self.whole.split_with_sizes(self.cuts)
+        for gap in parts[::2]:
+            if gap.numel():
+                gap.zero_()
+        self.views = [part.view(slot.shape) for part, slot in zip(parts[1::2], self.plan.slots, strict=True)]
         self.empty = set(range(len(self.parameters)))
         return self.whole
 

@@ -65,12 +65,6 @@ class Bucket:
         """Elements, padding included."""
         return self.stop - self.start
 
-    @property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The places between the slots and after them, where there are any."""
-        edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.stop)), self.numel]
-        return tuple((low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high)
-
     def owned(self, rank: int, chunks: int) -> tuple[int, int]:
         """Where the share of a rank begins and ends, among `chunks` ranks that share the bucket."""
         if not self.is_whole or chunks == 1:

@@ -18,7 +18,7 @@ class Stock:
         self._lent: dict[int, Tensor] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of so many elements: a free block that is not much larger, or a new one in place of a smaller one."""
+        """A tensor of so many elements: a free block of about that size, or a new one in place of a smaller one."""
         if not self.is_kept or not numel:
             return torch.empty(numel, dtype=dtype, device=self.device)
         alike = sorted((block for block in self._free if block.dtype == dtype), key=Tensor.numel)
