@@ -77,7 +77,7 @@ def test_rotary(dtype, shape, place, tables):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 5), (2, 100, 2048), (7, 1), (4, 16, 8192)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 100, 2048), (7, 33), (4, 16, 8192)], ids=str)
 def test_rms_norm(dtype, shape):
     inputs, weight = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype)
     found = results(lambda x, w: rms_norm(x, w, 1e-5), inputs, weight)
