@@ -10,6 +10,7 @@ from typing import Any
 from mizzen.cli.parser import Parser, count, examples, write
 from mizzen.config.load import load
 from mizzen.config.resolve import resolve
+from mizzen.config.schema import Config
 from mizzen.errors import PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan, or why there is none."""
     config = load(Path(arguments.config))
     resolved = resolve(config, arguments.world)
-    sketch = sketch_of(arguments.model) if arguments.model else Sketch(parameters=())
+    sketch = sketch_at(arguments.model, config) if arguments.model else Sketch(parameters=())
     try:
         plan = build(config, arguments.world, sketch, ORDER)
     except PlanError as refusal:
@@ -52,9 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def sketch_of(address: str) -> Sketch:
+def sketch_at(address: str, config: Config) -> Sketch:
     """Call `module:function` on the meta device, where tensors have shapes but no memory, and read what it builds."""
     import torch
+
+    from mizzen.engine.prepare import choose_optimizer, sketch_of
 
     function = _function_at(address)
     try:
@@ -64,7 +67,9 @@ def sketch_of(address: str) -> Sketch:
         raise UsageError(f"--model {address}: {type(error).__name__}: {error} (--debug shows where)") from error
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"--model {address}: returned a {type(model).__name__}, not a torch.nn.Module")
-    return Sketch.of(model)
+    if config.optimizer is None:
+        return Sketch.of(model)
+    return sketch_of(model, choose_optimizer(None, config, model, None))
 
 
 def _function_at(address: str) -> Callable[[], Any]:

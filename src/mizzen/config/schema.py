@@ -184,10 +184,8 @@ class Config(Section):
     autotuning: AutotuningConfig = section(AutotuningConfig)
     """A search for the fastest configuration."""
 
-    zero_allow_untested_optimizer: Flag = no_effect(
-        False, "every optimizer that works element by element can be sharded, and the plan names those that cannot"
-    )
-    """Shard an optimizer that was not tested for it."""
+    zero_allow_untested_optimizer: Flag = False
+    """Share out parameters among ranks for a rule that mizzen does not know; it must treat each by itself."""
     zero_force_ds_cpu_optimizer: Flag = no_effect(True, "the step on the host is torch's own fused one")
     """Refuse an optimizer of the user's own on the host."""
     graph_harvesting: Flag = no_effect(False, "clipping and step are few fused operations")

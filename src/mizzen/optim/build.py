@@ -76,7 +76,7 @@ def build_optimizer(
         if isinstance(value, str):
             raise ConfigError(f"optimizer.params.{key}", f"{shown(value)} is not a number")
     if device_type in _FUSED.get(kind, ()) and not given.keys() & {"fused", "foreach", "differentiable"}:
-        given["fused"] = all(p.is_floating_point() for group in groups for p in group["params"])
+        given["fused"] = all(p.is_floating_point() and not p.is_meta for group in groups for p in group["params"])
     try:
         return kind([dict(group) for group in groups], **given)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -35,7 +35,9 @@ class ZeroChoice:
         if ranks == 1:
             return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard"
         count = sum(len(buffer.buckets) for buffer in self.buffers)
+        owned = sum(len(buffer.buckets) for buffer in self.buffers if buffer.is_whole)
         buckets = f" in {count} bucket{'s' if count > 1 else ''}" if count else ""
+        buckets += f", {owned} of them with one owner each" if owned and self.holding.stage else ""
         return f"ZeRO stage {self.asked} over dp={ranks}{buckets}, sums in {dtype}"
 
 
