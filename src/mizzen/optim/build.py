@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
 
 from mizzen.config.values import flag, shown
-from mizzen.errors import ConfigError
+from mizzen.errors import ConfigError, MissingExtra
 from mizzen.model.sketch import ParameterSketch
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.muon import Muon, split_groups
@@ -94,10 +94,7 @@ def _of_torchao(plain: str) -> type[Optimizer] | None:
     try:
         found = importlib.import_module("torchao.optim")
     except ImportError as error:
-        raise ConfigError(
-            "optimizer.type",
-            f"{_LOW_BIT[plain]} keeps its states in few bits with torchao: pip install torchao ({error})",
-        ) from error
+        raise MissingExtra("torchao", extra="lowbit", purpose=f"optimizer.type {_LOW_BIT[plain]}") from error
     kind: type[Optimizer] = vars(found)[_LOW_BIT[plain]]
     return kind
 
