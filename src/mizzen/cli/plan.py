@@ -11,6 +11,7 @@ from mizzen.cli.parser import Parser, count, examples, write
 from mizzen.config.load import load
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
+from mizzen.engine.prepare import choose_optimizer, sketch_of
 from mizzen.errors import PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
@@ -56,8 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
 def sketch_at(address: str, config: Config) -> Sketch:
     """Call `module:function` on the meta device, where tensors have shapes but no memory, and read what it builds."""
     import torch
-
-    from mizzen.engine.prepare import choose_optimizer, sketch_of
 
     function = _function_at(address)
     try:
