@@ -53,6 +53,10 @@ class Ambient:
     """`checkpointing.checkpoint(f, x)` takes no engine: how inputs are kept, and the named random streams."""
     owners: Owners = field(default_factory=Owners)
     """Parameter -> the engine state that owns it: `safe_get_full_grad(p)` gets only the parameter."""
+    leaves: Owners = field(default_factory=Owners)
+    """Module -> itself, where it is pinned as a unit: `set_z3_leaf_modules(model, ...)` comes before any engine."""
+    externals: Owners = field(default_factory=Owners)
+    """Parameter -> a module that uses it without holding it: models register this in their `__init__`."""
     warned: set[str] = field(default_factory=set)
     """Messages already given, so that each is given once."""
 

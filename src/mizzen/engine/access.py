@@ -5,7 +5,7 @@ the ranks that share it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ def full_value(parameter: nn.Parameter) -> Tensor | None:
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The reduced gradient of a parameter, whole, on every rank; between backward and step."""
-    owner = owner_of(parameter)
+    owner = _trainer_of(parameter)
     if owner is None:
         return None
     owner.store.gradients.collect()
@@ -66,7 +66,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
     """One optimizer state of a parameter, whole, on every rank; None before the first step."""
-    owner = owner_of(parameter)
+    owner = _trainer_of(parameter)
     if owner is None or owner.optimizer is None or not owner.optimizer.state:
         return None
     known = {name for state in owner.optimizer.state.values() for name in state}
@@ -79,8 +79,7 @@ def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Write a parameter, the master weights and the working copy, from a whole tensor that every rank gives."""
     owner = _require(parameter)
     _scatter(owner, value, owner.store.pieces("master"))
-    with torch.no_grad():
-        parameter.copy_(value.to(parameter.device))
+    owner.store.follow(owner.name, value)
 
 
 def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
@@ -113,8 +112,13 @@ def refresh_masters(module: nn.Module, *_: object) -> None:
         store.refresh()
 
 
-def _require(parameter: nn.Parameter) -> Owner:
+def _trainer_of(parameter: nn.Parameter) -> Owner | None:
     owner = owner_of(parameter)
+    return owner if owner is not None and owner.name in owner.store.parameters else None
+
+
+def _require(parameter: nn.Parameter) -> Owner:
+    owner = _trainer_of(parameter)
     if owner is None:
         raise UsageError("no engine trains this parameter: it is frozen, or it does not belong to an initialized model")
     return owner
@@ -122,20 +126,20 @@ def _require(parameter: nn.Parameter) -> Owner:
 
 def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
     """Each element has one holder among the ranks that share it, so the sum of what they hold is the whole."""
-    parameter = owner.store.parameters[owner.name]
+    parameter = owner.store.everything[owner.name]
     mine = [piece for piece in pieces if piece.name == owner.name]
     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the same on a rank that holds nothing of it
     whole = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     target = piece_of_whole(owner.name, whole)
     for piece in mine:
         copy_overlap(piece, target)
-    if owner.store.group is not None and owner.store.is_sharded:
-        collectives.all_reduce(whole, group=owner.store.group)
+    if owner.store.sharers is not None and owner.store.is_sharded:
+        collectives.all_reduce(whole, group=owner.store.sharers)
     return whole
 
 
 def _scatter(owner: Owner, value: Tensor, pieces: list[Piece]) -> None:
-    expected = owner.store.parameters[owner.name].shape
+    expected = owner.store.everything[owner.name].shape
     if value.shape != expected:
         raise UsageError(f"'{owner.name}' has shape {list(expected)}; the value given has {list(value.shape)}")
     source = piece_of_whole(owner.name, value)
@@ -152,16 +156,25 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
     are left alone.
     """
     wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    owned = [(parameter, owner) for parameter in wanted if (owner := owner_of(parameter)) is not None]
-    yield
-    if modifier_rank is None:
-        return
-    for parameter, owner in owned:
-        value = parameter.detach().clone()
-        if owner.store.group is not None:
-            collectives.broadcast(value, modifier_rank, group=owner.store.group)
+    owned = {(id(owner.store), owner.name): owner for each in wanted if (owner := owner_of(each)) is not None}
+    stores = {id(owner.store): owner.store for owner in owned.values()}
+    with ExitStack() as stack:
+        whole = {
+            key: stack.enter_context(store.whole([name for place, name in owned if place == key]))
+            for key, store in stores.items()
+        }
+        yield
+        values = {}
+        if modifier_rank is not None:
+            for (key, name), owner in owned.items():
+                values[key, name] = value = whole[key][name].detach().clone()
+                if owner.store.group is not None:
+                    collectives.broadcast(value, modifier_rank, group=owner.store.group)
+    for place, value in values.items():
+        owner = owned[place]
         with torch.no_grad():
-            parameter.copy_(value)
-        master = full_value(parameter)
-        if master is None or not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
-            set_full_value(parameter, value)
+            owner.store.follow(owner.name, value)
+        master = _gather(owner, owner.store.pieces("master"))
+        if not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
+            _scatter(owner, value, owner.store.pieces("master"))
+            owner.store.follow(owner.name, value)

@@ -362,7 +362,7 @@ class Face(nn.Module):
             return
         self.module.load_state_dict(state, strict=strict)
         for owner in self.owners:  # a state dict may hold more bits than the module
-            if isinstance(value := state.get(owner.name), Tensor):
+            if owner.name in owner.store.parameters and isinstance(value := state.get(owner.name), Tensor):
                 set_full_value(owner.store.parameters[owner.name], value)
 
     def get_wall_clock_timers(self) -> dict[str, float]:

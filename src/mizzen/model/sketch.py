@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class ParameterSketch:
     is_embedding: bool = False
     group: int | None = 0
     """The optimizer group that trains it; None when none does."""
+    is_external: bool = False
+    """Whether a module that does not hold it has registered that it uses it."""
 
     @property
     def numel(self) -> int:
@@ -93,6 +96,8 @@ class ModuleSketch:
     """Whether it is a list, a dict or a sequence of modules."""
     same_as: str | None = None
     """The path under which the same module object was met before."""
+    is_leaf: bool = False
+    """Whether a user has pinned it as one unit of gathering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +255,10 @@ class _Reader:
             _meet(self.buffers, name, buffer, module)
         names = tuple(name for name, _ in own)
         same_as = first if first != path else None
-        self.modules.append(ModuleSketch(path, type(module).__name__, names, _is_a(module, CONTAINERS), same_as))
+        is_leaf = AMBIENT.leaves.get(module) is not None
+        self.modules.append(
+            ModuleSketch(path, type(module).__name__, names, _is_a(module, CONTAINERS), same_as, is_leaf)
+        )
         self.hints |= dict.fromkeys(_hints(module))
 
 
@@ -269,6 +277,7 @@ def _parameter(found: _Found) -> ParameterSketch:
         tuple(found.aliases),
         type(found.owner).__name__,
         _is_a(found.owner, EMBEDDINGS),
+        is_external=AMBIENT.externals.get(found.tensor) is not None,
     )
 
 

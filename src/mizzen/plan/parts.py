@@ -1,6 +1,7 @@
 """What a plan makes of a model: always a tuple of parts, one when the model is not pipelined."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -54,6 +55,18 @@ class Store(Protocol):
         """Where their gradients go."""
 
     @property
+    def everything(self) -> Mapping[str, Tensor]:
+        """Those, and what it shards beside them: frozen parameters."""
+
+    @property
+    def replaced(self) -> Sequence[tuple[Tensor, str]]:
+        """Other objects by which somebody may know a parameter, with its name."""
+
+    @property
+    def sharers(self) -> ProcessGroup | None:
+        """The ranks among which masters and states are shared out, each element to one of them."""
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each of those ranks holds only its share of masters and states."""
 
@@ -78,6 +91,12 @@ class Store(Protocol):
 
     def refresh(self) -> None:
         """Take the parameters' values over as masters, after somebody has written to the parameters."""
+
+    def follow(self, name: str, value: Tensor) -> None:
+        """The master of a parameter was given this whole value: let what the model computes with follow."""
+
+    def whole(self, names: Iterable[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Inside, these parameters are whole in their modules; the tensors that stand there, by name."""
 
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""

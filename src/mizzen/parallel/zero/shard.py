@@ -40,7 +40,7 @@ class ZeroChoice:
 
 
 class ZeroShard:
-    """Stages 0 to 2."""
+    """Stages 0 to 2, and any stage on one rank, which has nobody to share with."""
 
     name = "shard"
 
@@ -48,9 +48,9 @@ class ZeroShard:
         """Lay out the trained parameters; None when nothing is trained."""
         zero, policy = config.zero_optimization, Policy.of(config)
         ranks = layout.dp * layout.sp
-        if zero.stage == 3:
-            return None  # refused by name until it is built
-        _refuse_what_does_not_float(sketch)
+        if zero.stage == 3 and ranks > 1:
+            return None  # `ZeroFull` shards parameters too
+        refuse_what_does_not_float(sketch)
         stage = zero.stage if ranks > 1 else 0
         tenants = [
             Tenant(p.name, p.shape, policy.held(p.dtype), p.group, config.sparse_gradients and p.is_embedding)
@@ -100,7 +100,8 @@ class ZeroShard:
         )
 
 
-def _refuse_what_does_not_float(sketch: Sketch) -> None:
+def refuse_what_does_not_float(sketch: Sketch) -> None:
+    """Only floating-point parameters are trained."""
     for parameter in sketch.parameters:
         if parameter.requires_grad and parameter.group is not None and parameter.dtype not in FLOATING:
             raise PlanError(

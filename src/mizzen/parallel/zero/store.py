@@ -1,6 +1,7 @@
 """The trained parameters of one part in flat buffers: values, masters and gradients, whole or this rank's share."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,6 +121,31 @@ class FlatStore:
     def gain(self) -> float:
         """What the mean gradient is to be multiplied with before a step."""
         return self.holding.gain
+
+    @property
+    def everything(self) -> Mapping[str, Tensor]:
+        """The parameters: nothing else is held here."""
+        return self.parameters
+
+    @property
+    def replaced(self) -> Sequence[tuple[Tensor, str]]:
+        """Nothing: parameters stay the objects they are."""
+        return ()
+
+    @property
+    def sharers(self) -> ProcessGroup | None:
+        """All ranks share with one another."""
+        return self.group
+
+    def follow(self, name: str, value: Tensor) -> None:
+        """Let a parameter have the value that was given to its master."""
+        with torch.no_grad():
+            self.parameters[name].copy_(value.to(self.device))
+
+    @contextmanager
+    def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Parameters are always whole."""
+        yield {name: self.parameters[name] for name in names}
 
     # What the optimizer works on
 

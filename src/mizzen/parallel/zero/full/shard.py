@@ -1,0 +1,185 @@
+"""ZeRO stage 3 as a transform: decides the units of a model, and shards them."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mizzen.comm.mesh import Mesh
+from mizzen.config.layout import Layout
+from mizzen.config.schema import Config
+from mizzen.errors import PlanError
+from mizzen.model.sketch import Sketch, bytes_per_element
+from mizzen.parallel.zero.full.store import FullHolding, FullStore, Ranks
+from mizzen.parallel.zero.full.units import Division, Unit, divide, is_trained, shard_dim
+from mizzen.parallel.zero.full.wrap import Wrapping
+from mizzen.parallel.zero.reduce import Reduction
+from mizzen.parallel.zero.shard import DATA_AXES, refuse_what_does_not_float
+from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
+from mizzen.parallel.zero.store import FlatStore, Holding
+from mizzen.plan.cost import Cost, states_per_parameter, trained
+from mizzen.plan.parts import Part, Parts, Store
+from mizzen.precision.policy import Policy, wider
+
+SHARD_AXES = ("dp_shard", "sp")
+"""The ranks that share one copy of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullChoice:
+    """The units of a run, how they are held, and the flat buffers of what stays whole."""
+
+    division: Division
+    holding: FullHolding
+    whole: Holding
+    buffers: tuple[Buffer, ...]
+    states: int = 2
+
+    def __str__(self) -> str:
+        sharing, copies = self.holding.reduction.ranks, self.holding.between.ranks
+        dtype = self.holding.reduction.dtype or "float32"
+        over = f"dp={sharing}" if copies == 1 else f"{sharing} ranks in {copies} copies"
+        units = f": {self.division}" if self.division.units[0].parameters or len(self.division.units) > 1 else ""
+        return f"ZeRO stage 3 over {over}, sums in {dtype}{units}"
+
+
+class ZeroFull:
+    """Stage 3 on more than one rank; on one there is nothing to shard, and `ZeroShard` holds everything."""
+
+    name = "shard"
+
+    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> FullChoice | None:
+        """Divide a model into units; None at the other stages."""
+        zero, policy = config.zero_optimization, Policy.of(config)
+        ranks, sharing = layout.dp * layout.sp, layout.dp_shard * layout.sp
+        if zero.stage < 3 or ranks == 1:
+            return None
+        refuse_what_does_not_float(sketch)
+        _refuse(config, sharing)
+        division = divide(sketch, zero, policy, sharing)
+        tenants = [
+            Tenant(p.name, p.shape, policy.held(p.dtype), p.group)
+            for p in division.whole
+            if is_trained(p) and p.group is not None
+        ]
+        limit = bucket_limit(sum(tenant.numel for tenant in tenants), zero.reduce_bucket_size, chunks=ranks)
+        gain = float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0
+        return FullChoice(
+            division=division,
+            holding=FullHolding(
+                _mean(config, policy, sharing),
+                _mean(config, policy, ranks // sharing),
+                policy,
+                Wrapping(
+                    accumulation=policy.accumulation,
+                    keeps=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0,
+                    ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
+                ),
+                gain,
+            ),
+            # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
+            # would leave between the gathers of units, on each rank at another place.
+            whole=Holding(2, _mean(config, policy, ranks), policy, overlap=False, gain=gain),
+            buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
+            states=states_per_parameter(config),
+        )
+
+    def price(self, choice: FullChoice, sketch: Sketch) -> Cost:
+        """What sharding saves on one rank at rest, and what is gathered and on its way at most."""
+        policy, ranks = choice.holding.policy, choice.holding.reduction.ranks
+        change = _transient(choice)
+        for unit in choice.division.units:
+            for parameter in unit.parameters:
+                dtype = policy.held(parameter.dtype)
+                share = _padded(parameter.shape, ranks)
+                if is_trained(parameter):
+                    price = partial(trained, dtype=dtype, policy=policy, states=choice.states)
+                    kept = price(share)
+                    shards = kept.masters or kept.parameters
+                    is_apart = bool(kept.masters)
+                    change += Cost(
+                        0 if is_apart else shards, kept.gradients, shards if is_apart else 0, kept.states
+                    ) - price(parameter.numel)
+                else:
+                    size = bytes_per_element(dtype)
+                    change += Cost(parameters=(share - parameter.numel) * size)
+        for buffer in choice.buffers:
+            price = partial(trained, dtype=buffer.dtype, policy=policy, states=choice.states)
+            padded, share_of = price(buffer.numel), price(buffer.numel // choice.whole.chunks)
+            change += Cost(padded.parameters, share_of.gradients, share_of.masters, share_of.states)
+            change -= price(buffer.occupied)
+        return change
+
+    def apply(self, parts: Parts, choice: FullChoice, mesh: Mesh) -> Parts:
+        """Shard the units of every part, and move what stays whole into flat buffers."""
+        copies = mesh.group("dp_replicate") if mesh.size("dp_replicate") > 1 else None
+        everyone = mesh.group(*DATA_AXES)
+        ranks = Ranks(mesh.axes(*SHARD_AXES), mesh.group(*SHARD_AXES), copies, everyone)
+        return tuple(self._apply(part, choice, ranks) for part in parts)
+
+    def _apply(self, part: Part, choice: FullChoice, ranks: Ranks) -> Part:
+        stores: list[Store] = []
+        if any(unit.parameters for unit in choice.division.units):
+            stores.append(FullStore(part.module, choice.division.units, choice.holding, ranks))
+        if choice.buffers:
+            own = dict(part.module.named_parameters())
+            stores.append(FlatStore(choice.buffers, own, choice.whole, ranks.everyone))
+        return replace(part, stores=(*part.stores, *stores))
+
+
+def _refuse(config: Config, sharing: int) -> None:
+    zero = config.zero_optimization
+    if config.sparse_gradients:
+        raise PlanError(
+            "sparse_gradients with zero_optimization.stage 3: a sharded embedding has a dense gradient; leave the key "
+            "out, or use stage 2"
+        )
+    hpz = zero.zero_hpz_partition_size
+    if hpz > 1 and sharing % hpz:
+        raise PlanError(
+            f"zero_optimization.zero_hpz_partition_size is {hpz}, which does not divide the {sharing} ranks that share "
+            "the parameters: give a divisor"
+        )
+
+
+def _mean(config: Config, policy: Policy, ranks: int) -> Reduction:
+    """The mean over some ranks, in two factors as asked for: before the sum, and after it."""
+    asked = 1.0 if ranks == 1 else config.gradient_predivide_factor
+    before = 1 / ranks if config.prescale_gradients else 1 / asked
+    return Reduction(
+        ranks=ranks,
+        dtype=policy.wire,
+        before=before,
+        after=1 / (before * ranks),
+        in_rank_order=config.deterministic,
+    )
+
+
+def _padded(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a shard, padding included."""
+    dim = shard_dim(shape, ranks)
+    share = -(-shape[dim] // ranks)
+    for other, size in enumerate(shape):
+        share *= size if other != dim else 1
+    return share
+
+
+def _transient(choice: FullChoice) -> Cost:
+    """Bytes at most of what comes and goes: the model's own unit and two others gathered, and two on their way.
+
+    A unit that is reduced is held as it is sent and as it is received.
+    """
+    root, *others = choice.division.units
+    gathered = sorted(_gathered_bytes(unit) for unit in others)[-2:]
+    policy = choice.holding.policy
+    sent = []
+    for unit in choice.division.units:
+        count = sum(parameter.numel for parameter in unit.parameters if is_trained(parameter))
+        dtype = wider(policy.accumulation, unit.held) if unit.held else policy.accumulation
+        sent.append(2 * count * bytes_per_element(dtype))
+    return Cost(parameters=_gathered_bytes(root) + sum(gathered), gradients=sum(sorted(sent)[-2:]))
+
+
+def _gathered_bytes(unit: Unit) -> int:
+    return sum(
+        parameter.numel * bytes_per_element(unit.held if unit.held and is_trained(parameter) else parameter.dtype)
+        for parameter in unit.parameters
+    )
