@@ -15,6 +15,7 @@ from mizzen.engine.access import (
     set_full_value,
     update_gradients,
 )
+from mizzen.parallel.zero.full.marks import register_use
 
 safe_get_full_fp32_param = full_value
 safe_get_full_grad = full_gradient
@@ -37,8 +38,14 @@ def GatheredParameters(  # noqa: N802  (a name that users have in their scripts)
         yield
 
 
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say, before `initialize`, that a module uses a parameter it does not hold: it then belongs to the whole model."""
+    register_use(module, parameter)
+
+
 __all__ = [
     "GatheredParameters",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

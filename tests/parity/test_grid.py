@@ -9,7 +9,7 @@ import torch
 import mizzen
 from parity.programs import STEPS, Case, build, groups, micro_batches, reference
 
-STAGES, WORLDS, ACCUMULATIONS, CLIPS = (0, 1, 2), (1, 2, 4), (1, 4), (0.0, 0.5)
+STAGES, WORLDS, ACCUMULATIONS, CLIPS = (0, 1, 2, 3), (1, 2, 4), (1, 4), (0.0, 0.5)
 VARIANTS, OPTIMIZERS = ("plain", "tied", "frozen", "unused", "groups"), ("AdamW", "SGD")
 DTYPES = ("fp32", "bf16", "fp16", "autocast")
 TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3, "fp16": 1e-3, "autocast": 4e-3, "autocast16": 1e-3}

@@ -83,7 +83,7 @@ class UnitGradients:
             return
         self._wait()
         self._meet("the end of a step's gradients")
-        for finish in [self.replicas.to_all(unit.gradient) for unit in self.units if unit.trained]:
+        for finish in [self.replicas.to_all(unit.sums) for unit in self.units if unit.shares]:
             finish()
         self._is_complete = True
 
@@ -93,7 +93,7 @@ class UnitGradients:
         self.has_strangers = self._is_open = self._is_complete = self.place.is_backward = False
         for unit in self.units:
             unit.finite.fill_(True)
-            unit.gradient.zero_()
+            unit.sums.zero_()
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []

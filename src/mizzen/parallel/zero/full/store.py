@@ -17,7 +17,7 @@ from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Trained, local
+from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
 from mizzen.parallel.zero.full.sharded import bring_back, mark, move, set_aside, unmark
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit, is_trained
@@ -29,6 +29,7 @@ from mizzen.parallel.zero.full.wrap import (
     held_open,
     padded,
     recover,
+    rehouse,
     sharded,
     start,
     unwrap,
@@ -107,7 +108,8 @@ class FullStore:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         facts = {each.name: each for each in unit.parameters}
         found: dict[str, DTensor] = {}
-        trained: list[Trained] = []
+        trained: dict[int, list[Trained]] = {}
+        sizes: dict[int, int] = {}
         place = 0
         for parameter, length in zip(sharded(module), padded(module), strict=True):
             if not isinstance(parameter, DTensor):
@@ -115,20 +117,33 @@ class FullStore:
             name = names[id(parameter)]
             found[name] = parameter
             if is_trained(facts[name]):
-                master = local(parameter)
-                stepped = master.to(torch_dtype(wider(self.holding.policy.states, str(unit.master))))
-                trained.append(Trained(name, facts[name].group or 0, parameter, place, length, stepped))
+                group = facts[name].group or 0
+                offset = sizes.get(group, 0)
+                trained.setdefault(group, []).append(Trained(name, parameter, place, length, offset))
+                sizes[group] = offset + length
                 place += length
         device = next((local(each).device for each in found.values()), torch.device("cpu"))
         dtype = torch_dtype(wider(self.holding.policy.accumulation, unit.held)) if unit.held else torch.float32
+        sums = torch.zeros(up(place), dtype=dtype, device=device)
+        count = sum(map(len, trained.values()))
         return LiveUnit(
             plan=unit,
             module=module,
             parameters=found,
-            trained=tuple(trained),
-            gradient=torch.zeros(place, dtype=dtype, device=device),
-            finite=torch.ones(len(trained), dtype=torch.bool, device=device),
+            shares=tuple(self._share(unit, module, group, each) for group, each in trained.items()),
+            sums=sums,
+            gradient=sums[:place],
+            finite=torch.ones(count, dtype=torch.bool, device=device),
         )
+
+    def _share(self, unit: Unit, module: nn.Module, group: int, trained: Sequence[Trained]) -> Share:
+        """Move the shards of a group into one tensor."""
+        first = local(trained[0].parameter)
+        master = first.new_zeros(up(trained[-1].offset + trained[-1].length))
+        for each in trained:
+            rehouse(module, each.parameter, master[each.offset : each.offset + each.length])
+        states = wider(self.holding.policy.states, unit.master or "float32")
+        return Share(group, tuple(trained), master, master.to(torch_dtype(states)))
 
     def _connect(self) -> None:
         for unit in self.units:
@@ -189,30 +204,30 @@ class FullStore:
 
     # What the optimizer works on
 
+    @property
+    def shares(self) -> Iterator[Share]:
+        """What the optimizer steps, unit by unit."""
+        return (share for unit in self.units for share in unit.shares)
+
     def masters(self) -> list[tuple[int, Tensor]]:
-        """(optimizer group, what the optimizer steps) for every shard that has elements."""
-        return [(each.group, each.stepped) for unit in self.units for each in unit.trained if each.master.numel()]
+        """(optimizer group, what the optimizer steps) for every share."""
+        return [(share.group, share.stepped) for share in self.shares]
 
     def attach(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
         for unit in self.units:
-            if not unit.trained:
-                continue
-            gradient = unit.gradient.to(unit.trained[0].stepped.dtype)
-            if factor != 1:
-                gradient = gradient.mul_(factor)
-            for each in unit.trained:
-                if each.stepped is not each.master:
-                    each.stepped.data = each.master.to(each.stepped.dtype)
-                each.stepped.grad = each.of(gradient)
+            for share in unit.shares:
+                if share.stepped is not share.master:
+                    share.stepped.data = share.master.to(share.stepped.dtype)
+                gradient = share.gradient(unit.sums).to(share.stepped.dtype)
+                share.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
 
     def rest(self) -> None:
         """Let go of what only a step needs."""
-        for unit in self.units:
-            for each in unit.trained:
-                each.stepped.grad = None
-                if each.stepped is not each.master:
-                    each.stepped.data = each.stepped.new_empty(0)
+        for share in self.shares:
+            share.stepped.grad = None
+            if share.stepped is not share.master:
+                share.stepped.data = share.stepped.new_empty(0)
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""
@@ -220,11 +235,9 @@ class FullStore:
 
     def publish(self) -> None:
         """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
-        with torch.no_grad():
-            for unit in self.units:
-                for each in unit.trained:
-                    if each.stepped is not each.master:
-                        each.master.copy_(each.stepped)
+        for share in self.shares:
+            if share.stepped is not share.master:
+                share.master.copy_(share.stepped)
         self.rest()
         self.refresh()
         self.place.step += 1
@@ -254,16 +267,15 @@ class FullStore:
         """What this rank holds, by parameter name; masters of frozen parameters are these themselves."""
         if of == "master":
             return [piece_of_tensor(name, _plain(parameter)) for name, parameter in self.everything.items()]
-        return [_piece(each, each.of(unit.gradient)) for unit in self.units for each in unit.trained]
+        return [_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained]
 
     def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
         """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
         found = []
-        for unit in self.units:
-            for each in unit.trained:
-                state = states.get(each.stepped, {}).get(key)
-                if isinstance(state, Tensor) and state.shape == each.master.shape:
-                    found.append(_piece(each, state))
+        for share in self.shares:
+            state = states.get(share.stepped, {}).get(key)
+            if isinstance(state, Tensor) and state.shape == share.master.shape:
+                found += [_piece(each, each.master(state)) for each in share.trained]
         return found
 
     @contextmanager

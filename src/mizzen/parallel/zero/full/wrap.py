@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.backport import fsdp_groups, fsdp_zeros_for_unused
@@ -97,6 +97,18 @@ def padded(module: nn.Module) -> list[int]:
     """The elements of each on the way, padding included, in the same order."""
     groups = fsdp_groups(fully_shard.state(module))
     return [each.padded_sharded_param_size.numel() for group in groups for each in group.fsdp_params]
+
+
+def rehouse(module: nn.Module, parameter: DTensor, memory: Tensor) -> None:
+    """Let a shard live in this memory, padding included; its values move there."""
+    for group in fsdp_groups(fully_shard.state(module)):
+        for each in group.fsdp_params:
+            if each.sharded_param is parameter:
+                memory.copy_(each._sharded_param_data)
+                each._sharded_param_data = memory
+                shard = memory.view(each.padded_sharded_param_size)
+                dim = each.fsdp_placement.dim
+                parameter._local_tensor = shard.narrow(dim, 0, parameter._local_tensor.shape[dim])
 
 
 def whole(module: nn.Module) -> list[nn.Parameter]:
