@@ -23,6 +23,10 @@ class Owners:
         key = id(thing)
         self._entries[key] = (ref(thing, lambda _: self._entries.pop(key, None)), ref(owner))
 
+    def remove(self, thing: Any) -> None:
+        """Forget it."""
+        self._entries.pop(id(thing), None)
+
     def get(self, thing: Any) -> Any:
         """The owner of a thing, or None."""
         found = self._entries.get(id(thing))

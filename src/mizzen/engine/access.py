@@ -4,7 +4,7 @@ Everything is done over Pieces: no function here asks for a stage. Reading or wr
 the ranks that share it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives
+from mizzen.comm.fingerprint import compare
+from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import UsageError
 from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
 from mizzen.plan.parts import Store
@@ -30,6 +32,8 @@ class Owner:
     optimizer: Optimizer | None
     scaler: LossScaler
     """By whose scale gradients are larger than they are read and written here."""
+    checks: bool = False
+    """Whether `gathered` looks for edits that were made on one rank only."""
 
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
@@ -117,6 +121,14 @@ def _trainer_of(parameter: nn.Parameter) -> Owner | None:
     return owner if owner is not None and owner.name in owner.store.parameters else None
 
 
+def _compare(owned: Mapping[tuple[int, str], Owner], whole: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Find parameters that were edited on some ranks and not on others, where that was asked for."""
+    checked = {place: owner for place, owner in owned.items() if owner.checks and owner.store.group is not None}
+    if checked:
+        sums = {name: str(int(sum_of_bits(whole[key][name]))) for key, name in checked}
+        compare(sums, next(iter(checked.values())).store.group)
+
+
 def _require(parameter: nn.Parameter) -> Owner:
     owner = _trainer_of(parameter)
     if owner is None:
@@ -165,7 +177,9 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
         }
         yield
         values = {}
-        if modifier_rank is not None:
+        if modifier_rank is None:
+            _compare(owned, whole)
+        else:
             for (key, name), owner in owned.items():
                 values[key, name] = value = whole[key][name].detach().clone()
                 if owner.store.group is not None:

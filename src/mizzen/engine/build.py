@@ -47,7 +47,11 @@ def build_engine(
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic)
     engine = Engine(parts, Driving(runner, updater, scheduler, phases, observers), surroundings)
-    engine.owners = [Owner(name, store, optimizer, arithmetic.scaler) for store in stores for name in store.everything]
+    engine.owners = [
+        Owner(name, store, optimizer, arithmetic.scaler, config.zero_optimization.enable_sanity_checks)
+        for store in stores
+        for name in store.everything
+    ]
     for owner in engine.owners:
         AMBIENT.owners.set(owner.store.everything[owner.name], owner)
     known = {(id(owner.store), owner.name): owner for owner in engine.owners}

@@ -77,12 +77,12 @@ def check_equal(model: nn.Module, mesh: Mesh) -> None:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     tensors = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, DTensor)]  # shards differ
-    sums = {name: _sum_of_bits(tensor) for name, tensor in tensors}
+    sums = {name: sum_of_bits(tensor) for name, tensor in tensors}
     values = torch.stack(list(sums.values())).tolist() if sums else []
     compare({name: str(value) for name, value in zip(sums, values, strict=True)}, mesh.group(*DATA_AXES))
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def sum_of_bits(tensor: Tensor) -> Tensor:
     """A sum over the bits of a tensor as whole numbers, which is the same in any order and for NaN as well."""
     data = tensor.detach().contiguous().reshape(-1)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8)

@@ -45,6 +45,12 @@ class Store(Protocol):
 
     group: ProcessGroup | None
     """The ranks over which gradients are summed; None when there is one."""
+    sharers: ProcessGroup | None
+    """Those of them among which masters and states are shared out, each element to one."""
+    everything: Mapping[str, Tensor]
+    """The trained parameters by name, and what is sharded beside them: frozen ones."""
+    replaced: Sequence[tuple[Tensor, str]]
+    """Other objects by which somebody may know a parameter, with its name."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -53,18 +59,6 @@ class Store(Protocol):
     @property
     def gradients(self) -> Collector:
         """Where their gradients go."""
-
-    @property
-    def everything(self) -> Mapping[str, Tensor]:
-        """Those, and what it shards beside them: frozen parameters."""
-
-    @property
-    def replaced(self) -> Sequence[tuple[Tensor, str]]:
-        """Other objects by which somebody may know a parameter, with its name."""
-
-    @property
-    def sharers(self) -> ProcessGroup | None:
-        """The ranks among which masters and states are shared out, each element to one of them."""
 
     @property
     def is_sharded(self) -> bool:

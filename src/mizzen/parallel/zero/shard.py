@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
@@ -51,7 +51,7 @@ class ZeroShard:
         if zero.stage == 3 and ranks > 1:
             return None  # `ZeroFull` shards parameters too
         refuse_what_does_not_float(sketch)
-        stage = zero.stage if ranks > 1 else 0
+        stage: Literal[0, 1, 2] = 0 if ranks == 1 or zero.stage == 3 else zero.stage
         tenants = [
             Tenant(p.name, p.shape, policy.held(p.dtype), p.group, config.sparse_gradients and p.is_embedding)
             for p in sketch.parameters

@@ -56,6 +56,9 @@ class FlatStore:
         self.rank = groups.get_rank(group) if holding.reduction.ranks > 1 else 0
         held = {slot.name for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots}
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
+        self.everything: Mapping[str, Tensor] = self.parameters
+        self.replaced: Sequence[tuple[Tensor, str]] = ()
+        self.sharers = group
         self.device = next(iter(self.parameters.values())).device
         self.buckets = self._by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)])
         kind = PassingGradients if holding.stage == 2 else WholeGradients
@@ -121,21 +124,6 @@ class FlatStore:
     def gain(self) -> float:
         """What the mean gradient is to be multiplied with before a step."""
         return self.holding.gain
-
-    @property
-    def everything(self) -> Mapping[str, Tensor]:
-        """The parameters: nothing else is held here."""
-        return self.parameters
-
-    @property
-    def replaced(self) -> Sequence[tuple[Tensor, str]]:
-        """Nothing: parameters stay the objects they are."""
-        return ()
-
-    @property
-    def sharers(self) -> ProcessGroup | None:
-        """All ranks share with one another."""
-        return self.group
 
     def follow(self, name: str, value: Tensor) -> None:
         """Let a parameter have the value that was given to its master."""
@@ -239,4 +227,4 @@ class FlatStore:
         self.gradients.detach()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
-        self.buckets, self.parameters = (), {}
+        self.buckets, self.parameters, self.everything = (), {}, {}

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, Variable
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
+
+from mizzen.model.inputs import change_tensors
 
 Parameters = Callable[[], Sequence[nn.Parameter]]
 
@@ -27,31 +28,42 @@ def fill_absent(module: nn.Module, parameters: Parameters) -> list[RemovableHand
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def entering(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if not torch.is_grad_enabled():
-            return None
-        leaves, tree = tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if places:
-            for place, passed in zip(places, _Passing.apply(fill, *(leaves[place] for place in places)), strict=True):
-                leaves[place] = passed
-        changed: tuple[Any, Any] = tree_unflatten(leaves, tree)
-        return changed
+    def entering(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        passed = iter(_pass(fill, _differentiable((args, kwargs))))
+        changed = change_tensors((args, kwargs), lambda tensor: next(passed) if _counts(tensor) else tensor)
+        return changed[0], changed[1]
 
     def leaving(module: nn.Module, args: Any, output: Any) -> None:
-        def at_the_end(gradient: Tensor) -> Tensor:
-            Variable._execution_engine.queue_callback(fill)
-            return gradient
-
-        if torch.is_grad_enabled():
-            for leaf in tree_flatten(output)[0]:
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(at_the_end)
+        for tensor in _differentiable(output):
+            tensor.register_hook(lambda _: Variable._execution_engine.queue_callback(fill))  # type: ignore[no-untyped-call]
 
     return [
         module.register_forward_pre_hook(entering, with_kwargs=True),
         module.register_forward_hook(leaving, prepend=True),
     ]
+
+
+def _counts(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _differentiable(structure: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if _counts(tensor):
+            found.append(tensor)
+        return tensor
+
+    change_tensors(structure, look)
+    return found
+
+
+def _pass(fill: Callable[[], None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    passed: tuple[Tensor, ...] = _Passing.apply(fill, *tensors)  # type: ignore[no-untyped-call]
+    return passed
 
 
 class _Passing(Function):

@@ -1,5 +1,7 @@
 """What a user says of a model before it is planned: which modules are one unit, who uses whose parameters."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from mizzen.ambient import AMBIENT
@@ -17,3 +19,40 @@ def register_use(module: nn.Module, parameter: Tensor) -> None:
             "in the __init__ of the module that uses it"
         )
     AMBIENT.externals.set(parameter, module)
+
+
+def pin(module: nn.Module, is_pinned: bool = True) -> None:
+    """Let a module be one unit of gathering, or not."""
+    if is_pinned:
+        AMBIENT.leaves.set(module, module)
+    else:
+        AMBIENT.leaves.remove(module)
+
+
+def is_pinned(module: nn.Module) -> bool:
+    """Whether somebody has pinned it."""
+    return AMBIENT.leaves.get(module) is not None
+
+
+def find(model: nn.Module, wanted: Sequence[type | str], *, how: str = "class") -> list[nn.Module]:
+    """The modules of these classes, or of these names or ends of names, each once."""
+    found: dict[int, nn.Module] = {}
+    for entry in wanted:
+        matches = [module for name, module in model.named_modules() if _matches(name, module, entry, how)]
+        if not matches:
+            raise UsageError(f"no module of {type(model).__name__} has the {how} {_words(entry)}")
+        found |= {id(module): module for module in matches}
+    return list(found.values())
+
+
+def _matches(name: str, module: nn.Module, entry: type | str, how: str) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    kind = type(module)
+    if how == "class":
+        return entry in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return name == entry or (how == "suffix" and name.endswith(entry))
+
+
+def _words(entry: type | str) -> str:
+    return entry.__name__ if isinstance(entry, type) else repr(entry)

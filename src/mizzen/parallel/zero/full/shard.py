@@ -8,7 +8,8 @@ from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch, bytes_per_element
-from mizzen.parallel.zero.full.store import FullHolding, FullStore, Ranks
+from mizzen.parallel.zero.full.assemble import FullHolding, Ranks
+from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.units import Division, Unit, divide, is_trained, shard_dim
 from mizzen.parallel.zero.full.wrap import Wrapping
 from mizzen.parallel.zero.reduce import Reduction

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from mizzen.errors import UsageError
+from mizzen.model.inputs import change_tensors
 from mizzen.model.piece import copy_overlap, piece_of_whole
 from mizzen.model.placement import piece_of_tensor
 
@@ -22,26 +22,95 @@ WAYS: Final = (
     "mizzen.zero.safe_get_full_fp32_param and safe_set_full_fp32_param"
 )
 FACTS: Final = frozenset(
-    """shape dtype device requires_grad grad grad_dtype is_leaf grad_fn layout ndim is_sparse is_quantized is_meta names
-    itemsize nbytes output_nr retains_grad is_nested _version _base is_cuda is_cpu is_xpu is_mps _backward_hooks
-    _post_accumulate_grad_hooks""".split()
+    {
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "grad",
+        "grad_dtype",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "ndim",
+        "is_sparse",
+        "is_quantized",
+        "is_meta",
+        "names",
+        "itemsize",
+        "nbytes",
+        "output_nr",
+        "retains_grad",
+        "is_nested",
+        "_version",
+        "_base",
+        "is_cuda",
+        "is_cpu",
+        "is_xpu",
+        "is_mps",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    }
 )
 """Properties that anybody may ask for; that of a whole parameter where there is a difference."""
 CALLS: Final = frozenset(
-    """size dim numel nelement element_size is_floating_point is_complex is_contiguous stride detach requires_grad_
-    register_hook register_post_accumulate_grad_hook to_local full_tensor redistribute __hash__ __repr__ __len__
-    untyped_storage storage_offset data_ptr is_inference is_shared is_pinned type get_device is_signed
-    _has_compatible_shallow_copy_type is_same_size __reduce_ex__ retain_grad has_names""".split()
+    {
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "stride",
+        "detach",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "to_local",
+        "full_tensor",
+        "redistribute",
+        "__hash__",
+        "__repr__",
+        "__len__",
+        "untyped_storage",
+        "storage_offset",
+        "data_ptr",
+        "is_inference",
+        "is_shared",
+        "is_pinned",
+        "type",
+        "get_device",
+        "is_signed",
+        "_has_compatible_shallow_copy_type",
+        "is_same_size",
+        "__reduce_ex__",
+        "retain_grad",
+        "has_names",
+    }
 )
 """Methods and functions likewise."""
+HOOKS: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+"""Methods that are meant for the gradient that autograd computes here, before it is summed over the ranks."""
+ALIKE: Final = frozenset({"to", "clone", "__deepcopy__", "zeros_like", "ones_like", "empty_like", "full_like", "cpu"})
+"""What gives another tensor that is sharded alike."""
+VIEWS: Final[Mapping[str, Callable[..., Tensor]]] = {
+    "view_as": Tensor.view,
+    "reshape_as": Tensor.reshape,
+    "expand_as": Tensor.expand,
+}
+"""What only asks for a shape."""
 
 
 class Sharded(DTensor):
     """This rank's shard of a parameter. Each parameter has a class of its own, which knows its name."""
 
     label: ClassVar[str] = ""
-    gather: ClassVar[Callable[[Tensor], Tensor] | None] = None
+    make_whole: ClassVar[Callable[[Tensor, str], Tensor] | None] = None
     """Makes it whole where that is allowed, with a gradient that finds its way back; raises otherwise."""
+    stand_in: ClassVar[Tensor | None] = None
+    """The object that stands in the module while it is gathered, on which autograd works."""
 
     @classmethod
     def __torch_function__(
@@ -51,24 +120,34 @@ class Sharded(DTensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             name = _name_of(func)
+            if name in HOOKS and isinstance(args[0], Sharded) and args[0].stand_in is not None:
+                return func(args[0].stand_in, *args[1:], **kwargs)
+            if name == "grad" and len(args) == 2 and not isinstance(args[1], DTensor | None):
+                raise UsageError(
+                    f"'{cls.label}' is sharded, and so is its gradient, which is not kept in .grad: set it with "
+                    "mizzen.zero.safe_set_full_grad, between backward and step"
+                )
             if name in FACTS or name in CALLS:
                 return func(*args, **kwargs)
             if name == "data":
                 return _get_or_set_data(func, args)
+            if name in VIEWS and not isinstance(args[0], Sharded):
+                return VIEWS[name](args[0], args[1].shape)
             tensors = [value for value in args if isinstance(value, Tensor)]
             if name == "copy_" and isinstance(args[0], Sharded):
                 return _copy(*args, **kwargs)
-            if all(isinstance(value, DTensor) for value in tensors) and name in ("to", "clone", "__deepcopy__"):
+            if all(isinstance(value, DTensor) for value in tensors) and name in ALIKE:
                 return func(*args, **kwargs)
 
             def whole(value: Any) -> Any:
                 if not isinstance(value, Sharded):
                     return value
-                if type(value).gather is None:
+                gather = type(value).make_whole
+                if gather is None:
                     raise refusal(type(value).label, name)
-                return type(value).gather(value)
+                return gather(value, name)
 
-            args, kwargs = tree_map(whole, (tuple(args), dict(kwargs)))
+            args, kwargs = change_tensors(tuple(args), whole), change_tensors(dict(kwargs), whole)
         return func(*args, **kwargs)
 
 
@@ -111,9 +190,10 @@ def refusal(label: str, name: str) -> UsageError:
     return UsageError(f"{name}() on '{label}', of which this rank holds a shard, outside of a forward pass: {WAYS}")
 
 
-def mark(parameter: Tensor, label: str, gather: Callable[[Tensor], Tensor] | None) -> None:
+def mark(parameter: Tensor, label: str, gather: Callable[[Tensor, str], Tensor], stand_in: Tensor) -> None:
     """Make a DTensor answer as a sharded parameter."""
-    parameter.__class__ = type("Sharded", (Sharded,), {"label": label, "gather": staticmethod(gather)})
+    facts = {"label": label, "make_whole": staticmethod(gather), "stand_in": stand_in}
+    parameter.__class__ = type("Sharded", (Sharded,), facts)
 
 
 def set_aside(parameter: Tensor) -> None:
@@ -150,7 +230,7 @@ def _name_of(func: Any) -> str:
 def _get_or_set_data(func: Any, args: Sequence[Any]) -> Any:
     found = func(*args)
     if len(args) == 1 and isinstance(found, DTensor):
-        found.__class__ = type("Sharded", (Sharded,), {"label": type(args[0]).label, "gather": None})
+        found.__class__ = type("Sharded", (Sharded,), {"label": type(args[0]).label, "make_whole": None})
     return found
 
 

@@ -2,148 +2,57 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mizzen.comm import collectives, groups
+from mizzen.comm import groups
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
+from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
-from mizzen.parallel.zero.full.sharded import bring_back, mark, move, set_aside, unmark
+from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained
+from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark
 from mizzen.parallel.zero.full.touch import Touch
-from mizzen.parallel.zero.full.units import Unit, is_trained
+from mizzen.parallel.zero.full.units import Unit
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter
-from mizzen.parallel.zero.full.wrap import (
-    Wrapping,
-    connect,
-    forget,
-    held_open,
-    padded,
-    recover,
-    rehouse,
-    sharded,
-    start,
-    unwrap,
-    whole,
-    wrap,
-)
-from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype
-from mizzen.precision.policy import Policy, wider
-
-
-@dataclass(frozen=True, slots=True)
-class FullHolding:
-    """How units are held, as plain values of the plan."""
-
-    reduction: Reduction
-    """Over the ranks that share one copy."""
-    between: Reduction
-    """Over the copies, where there are several."""
-    policy: Policy
-    wrapping: Wrapping
-    gain: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Who shares what with whom."""
-
-    mesh: DeviceMesh
-    """The ranks that share one copy of the parameters."""
-    sharers: ProcessGroup
-    """The same as a group."""
-    copies: ProcessGroup | None
-    """The ranks that hold the same shards; None where nobody else does."""
-    everyone: ProcessGroup
-    """All over which gradients are averaged."""
+from mizzen.parallel.zero.full.wrap import connect, forget, held_open, recover, start, unwrap, whole
+from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 
 
 class FullStore:
     """The units of one model."""
 
+    is_sharded = True
+
     def __init__(self, model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks) -> None:
         self.holding = holding
-        self.group = ranks.everyone
-        self.sharers = ranks.sharers
+        self.gain = holding.gain
+        self.group: ProcessGroup | None = ranks.everyone
+        self.sharers: ProcessGroup | None = ranks.sharers
+        self.sharing = ranks.sharers
         self.counts = ranks.copies is None or groups.get_rank(ranks.copies) == 0
         """Whether this rank's shards count in a norm, of which each is counted once."""
         self.model: Any = model
         self.place = Place()
-        self.replaced: list[tuple[Tensor, str]] = []
+        self.replaced: Sequence[tuple[Tensor, str]] = ()
         """Objects by which a user may know a parameter, beside the sharded one, with its name."""
-        modules = dict(model.named_modules())
-        for unit in units:
-            self._wrap(unit, modules[unit.path], ranks)
-        self.units = tuple(self._live(unit, modules[unit.path]) for unit in units)
+        self.units, moved = assemble(model, units, holding, ranks)
+        self.replaced = moved
+        self.parameters: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
+        self.everything: Mapping[str, Tensor] = {
+            name: parameter for unit in self.units for name, parameter in unit.parameters.items()
+        }
+        self.device = self.units[0].sums.device
         reducer = Reducer(holding.reduction, ranks.sharers)
         copies = Reducer(holding.between, ranks.copies)
         self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place)
         self._connect()
-
-    def _wrap(self, unit: Unit, module: nn.Module, ranks: Ranks) -> None:
-        """Give a unit's parameters the first rank's values and the dtype of their masters, and shard them."""
-        own = dict(self.model.named_parameters())
-        wanted = {each.name: own[each.name] for each in unit.parameters}
-        device = torch.device(ranks.mesh.device_type)
-        for each in unit.parameters:
-            parameter, is_master = wanted[each.name], is_trained(each) and unit.master is not None
-            dtype = torch_dtype(unit.master) if is_master and unit.master else parameter.dtype
-            parameter.data = parameter.data.to(device, dtype, non_blocking=True).contiguous()
-            collectives.broadcast(parameter.data, group=ranks.everyone, group_src=0)
-        wrap(unit, module, list(wanted.values()), ranks.mesh, self.holding.wrapping)
-        for name, parameter in wanted.items():
-            move(parameter, name)
-            self.replaced.append((parameter, name))
-
-    def _live(self, unit: Unit, module: nn.Module) -> LiveUnit:
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        facts = {each.name: each for each in unit.parameters}
-        found: dict[str, DTensor] = {}
-        trained: dict[int, list[Trained]] = {}
-        sizes: dict[int, int] = {}
-        place = 0
-        for parameter, length in zip(sharded(module), padded(module), strict=True):
-            if not isinstance(parameter, DTensor):
-                raise AssertionError(f"FSDP2 holds a {type(parameter).__name__}")
-            name = names[id(parameter)]
-            found[name] = parameter
-            if is_trained(facts[name]):
-                group = facts[name].group or 0
-                offset = sizes.get(group, 0)
-                trained.setdefault(group, []).append(Trained(name, parameter, place, length, offset))
-                sizes[group] = offset + length
-                place += length
-        device = next((local(each).device for each in found.values()), torch.device("cpu"))
-        dtype = torch_dtype(wider(self.holding.policy.accumulation, unit.held)) if unit.held else torch.float32
-        sums = torch.zeros(up(place), dtype=dtype, device=device)
-        count = sum(map(len, trained.values()))
-        return LiveUnit(
-            plan=unit,
-            module=module,
-            parameters=found,
-            shares=tuple(self._share(unit, module, group, each) for group, each in trained.items()),
-            sums=sums,
-            gradient=sums[:place],
-            finite=torch.ones(count, dtype=torch.bool, device=device),
-        )
-
-    def _share(self, unit: Unit, module: nn.Module, group: int, trained: Sequence[Trained]) -> Share:
-        """Move the shards of a group into one tensor."""
-        first = local(trained[0].parameter)
-        master = first.new_zeros(up(trained[-1].offset + trained[-1].length))
-        for each in trained:
-            rehouse(module, each.parameter, master[each.offset : each.offset + each.length])
-        states = wider(self.holding.policy.states, unit.master or "float32")
-        return Share(group, tuple(trained), master, master.to(torch_dtype(states)))
 
     def _connect(self) -> None:
         for unit in self.units:
@@ -160,14 +69,15 @@ class FullStore:
         ]
         for unit in self.units:
             with torch.no_grad(), held_open(unit.module):
-                for name, parameter in zip(unit.parameters, whole(unit.module), strict=True):
-                    self.replaced.append((parameter, name))
+                stand_ins = dict(zip(unit.parameters, whole(unit.module), strict=True))
             slots = {each.name: each for each in unit.trained}
-            for name, parameter in unit.parameters.items():
-                mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharers))
             for each in unit.trained:
                 hook = each.parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
-                unit.handles.append(hook)
+                dense = stand_ins[each.name].register_post_accumulate_grad_hook(_dense)  # type: ignore[no-untyped-call]
+                unit.handles += [hook, dense]
+            for name, parameter in unit.parameters.items():
+                self.replaced = (*self.replaced, (stand_ins[name], name))
+                mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharing), stand_ins[name])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.place.calls += 1
@@ -176,31 +86,6 @@ class FullStore:
         self.place.calls = max(0, self.place.calls - 1)
         if not torch.is_grad_enabled() and not self.place.calls and not self.units[0].open:
             self.model.reshard()  # nothing of it is needed in a backward
-
-    @property
-    def device(self) -> torch.device:
-        """Where the shards are."""
-        return self.units[0].gradient.device
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The trained parameters by name: their sharded objects."""
-        return {each.name: each.parameter for unit in self.units for each in unit.trained}
-
-    @property
-    def everything(self) -> dict[str, Any]:
-        """All sharded parameters by name, the frozen ones too."""
-        return {name: parameter for unit in self.units for name, parameter in unit.parameters.items()}
-
-    @property
-    def is_sharded(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def gain(self) -> float:
-        """What the mean gradient is to be multiplied with before a step."""
-        return self.holding.gain
 
     # What the optimizer works on
 
@@ -328,7 +213,8 @@ class FullStore:
             names = {id(parameter): name for name, parameter in unit.parameters.items()}
             unwrap(unit.module, _replacement(unit, plain, names))
         self.units = self.gradients.units = ()
-        self.replaced.clear()
+        self.parameters, self.everything = {}, {}
+        self.replaced = ()
 
 
 def _replacement(
@@ -342,12 +228,18 @@ def _replacement(
     return replace
 
 
+def _dense(parameter: Tensor) -> None:
+    """What an embedding may give as a sparse gradient cannot be sharded."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+
+
 def _drop(parameter: Tensor) -> None:
     """What torch leaves as a gradient is not where ours are."""
     parameter.grad = None
 
 
-def _plain(parameter: DTensor) -> Tensor:
+def _plain(parameter: Tensor) -> Tensor:
     """The same shard without our class, which answers for itself."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor = parameter.detach()

@@ -32,11 +32,11 @@ class Touch:
         self.gradients = gradients
         self.group = group
 
-    def __call__(self, parameter: Any) -> Tensor:
+    def __call__(self, parameter: Any, name: str) -> Tensor:
         """The whole parameter, as its unit would have it."""
         place = self.gradients.place
         if not place.calls and not place.is_backward:
-            raise refusal(type(parameter).label, "an operation")
+            raise refusal(type(parameter).label, name)
         found: Tensor = _Whole.apply(parameter, self)  # type: ignore[no-untyped-call]
         return found
 
@@ -71,7 +71,7 @@ class Touch:
         dim = shard_dim(shape, self.ranks)
         each = -(-shape[dim] // self.ranks)
         rows = gradient.new_zeros([self.ranks, slot.length], dtype=self.unit.gradient.dtype)
-        for row, part in zip(rows, gradient.split(each, dim), strict=False):
+        for row, part in zip(rows, torch.split(gradient, each, dim), strict=False):
             row[: part.numel()] = part.reshape(-1)
         place = self.gradients.place
         meet(place.tag(f"{slot.name} outside of its unit"), self.group, rows)

@@ -37,8 +37,8 @@ class Place:
 def explained(error: CommError) -> CommError:
     """The same with what helps against the usual cause."""
     return CommError(
-        f"{error}. At ZeRO stage 3 every rank has to run the same units in the same order: a branch that ranks may take "
-        "differently belongs inside one unit; pin a module around it in zero_optimization.leaf_module"
+        f"{error}. At ZeRO stage 3 every rank has to run the same units in the same order: a branch that ranks may "
+        "take differently belongs inside one unit; pin a module around it in zero_optimization.leaf_module"
     )
 
 
@@ -74,9 +74,7 @@ class Gather:
         """Memory for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Gather shards into a whole unit."""
         try:
             work = self.start(output_tensor, input_tensor, group)

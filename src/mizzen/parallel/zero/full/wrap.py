@@ -38,6 +38,11 @@ class Wrapping:
     """Elements that are gathered before they are needed, in whole units; 0 is none."""
 
 
+def state_of(module: nn.Module) -> Any:
+    """What FSDP2 knows of a module."""
+    return vars(fully_shard)["state"](module)
+
+
 def wrap(unit: Unit, module: nn.Module, wanted: Sequence[nn.Parameter], mesh: DeviceMesh, how: Wrapping) -> None:
     """Shard these parameters of a module over a mesh, and gather them whenever the module runs."""
     ranks = mesh.size()
@@ -63,7 +68,7 @@ def wrap(unit: Unit, module: nn.Module, wanted: Sequence[nn.Parameter], mesh: De
 
 def connect(module: Any, gather: Gather, scatter: Scatter) -> list[RemovableHandle]:
     """Let a wrapped module use our collectives, which see to the mean, and send zeros for what got no gradient."""
-    if not fsdp_groups(fully_shard.state(module)):
+    if not fsdp_groups(state_of(module)):
         return []
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
@@ -74,7 +79,7 @@ def connect(module: Any, gather: Gather, scatter: Scatter) -> list[RemovableHand
 
 def start(root: Any, units: Sequence[Any], sizes: Sequence[int], how: Wrapping, device_type: str) -> None:
     """Make the model the root, whichever module runs first; and gather units ahead, in the order of definition."""
-    fully_shard.state(root)._lazy_init()
+    state_of(root)._lazy_init()
     for module in (root, *units):
         # A CPU has no streams: what shall overlap has to be asked for.
         module._set_unshard_async_op(device_type == "cpu")
@@ -90,18 +95,18 @@ def start(root: Any, units: Sequence[Any], sizes: Sequence[int], how: Wrapping, 
 
 def sharded(module: nn.Module) -> list[Tensor]:
     """The sharded parameters of a wrapped module in the order in which they travel."""
-    return [each.sharded_param for group in fsdp_groups(fully_shard.state(module)) for each in group.fsdp_params]
+    return [each.sharded_param for group in fsdp_groups(state_of(module)) for each in group.fsdp_params]
 
 
 def padded(module: nn.Module) -> list[int]:
     """The elements of each on the way, padding included, in the same order."""
-    groups = fsdp_groups(fully_shard.state(module))
+    groups = fsdp_groups(state_of(module))
     return [each.padded_sharded_param_size.numel() for group in groups for each in group.fsdp_params]
 
 
 def rehouse(module: nn.Module, parameter: DTensor, memory: Tensor) -> None:
     """Let a shard live in this memory, padding included; its values move there."""
-    for group in fsdp_groups(fully_shard.state(module)):
+    for group in fsdp_groups(state_of(module)):
         for each in group.fsdp_params:
             if each.sharded_param is parameter:
                 memory.copy_(each._sharded_param_data)
@@ -113,13 +118,13 @@ def rehouse(module: nn.Module, parameter: DTensor, memory: Tensor) -> None:
 
 def whole(module: nn.Module) -> list[nn.Parameter]:
     """The objects that stand in the module while it is gathered, in the same order; only after a first time."""
-    return [each.unsharded_param for group in fsdp_groups(fully_shard.state(module)) for each in group.fsdp_params]
+    return [each.unsharded_param for group in fsdp_groups(state_of(module)) for each in group.fsdp_params]
 
 
 @contextmanager
 def held_open(module: Any) -> Iterator[None]:
     """Gather a module, and leave it gathered whatever runs inside."""
-    groups = fsdp_groups(fully_shard.state(module))
+    groups = fsdp_groups(state_of(module))
     before = [group.post_forward_mesh_info for group in groups]
     module.unshard()
     for group in groups:
@@ -134,7 +139,7 @@ def held_open(module: Any) -> Iterator[None]:
 
 def forget(module: Any) -> None:
     """Shard a module again, and drop what was gathered ahead of a use that did not come."""
-    for group in fsdp_groups(fully_shard.state(module)):
+    for group in fsdp_groups(state_of(module)):
         if group._all_gather_result is not None:
             group.wait_for_unshard()
     module.reshard()
@@ -142,7 +147,7 @@ def forget(module: Any) -> None:
 
 def recover(root: Any) -> None:
     """Start again after a forward or backward that did not come to its end."""
-    state = fully_shard.state(root)
+    state = state_of(root)
     for each in state._state_ctx.all_states:
         for group in fsdp_groups(each):
             group._training_state = type(group._training_state).IDLE
@@ -160,7 +165,7 @@ def recover(root: Any) -> None:
 
 def unwrap(module: Any, replace: Callable[[Tensor], nn.Parameter]) -> None:
     """Take FSDP2 off a module; `replace` gives the parameter that comes in the place of a sharded one."""
-    state = fully_shard.state(module)
+    state = state_of(module)
     for group in fsdp_groups(state):
         for each in group.fsdp_params:
             each._setattr_on_modules(replace(each.sharded_param))

@@ -185,7 +185,18 @@ class Checkpointed(Base):
 MODELS = {
     kind.__name__: kind
     for kind in (
-        Base, TiedBlocks, Odd, Twice, Outside, Registered, Direct, Flat, Lora, Dtypes, Branching, Checkpointed,
+        Base,
+        TiedBlocks,
+        Odd,
+        Twice,
+        Outside,
+        Registered,
+        Direct,
+        Flat,
+        Lora,
+        Dtypes,
+        Branching,
+        Checkpointed,
     )
 }
 

@@ -1,0 +1,115 @@
+"""From a plain model to sharded units: values of the first rank, masters in one flat tensor for each share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mizzen.comm import collectives
+from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
+from mizzen.parallel.zero.full.sharded import move
+from mizzen.parallel.zero.full.units import Unit, is_trained
+from mizzen.parallel.zero.full.wrap import Wrapping, padded, rehouse, sharded, wrap
+from mizzen.parallel.zero.reduce import Reduction, torch_dtype
+from mizzen.precision.policy import Policy, wider
+
+
+@dataclass(frozen=True, slots=True)
+class FullHolding:
+    """How units are held, as plain values of the plan."""
+
+    reduction: Reduction
+    """Over the ranks that share one copy."""
+    between: Reduction
+    """Over the copies, where there are several."""
+    policy: Policy
+    wrapping: Wrapping
+    gain: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who shares what with whom."""
+
+    mesh: DeviceMesh
+    """The ranks that share one copy of the parameters."""
+    sharers: ProcessGroup
+    """The same as a group."""
+    copies: ProcessGroup | None
+    """The ranks that hold the same shards; None where nobody else does."""
+    everyone: ProcessGroup
+    """All over which gradients are averaged."""
+
+
+def assemble(
+    model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks
+) -> tuple[tuple[LiveUnit, ...], list[tuple[Tensor, str]]]:
+    """Shard the units of a model; also the objects that were its parameters, with their names."""
+    modules = dict(model.named_modules())
+    moved = [each for unit in units for each in _wrap(model, unit, modules[unit.path], holding, ranks)]
+    return tuple(_live(model, unit, modules[unit.path], holding.policy) for unit in units), moved
+
+
+def _wrap(
+    model: nn.Module, unit: Unit, module: nn.Module, holding: FullHolding, ranks: Ranks
+) -> list[tuple[Tensor, str]]:
+    """Give a unit's parameters the first rank's values and the dtype of their masters, and shard them."""
+    own = dict(model.named_parameters())
+    wanted = {each.name: own[each.name] for each in unit.parameters}
+    device = torch.device(ranks.mesh.device_type)
+    for each in unit.parameters:
+        parameter, is_master = wanted[each.name], is_trained(each) and unit.master is not None
+        dtype = torch_dtype(unit.master) if is_master and unit.master else parameter.dtype
+        parameter.data = parameter.data.to(device, dtype, non_blocking=True).contiguous()
+        collectives.broadcast(parameter.data, group=ranks.everyone, group_src=0)
+    wrap(unit, module, list(wanted.values()), ranks.mesh, holding.wrapping)
+    for name, parameter in wanted.items():
+        move(parameter, name)
+    return [(parameter, name) for name, parameter in wanted.items()]
+
+
+def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy) -> LiveUnit:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    facts = {each.name: each for each in unit.parameters}
+    found: dict[str, DTensor] = {}
+    trained: dict[int, list[Trained]] = {}
+    sizes: dict[int, int] = {}
+    place = 0
+    for parameter, length in zip(sharded(module), padded(module), strict=True):
+        if not isinstance(parameter, DTensor):
+            raise AssertionError(f"FSDP2 holds a {type(parameter).__name__}")
+        name = names[id(parameter)]
+        found[name] = parameter
+        if is_trained(facts[name]):
+            group = facts[name].group or 0
+            offset = sizes.get(group, 0)
+            trained.setdefault(group, []).append(Trained(name, parameter, place, length, offset))
+            sizes[group] = offset + length
+            place += length
+    device = next((local(each).device for each in found.values()), torch.device("cpu"))
+    dtype = torch_dtype(wider(policy.accumulation, unit.held)) if unit.held else torch.float32
+    sums = torch.zeros(up(place), dtype=dtype, device=device)
+    count = sum(map(len, trained.values()))
+    return LiveUnit(
+        plan=unit,
+        module=module,
+        parameters=found,
+        shares=tuple(_share(unit, module, group, each, policy) for group, each in trained.items()),
+        sums=sums,
+        gradient=sums[:place],
+        finite=torch.ones(count, dtype=torch.bool, device=device),
+    )
+
+
+def _share(unit: Unit, module: nn.Module, group: int, trained: Sequence[Trained], policy: Policy) -> Share:
+    """Move the shards of a group into one tensor."""
+    first = local(trained[0].parameter)
+    master = first.new_zeros(up(trained[-1].offset + trained[-1].length))
+    for each in trained:
+        rehouse(module, each.parameter, master[each.offset : each.offset + each.length])
+    states = wider(policy.states, unit.master or "float32")
+    return Share(group, tuple(trained), master, master.to(torch_dtype(states)))
