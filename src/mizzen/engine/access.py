@@ -101,6 +101,66 @@ def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
     _scatter(owner, value, owner.store.state_pieces(owner.optimizer.state, key))
 
 
+def local_value(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's own part of a master value, as it lies in memory; empty where it has none."""
+    owner = owner_of(parameter)
+    return None if owner is None else _local(owner, owner.store.pieces("master"))
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's own part of the reduced gradient; between backward and step. Every rank calls this."""
+    owner = _trainer_of(parameter)
+    if owner is None:
+        return None
+    owner.store.gradients.collect()
+    return _local(owner, owner.store.pieces("gradient")) / owner.scaler.scale
+
+
+def local_state(parameter: nn.Parameter, key: str) -> Tensor | None:
+    """This rank's own part of one optimizer state; None before the first step."""
+    owner = _trainer_of(parameter)
+    if owner is None or owner.optimizer is None or not owner.optimizer.state:
+        return None
+    return _local(owner, owner.store.state_pieces(owner.optimizer.state, key))
+
+
+def set_local_value(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's own part of a parameter. Every rank calls this, with its own part."""
+    owner = _require(parameter)
+    _write(owner, value, owner.store.pieces("master"))
+    owner.store.follow(owner.name, _gather(owner, owner.store.pieces("master")))
+
+
+def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's own part of the reduced gradient."""
+    owner = _require(parameter)
+    owner.store.gradients.collect()
+    _write(owner, value * owner.scaler.scale, owner.store.pieces("gradient"))
+
+
+def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
+    """Write this rank's own part of one optimizer state."""
+    owner = _require(parameter)
+    if owner.optimizer is None or not owner.optimizer.state:
+        raise UsageError(f"the optimizer has no states before its first step: '{key}' cannot be set yet")
+    _write(owner, value, owner.store.state_pieces(owner.optimizer.state, key))
+
+
+def _local(owner: Owner, pieces: list[Piece]) -> Tensor:
+    mine = [piece.data for piece in pieces if piece.name == owner.name]
+    return mine[0].clone() if mine else owner.store.everything[owner.name].new_empty(0)
+
+
+def _write(owner: Owner, value: Tensor, pieces: list[Piece]) -> None:
+    for piece in pieces:
+        if piece.name == owner.name:
+            if piece.numel != value.numel():
+                raise UsageError(
+                    f"this rank holds {piece.numel} elements of '{owner.name}'; the value given has {value.numel()}"
+                )
+            piece.data.copy_(value.reshape(piece.data.shape))
+
+
 def update_gradients(parameters: Iterable[nn.Parameter], change: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
     """Replace the reduced gradient of each parameter by what `change(gradient, parameter)` returns."""
     for parameter in parameters:

@@ -57,6 +57,7 @@ class FlatStore:
         held = {slot.name for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots}
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
         self.everything: Mapping[str, Tensor] = self.parameters
+        self.bundles: Sequence[Sequence[str]] = (tuple(self.parameters),)
         self.replaced: Sequence[tuple[Tensor, str]] = ()
         self.sharers = group
         self.device = next(iter(self.parameters.values())).device

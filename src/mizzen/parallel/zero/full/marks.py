@@ -21,6 +21,11 @@ def register_use(module: nn.Module, parameter: Tensor) -> None:
     AMBIENT.externals.set(parameter, module)
 
 
+def unregister_use(parameter: Tensor) -> None:
+    """Take that back."""
+    AMBIENT.externals.remove(parameter)
+
+
 def pin(module: nn.Module, is_pinned: bool = True) -> None:
     """Let a module be one unit of gathering, or not."""
     if is_pinned:
@@ -34,12 +39,14 @@ def is_pinned(module: nn.Module) -> bool:
     return AMBIENT.leaves.get(module) is not None
 
 
-def find(model: nn.Module, wanted: Sequence[type | str], *, how: str = "class") -> list[nn.Module]:
+def find(
+    model: nn.Module, wanted: Sequence[type | str], *, how: str = "class", must_be_there: bool = True
+) -> list[nn.Module]:
     """The modules of these classes, or of these names or ends of names, each once."""
     found: dict[int, nn.Module] = {}
     for entry in wanted:
         matches = [module for name, module in model.named_modules() if _matches(name, module, entry, how)]
-        if not matches:
+        if not matches and must_be_there:
             raise UsageError(f"no module of {type(model).__name__} has the {how} {_words(entry)}")
         found |= {id(module): module for module in matches}
     return list(found.values())

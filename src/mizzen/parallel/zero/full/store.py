@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mizzen.comm import groups
+from mizzen.errors import UsageError
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
@@ -48,6 +49,7 @@ class FullStore:
         self.everything: Mapping[str, Tensor] = {
             name: parameter for unit in self.units for name, parameter in unit.parameters.items()
         }
+        self.bundles: Sequence[Sequence[str]] = [tuple(unit.parameters) for unit in self.units]
         self.device = self.units[0].sums.device
         reducer = Reducer(holding.reduction, ranks.sharers)
         copies = Reducer(holding.between, ranks.copies)
@@ -66,6 +68,9 @@ class FullStore:
         root.handles += [
             root.module.register_forward_pre_hook(self._enter, prepend=True),
             root.module.register_forward_hook(self._leave, always_call=True),
+            root.module.register_state_dict_pre_hook(self._forget),
+            root.module.register_load_state_dict_pre_hook(self._forget),
+            root.module.register_load_state_dict_post_hook(lambda *_: self.refresh()),
         ]
         for unit in self.units:
             with torch.no_grad(), held_open(unit.module):
@@ -124,18 +129,30 @@ class FullStore:
             if share.stepped is not share.master:
                 share.master.copy_(share.stepped)
         self.rest()
-        self.refresh()
+        self._forget()
         self.place.step += 1
 
     def refresh(self) -> None:
         """Somebody has written to the shards: forget what was gathered of them."""
+        self._forget()
+        there = dict(self.model.named_parameters())
+        for unit in self.units:
+            for name, parameter in unit.parameters.items():
+                if not unit.open and there.get(name) is not parameter:
+                    raise UsageError(
+                        f"'{name}' is not the model's sharded parameter any more: load_state_dict with assign=True, or "
+                        "an assignment, has replaced it. Copy values instead, with load_state_dict alone"
+                    )
+
+    def _forget(self, *_: Any) -> None:
+        """Shard again whatever is gathered without need."""
         for unit in self.units:
             if not unit.open:
                 forget(unit.module)
 
     def follow(self, name: str, value: Tensor) -> None:
         """A master was written to, which is the parameter itself."""
-        self.refresh()
+        self._forget()
 
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""

@@ -35,7 +35,9 @@ class Place:
 
 
 def explained(error: CommError) -> CommError:
-    """The same with what helps against the usual cause."""
+    """The same with what helps, where ranks have parted ways."""
+    if "parted ways" not in str(error):
+        return error
     return CommError(
         f"{error}. At ZeRO stage 3 every rank has to run the same units in the same order: a branch that ranks may "
         "take differently belongs inside one unit; pin a module around it in zero_optimization.leaf_module"

@@ -81,6 +81,7 @@ def start(root: Any, units: Sequence[Any], sizes: Sequence[int], how: Wrapping, 
     """Make the model the root, whichever module runs first; and gather units ahead, in the order of definition."""
     state_of(root)._lazy_init()
     for module in (root, *units):
+        _keep_out_of_state_dicts(module)
         # A CPU has no streams: what shall overlap has to be asked for.
         module._set_unshard_async_op(device_type == "cpu")
     for number, module in enumerate((root, *units)):
@@ -91,6 +92,19 @@ def start(root: Any, units: Sequence[Any], sizes: Sequence[int], how: Wrapping, 
             following.append(later)
             room -= size
         module.set_modules_to_forward_prefetch(following)
+
+
+def _keep_out_of_state_dicts(module: nn.Module) -> None:
+    """Take away hooks that would shard a module in the middle of a `GatheredParameters`, or adopt what stands there."""
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            each._post_load_hook_handle.remove()
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
 
 
 def sharded(module: nn.Module) -> list[Tensor]:
@@ -169,13 +183,6 @@ def unwrap(module: Any, replace: Callable[[Tensor], nn.Parameter]) -> None:
     for group in fsdp_groups(state):
         for each in group.fsdp_params:
             each._setattr_on_modules(replace(each.sharded_param))
-            each._post_load_hook_handle.remove()
-        for handles in (
-            group._module_to_pre_save_state_dict_hook_handle,
-            group._module_to_pre_load_state_dict_hook_handle,
-        ):
-            for handle in handles.values():
-                handle.remove()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     for key in (STATE_KEY, REGISTRY_KEY):
