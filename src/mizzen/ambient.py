@@ -57,6 +57,8 @@ class Ambient:
     """`checkpointing.checkpoint(f, x)` takes no engine: how inputs are kept, and the named random streams."""
     owners: Owners = field(default_factory=Owners)
     """Parameter -> the engine state that owns it: `safe_get_full_grad(p)` gets only the parameter."""
+    building: Any = None
+    """The `zero.Init` in force: a context inside another is part of it, wherever it is entered."""
     leaves: Owners = field(default_factory=Owners)
     """Module -> itself, where it is pinned as a unit: `set_z3_leaf_modules(model, ...)` comes before any engine."""
     externals: Owners = field(default_factory=Owners)

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
+from mizzen.config.source import Source
 from mizzen.engine.access import (
     full_gradient,
     full_state,
@@ -21,6 +23,7 @@ from mizzen.engine.access import (
     set_local_value,
     update_gradients,
 )
+from mizzen.parallel.zero.full.init import Init as _Init
 from mizzen.parallel.zero.full.marks import find, is_pinned, pin, register_use, unregister_use
 
 safe_get_full_fp32_param = full_value
@@ -36,6 +39,33 @@ safe_get_local_optimizer_state = local_state
 safe_set_local_fp32_param = set_local_value
 safe_set_local_grad = set_local_gradient
 safe_set_local_optimizer_state = set_local_state
+
+
+class Init(_Init):
+    """Inside, modules are sharded as they are built; `Init(module=model)` shards one that is there."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Source | None = None,
+        config: Source | None = None,
+        enabled: bool = True,
+        dtype: Any = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            module,
+            group=data_parallel_group,
+            remote_device=remote_device,
+            config=config_dict_or_path if config_dict_or_path is not None else config,
+            enabled=enabled,
+            dtype=dtype,
+        )
 
 
 @contextmanager
@@ -121,6 +151,7 @@ z3_leaf_module = is_pinned
 
 __all__ = [
     "GatheredParameters",
+    "Init",
     "get_z3_leaf_modules",
     "register_external_parameter",
     "safe_get_full_fp32_param",

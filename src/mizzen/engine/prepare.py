@@ -20,6 +20,7 @@ from mizzen.engine.randomness import RandomStream
 from mizzen.errors import ConfigError, UsageError
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.rules import UNBUILT, is_elementwise
+from mizzen.parallel.zero.full.early import make_whole
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.parallel.zero.shard import DATA_AXES
 from mizzen.plan.build import Plan
@@ -57,8 +58,13 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """
     check_device(plan.resolved.config, get_accelerator())
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
-    model.to(device)
-    trained = {p.name for p in plan.sketch.parameters if p.requires_grad and p.group is not None}
+    late = plan.late
+    make_whole(model, keep=late)
+    if late:
+        _move(model, device, late)
+    else:
+        model.to(device)
+    trained = late | {p.name for p in plan.sketch.parameters if p.requires_grad and p.group is not None}
     for name, parameter in model.named_parameters():
         if name not in trained and policy.parameters and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch_dtype(policy.parameters))
@@ -69,6 +75,16 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if plan.resolved.layout.world > 1:
         rest = [parameter for name, parameter in model.named_parameters() if name not in trained]
         _spread([*rest, *model.buffers()], mesh)
+
+
+def _move(model: nn.Module, device: torch.device, late: frozenset[str]) -> None:
+    """Move everything to the device but parameters that their transform moves, one unit after the other."""
+    for name, parameter in model.named_parameters():
+        if name not in late:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def check_equal(model: nn.Module, mesh: Mesh) -> None:

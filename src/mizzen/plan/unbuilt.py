@@ -62,8 +62,6 @@ UNBUILT: Final = (
     Unbuilt("zero_optimization.zero_quantized_nontrainable_weights", "ZeRO++"),
     Unbuilt("zero_optimization.zero_quantized_gradients", "ZeRO++"),
     Unbuilt("zero_optimization.zeropp_loco_param", "ZeRO++"),
-    Unbuilt("zero_optimization.mics_shard_size", "MiCS"),
-    Unbuilt("data_parallel_replicate_size", "sharding inside replicas"),
     Unbuilt("pipeline_parallel_size", "pipeline parallelism"),
     Unbuilt("pipeline", "pipeline parallelism"),
     Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),

@@ -14,6 +14,7 @@ from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Parts
+from mizzen.plan.transform import Transform
 from mizzen.precision.policy import FLOATING, Policy, wider
 
 DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
@@ -39,7 +40,7 @@ class ZeroChoice:
         return f"ZeRO stage {self.asked} over dp={ranks}{buckets}, sums in {dtype}"
 
 
-class ZeroShard:
+class ZeroShard(Transform):
     """Stages 0 to 2, and any stage on one rank, which has nobody to share with."""
 
     name = "shard"

@@ -10,10 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mizzen.comm import collectives
+from mizzen.model.sketch import ParameterSketch
+from mizzen.parallel.zero.full.early import Early, recut, take_out
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
-from mizzen.parallel.zero.full.sharded import move
+from mizzen.parallel.zero.full.sharded import carry, move, unmark
 from mizzen.parallel.zero.full.units import Unit, is_trained
-from mizzen.parallel.zero.full.wrap import Wrapping, padded, rehouse, sharded, wrap
+from mizzen.parallel.zero.full.wrap import Wrapping, padded, put_back, rehouse, sharded, wrap
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
 from mizzen.precision.policy import Policy, wider
 
@@ -60,16 +62,39 @@ def _wrap(
     """Give a unit's parameters the first rank's values and the dtype of their masters, and shard them."""
     own = dict(model.named_parameters())
     wanted = {each.name: own[each.name] for each in unit.parameters}
+    early = {name: parameter for name, parameter in wanted.items() if isinstance(parameter, Early)}
+    for name, stand_in in take_out(model, early).items():
+        wanted[name] = stand_in
     device = torch.device(ranks.mesh.device_type)
     for each in unit.parameters:
-        parameter, is_master = wanted[each.name], is_trained(each) and unit.master is not None
-        dtype = torch_dtype(unit.master) if is_master and unit.master else parameter.dtype
+        parameter = wanted[each.name]
+        dtype = _dtype(each, unit, holding.policy)
+        if each.name in early:
+            continue
         parameter.data = parameter.data.to(device, dtype, non_blocking=True).contiguous()
         collectives.broadcast(parameter.data, group=ranks.everyone, group_src=0)
     wrap(unit, module, list(wanted.values()), ranks.mesh, holding.wrapping)
+    facts = {each.name: each for each in unit.parameters}
+    shards = {
+        name: local(recut(parameter, ranks.mesh)).to(_dtype(facts[name], unit, holding.policy))
+        for name, parameter in early.items()
+    }
+    put_back(model, module, shards, ranks.mesh)
+    for name, parameter in early.items():
+        unmark(parameter)
+        wanted[name] = nn.Parameter(torch.empty(0))  # a DTensor cannot be emptied; who holds it holds an old shard
+    there = dict(model.named_parameters())
     for name, parameter in wanted.items():
+        carry(early.get(name, parameter), there[name])
         move(parameter, name)
     return [(parameter, name) for name, parameter in wanted.items()]
+
+
+def _dtype(parameter: ParameterSketch, unit: Unit, policy: Policy) -> torch.dtype:
+    """That of a master, or that in which a frozen parameter is held."""
+    if is_trained(parameter) and unit.master is not None:
+        return torch_dtype(unit.master)
+    return torch_dtype(policy.held(parameter.dtype))
 
 
 def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy) -> LiveUnit:

@@ -103,3 +103,9 @@ def local(parameter: DTensor) -> Tensor:
 def up(count: int) -> int:
     """The next multiple."""
     return -(-count // MULTIPLE) * MULTIPLE
+
+
+def joined(shards: Tensor, dim: int, size: int) -> Tensor:
+    """Stacked shards as the tensor that was cut along `dim`, without their padding; no copy along the first."""
+    whole = shards.flatten(0, 1) if dim == 0 else torch.cat(shards.unbind(0), dim)
+    return whole.narrow(dim, 0, size).contiguous()

@@ -1,5 +1,6 @@
 """ZeRO stage 3 as a transform: decides the units of a model, and shards them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store
+from mizzen.plan.transform import Transform
 from mizzen.precision.policy import Policy, wider
 
 SHARD_AXES = ("dp_shard", "sp")
@@ -42,7 +44,7 @@ class FullChoice:
         return f"ZeRO stage 3 over {over}, sums in {dtype}{units}"
 
 
-class ZeroFull:
+class ZeroFull(Transform):
     """Stage 3 on more than one rank; on one there is nothing to shard, and `ZeroShard` holds everything."""
 
     name = "shard"
@@ -52,6 +54,11 @@ class ZeroFull:
         zero, policy = config.zero_optimization, Policy.of(config)
         ranks, sharing = layout.dp * layout.sp, layout.dp_shard * layout.sp
         if zero.stage < 3 or ranks == 1:
+            if layout.dp_replicate > 1:
+                raise PlanError(
+                    f"zero_optimization.stage {zero.stage} in {layout.dp_replicate} copies: sharding inside copies "
+                    "(mics_shard_size, data_parallel_replicate_size) needs stage 3"
+                )
             return None
         refuse_what_does_not_float(sketch)
         _refuse(config, sharing)
@@ -108,6 +115,10 @@ class ZeroFull:
             change += Cost(padded.parameters, share_of.gradients, share_of.masters, share_of.states)
             change -= price(buffer.occupied)
         return change
+
+    def late(self, choice: FullChoice) -> Iterable[str]:
+        """Whatever is sharded."""
+        return (parameter.name for unit in choice.division.units for parameter in unit.parameters)
 
     def apply(self, parts: Parts, choice: FullChoice, mesh: Mesh) -> Parts:
         """Shard the units of every part, and move what stays whole into flat buffers."""

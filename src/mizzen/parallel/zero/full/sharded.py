@@ -119,7 +119,7 @@ class Sharded(DTensor):
         """Answer facts, take in a whole value, and gather or refuse everything else."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            name = _name_of(func)
+            name = property_of(func)
             if name in HOOKS and isinstance(args[0], Sharded) and args[0].stand_in is not None:
                 return func(args[0].stand_in, *args[1:], **kwargs)
             if name == "grad" and len(args) == 2 and not isinstance(args[1], DTensor | None):
@@ -175,7 +175,7 @@ class Elsewhere(Sharded):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answer facts, refuse the rest."""
-        name = _name_of(func)
+        name = property_of(func)
         if name in FACTS or name in CALLS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -219,7 +219,7 @@ def move(parameter: nn.Parameter, label: str) -> None:
     parameter.__class__ = type("Moved", (Moved,), {"label": label})
 
 
-def _name_of(func: Any) -> str:
+def property_of(func: Any) -> str:
     """A function's name, or the property that a getter or setter is of."""
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
@@ -249,3 +249,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     with torch.no_grad():
         copy_overlap(piece_of_whole("", source), piece_of_tensor("", target))
     return target
+
+
+def carry(old: Tensor, new: Tensor) -> None:
+    """Give a parameter the attributes that somebody has hung on the one before it."""
+    own = vars(new)
+    own.update({key: value for key, value in vars(old).items() if key not in own})

@@ -16,7 +16,7 @@ from mizzen.comm import collectives
 from mizzen.comm.communicator import meet
 from mizzen.errors import CommError
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Trained, local
+from mizzen.parallel.zero.full.live import LiveUnit, Trained, joined, local
 from mizzen.parallel.zero.full.sharded import refusal
 from mizzen.parallel.zero.full.units import shard_dim
 from mizzen.parallel.zero.full.wires import explained
@@ -60,7 +60,7 @@ class Touch:
             collectives.all_gather_into_tensor(every.view(-1), mine.view(-1), group=self.group, tag=tag)
         except CommError as error:
             raise explained(error) from None
-        return torch.cat(every.unbind(0), dim).narrow(dim, 0, shape[dim]).contiguous()
+        return joined(every, dim, shape[dim])
 
     def give(self, gradient: Tensor) -> None:
         """Send a whole gradient to the owners of its shards."""

@@ -6,7 +6,7 @@ that two blocks share belongs to the model around them; wrapped last, the model 
 comes first, with everything that belongs to other units ignored.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +128,25 @@ def rehouse(module: nn.Module, parameter: DTensor, memory: Tensor) -> None:
                 shard = memory.view(each.padded_sharded_param_size)
                 dim = each.fsdp_placement.dim
                 parameter._local_tensor = shard.narrow(dim, 0, parameter._local_tensor.shape[dim])
+
+
+def put_back(model: nn.Module, module: nn.Module, shards: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Give parameters that were wrapped without memory their shards, by the names that the model has for them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            name, empty = names[id(each.sharded_param)], each.sharded_param
+            if name in shards:
+                made: Any = DTensor.from_local(
+                    shards[name],
+                    mesh,
+                    [each.fsdp_placement],
+                    run_check=False,
+                    shape=empty.shape,
+                    stride=empty.stride(),
+                )
+                each._setattr_on_modules(nn.Parameter(made, requires_grad=empty.requires_grad))
+                each.reset_sharded_param()
 
 
 def whole(module: nn.Module) -> list[nn.Parameter]:
