@@ -85,6 +85,8 @@ class FullStore:
                 mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharing), stand_ins[name])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self.place.calls and not self.place.is_backward and recover(self.model):
+            self.gradients.clear()  # what an exception has left is not half of a gradient
         self.place.calls += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -214,12 +216,6 @@ class FullStore:
                 unit.open = 0
                 for parameter in unit.parameters.values():
                     bring_back(parameter)
-
-    def abandon(self) -> None:
-        """Start again after a forward or backward that failed half-way."""
-        self.place.calls = 0
-        recover(self.model)
-        self.gradients.clear()
 
     def detach(self) -> None:
         """Give the module its parameters back, whole, on every rank; all ranks do this together."""

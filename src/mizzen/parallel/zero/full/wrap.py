@@ -178,13 +178,19 @@ def forget(module: Any) -> None:
     module.reshard()
 
 
-def recover(root: Any) -> None:
-    """Start again after a forward or backward that did not come to its end."""
+def recover(root: Any) -> bool:
+    """Start again after a forward or backward that did not come to its end; says whether that was so."""
     state = state_of(root)
+    context = state._state_ctx
+    if context.iter_forward_root is None and not context.post_backward_final_callback_queued:
+        return False
     for each in state._state_ctx.all_states:
         for group in fsdp_groups(each):
             group._training_state = type(group._training_state).IDLE
             group._post_forward_indices.clear()
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+            group._to_sharded()
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if "_unsharded_param" in vars(parameter):
@@ -194,6 +200,7 @@ def recover(root: Any) -> None:
     state._comm_ctx.post_forward_order.clear()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
+    return True
 
 
 def unwrap(module: Any, replace: Callable[[Tensor], nn.Parameter]) -> None:
