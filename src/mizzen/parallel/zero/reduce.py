@@ -69,7 +69,7 @@ class Reducer:
 
         def finish() -> None:
             wait_for(work)
-            total = _sum_of_rows(received.view(-1, chunk.numel()))
+            total = sum_of_rows(received.view(-1, chunk.numel()))
             if not add:
                 self._scale(total)
                 chunk.copy_(total)
@@ -123,7 +123,7 @@ def _nothing() -> None:
     """One rank has nothing to wait for."""
 
 
-def _sum_of_rows(rows: Tensor) -> Tensor:
+def sum_of_rows(rows: Tensor) -> Tensor:
     """Row 0 plus row 1 plus row 2 and so on, in that order, which `sum(0)` does not promise."""
     total = rows[0]
     for row in rows[1:]:

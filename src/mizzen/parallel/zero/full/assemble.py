@@ -13,9 +13,10 @@ from mizzen.comm import collectives
 from mizzen.model.sketch import ParameterSketch
 from mizzen.parallel.zero.full.early import Early, recut, take_out
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
+from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.sharded import carry, move, unmark
 from mizzen.parallel.zero.full.units import Unit, is_trained
-from mizzen.parallel.zero.full.wrap import Wrapping, padded, put_back, rehouse, sharded, wrap
+from mizzen.parallel.zero.full.wrap import Wrapping, padded, put_back, rehouse, sharded, share_second_mesh, wrap
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
 from mizzen.precision.policy import Policy, wider
 
@@ -31,6 +32,7 @@ class FullHolding:
     policy: Policy
     wrapping: Wrapping
     gain: float = 1.0
+    quantizing: Quantizing = Quantizing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,19 @@ def assemble(
 ) -> tuple[tuple[LiveUnit, ...], list[tuple[Tensor, str]]]:
     """Shard the units of a model; also the objects that were its parameters, with their names."""
     modules = dict(model.named_modules())
-    moved = [each for unit in units for each in _wrap(model, unit, modules[unit.path], holding, ranks)]
+    moved: list[tuple[Tensor, str]] = []
+    first: nn.Module | None = None
+    for unit in units:
+        module, keeps = modules[unit.path], holding.wrapping.keeps if unit.path else 0
+        moved += _wrap(model, unit, module, holding, ranks, second=keeps if first is None else 0)
+        if keeps and first is not None:
+            share_second_mesh(first, module)
+        first = first or (module if keeps else None)
     return tuple(_live(model, unit, modules[unit.path], holding.policy) for unit in units), moved
 
 
 def _wrap(
-    model: nn.Module, unit: Unit, module: nn.Module, holding: FullHolding, ranks: Ranks
+    model: nn.Module, unit: Unit, module: nn.Module, holding: FullHolding, ranks: Ranks, *, second: int
 ) -> list[tuple[Tensor, str]]:
     """Give a unit's parameters the first rank's values and the dtype of their masters, and shard them."""
     own = dict(model.named_parameters())
@@ -73,7 +82,7 @@ def _wrap(
             continue
         parameter.data = parameter.data.to(device, dtype, non_blocking=True).contiguous()
         collectives.broadcast(parameter.data, group=ranks.everyone, group_src=0)
-    wrap(unit, module, list(wanted.values()), ranks.mesh, holding.wrapping)
+    wrap(unit, module, list(wanted.values()), ranks.mesh, holding.wrapping, second=second)
     facts = {each.name: each for each in unit.parameters}
     shards = {
         name: local(recut(parameter, ranks.mesh)).to(_dtype(facts[name], unit, holding.policy))

@@ -7,9 +7,11 @@ from functools import partial
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
+from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch, bytes_per_element
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks
+from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.units import Division, Unit, divide, is_trained, shard_dim
 from mizzen.parallel.zero.full.wrap import Wrapping
@@ -41,7 +43,10 @@ class FullChoice:
         dtype = self.holding.reduction.dtype or "float32"
         over = f"dp={sharing}" if copies == 1 else f"{sharing} ranks in {copies} copies"
         units = f": {self.division}" if self.division.units[0].parameters or len(self.division.units) > 1 else ""
-        return f"ZeRO stage 3 over {over}, sums in {dtype}{units}"
+        quantized = f", {self.holding.quantizing}" if self.holding.quantizing != Quantizing() else ""
+        keeps = self.holding.wrapping.keeps
+        second = f", a second copy over {keeps} ranks for backward" if keeps else ""
+        return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}"
 
 
 class ZeroFull(Transform):
@@ -54,6 +59,7 @@ class ZeroFull(Transform):
         zero, policy = config.zero_optimization, Policy.of(config)
         ranks, sharing = layout.dp * layout.sp, layout.dp_shard * layout.sp
         if zero.stage < 3 or ranks == 1:
+            _refuse_at_other_stages(zero)
             if layout.dp_replicate > 1:
                 raise PlanError(
                     f"zero_optimization.stage {zero.stage} in {layout.dp_replicate} copies: sharding inside copies "
@@ -63,6 +69,7 @@ class ZeroFull(Transform):
         refuse_what_does_not_float(sketch)
         _refuse(config, sharing)
         division = divide(sketch, zero, policy, sharing)
+        _refuse_mixed(division, zero, policy)
         tenants = [
             Tenant(p.name, p.shape, policy.held(p.dtype), p.group)
             for p in division.whole
@@ -82,6 +89,7 @@ class ZeroFull(Transform):
                     ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
                 ),
                 gain,
+                _quantizing(zero),
             ),
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
@@ -144,12 +152,44 @@ def _refuse(config: Config, sharing: int) -> None:
             "sparse_gradients with zero_optimization.stage 3: a sharded embedding has a dense gradient; leave the key "
             "out, or use stage 2"
         )
+    if sharing == 1:
+        raise PlanError(
+            "zero_optimization.mics_shard_size is 1 at stage 3: every rank would hold everything; use stage 0, 1 or 2"
+        )
     hpz = zero.zero_hpz_partition_size
     if hpz > 1 and sharing % hpz:
         raise PlanError(
             f"zero_optimization.zero_hpz_partition_size is {hpz}, which does not divide the {sharing} ranks that share "
             "the parameters: give a divisor"
         )
+
+
+def _refuse_at_other_stages(zero: ZeroConfig) -> None:
+    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param"):
+        if zero.stage < 3 and zero.__dict__[key] not in (1, False, None):
+            raise PlanError(f"zero_optimization.{key} is part of stage 3; zero_optimization.stage is {zero.stage}")
+
+
+def _refuse_mixed(division: Division, zero: ZeroConfig, policy: Policy) -> None:
+    """What is gathered in 8-bit blocks has one dtype."""
+    for unit in division.units if zero.zero_quantized_weights else ():
+        dtypes = {unit.held if is_trained(p) else policy.held(p.dtype) for p in unit.parameters}
+        if len(dtypes) > 1:
+            raise PlanError(
+                f"zero_optimization.zero_quantized_weights: unit '{unit.title}' has parameters of "
+                f"{', '.join(sorted(map(str, dtypes)))}, which are gathered as bytes: hold them in one dtype"
+            )
+
+
+def _quantizing(zero: ZeroConfig) -> Quantizing:
+    loco = zero.zeropp_loco_param
+    if loco is not None and not zero.zero_quantized_gradients:
+        raise PlanError(
+            "zero_optimization.zeropp_loco_param is the error feedback of zero_quantized_gradients, which is false: "
+            "set it to true, or leave the section out"
+        )
+    feedback = (loco.err_beta, loco.reset_T) if loco is not None else None
+    return Quantizing(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
 
 
 def _mean(config: Config, policy: Policy, ranks: int) -> Reduction:

@@ -18,6 +18,7 @@ from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
 from mizzen.parallel.zero.full.gradients import UnitGradients
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained
+from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
 from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit
@@ -52,13 +53,16 @@ class FullStore:
         self.bundles: Sequence[Sequence[str]] = [tuple(unit.parameters) for unit in self.units]
         self.device = self.units[0].sums.device
         reducer = Reducer(holding.reduction, ranks.sharers)
+        if holding.quantizing.gradients:
+            reducer = QuantizedReducer(holding.reduction, ranks.sharers, holding.quantizing, lambda: self.place.step)
         copies = Reducer(holding.between, ranks.copies)
         self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place)
         self._connect()
 
     def _connect(self) -> None:
         for unit in self.units:
-            gather = Gather(unit.plan.title, self.place)
+            kind = QuantizedGather if self.holding.quantizing.weights else Gather
+            gather = kind(unit.plan.title, self.place)
             scatter = Scatter(unit.plan.title, self.place, partial(self.gradients.take, unit))
             unit.handles += connect(unit.module, gather, scatter)
         root, *others = self.units

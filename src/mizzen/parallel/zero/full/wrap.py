@@ -43,8 +43,13 @@ def state_of(module: nn.Module) -> Any:
     return vars(fully_shard)["state"](module)
 
 
-def wrap(unit: Unit, module: nn.Module, wanted: Sequence[nn.Parameter], mesh: DeviceMesh, how: Wrapping) -> None:
-    """Shard these parameters of a module over a mesh, and gather them whenever the module runs."""
+def wrap(
+    unit: Unit, module: nn.Module, wanted: Sequence[nn.Parameter], mesh: DeviceMesh, how: Wrapping, *, second: int
+) -> None:
+    """Shard these parameters of a module over a mesh, and gather them whenever the module runs.
+
+    With `second` it stays sharded over so many ranks after a forward, instead of over all.
+    """
     ranks = mesh.size()
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -55,7 +60,7 @@ def wrap(unit: Unit, module: nn.Module, wanted: Sequence[nn.Parameter], mesh: De
     fully_shard(
         module,
         mesh=mesh,
-        reshard_after_forward=(how.keeps or True) if unit.path else False,
+        reshard_after_forward=(second or True) if unit.path else False,
         shard_placement_fn=placement,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=torch_dtype(unit.gathers_as) if unit.gathers_as else None,
@@ -64,6 +69,16 @@ def wrap(unit: Unit, module: nn.Module, wanted: Sequence[nn.Parameter], mesh: De
         ),
         ignored_params=set(module.parameters()) - set(wanted),
     )
+
+
+def share_second_mesh(first: nn.Module, module: nn.Module) -> None:
+    """Let a module keep its second copy over the groups of another one: torch would form new ones for each."""
+    for origin in fsdp_groups(state_of(first))[:1]:
+        for group in fsdp_groups(state_of(module)):
+            group.post_forward_mesh_info = origin.post_forward_mesh_info
+            for each in group.fsdp_params:
+                each.post_forward_mesh_info = origin.post_forward_mesh_info
+                each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
 
 
 def connect(module: Any, gather: Gather, scatter: Scatter) -> list[RemovableHandle]:
