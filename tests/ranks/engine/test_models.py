@@ -254,9 +254,9 @@ def test_dropout_differs_between_ranks_and_leaves_the_users_random_numbers_alone
     assert world(2).run(noise) == [(first, mine), (second, others)]
 
 
-def two_engines() -> tuple[list[float], list[float], str]:
+def two_engines(stage: int) -> tuple[list[float], list[float], str]:
     """A model that is given to a second engine trains there, also after the first is destroyed."""
-    case = Case(2, 2)
+    case = Case(stage, 2)
     old = start(case)
     first = a_few_steps(old, case, 1)
     new = start(case, old.module)
@@ -266,8 +266,9 @@ def two_engines() -> tuple[list[float], list[float], str]:
     return first, a_few_steps(new, case, 3), str(caught.value)
 
 
-def test_a_model_belongs_to_its_latest_engine(world):
-    for first, later, message in world(2).run(two_engines):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_belongs_to_its_latest_engine(world, stage):
+    for first, later, message in world(2).run(two_engines, stage):
         assert later[0] != first[0]  # it goes on from where the first engine left it
         assert len(set(later)) == 3
         assert "given to a later engine" in message

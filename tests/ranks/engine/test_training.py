@@ -179,10 +179,10 @@ def test_several_engines_in_one_process_do_not_disturb_each_other(world):
     assert together == [world(2).run(alone, stage)[0] for stage in (3, 2, 1, 0)]
 
 
-def live_and_die(rounds: int) -> tuple[list[int], list[int]]:
+def live_and_die(rounds: int, stage: int) -> tuple[list[int], list[int]]:
     resident, tensors = [], []
     for _ in range(rounds):
-        engine = start(Case(2, 2))
+        engine = start(Case(stage, 2))
         for step in range(2):
             engine.backward(engine(micro_batches(Case(0, 2), step, engine.global_rank)[0]))
             engine.step()
@@ -194,14 +194,15 @@ def live_and_die(rounds: int) -> tuple[list[int], list[int]]:
     return resident, tensors
 
 
-def test_create_train_destroy_stays_flat(world):
-    for resident, tensors in world(2).run(live_and_die, 20, timeout=120):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_create_train_destroy_stays_flat(world, stage):
+    for resident, tensors in world(2).run(live_and_die, 20, stage, timeout=120):
         assert tensors[-1] == tensors[4]
         assert resident[-1] - resident[4] < 16 << 20
 
 
-def after_destroy() -> tuple[bool, list[float]]:
-    engine = start(Case(2, 2))
+def after_destroy(stage: int) -> tuple[bool, list[float]]:
+    engine = start(Case(stage, 2))
     model = engine.module
     engine.destroy()
     with pytest.raises(UsageError, match="engine that was destroyed"):
@@ -212,8 +213,9 @@ def after_destroy() -> tuple[bool, list[float]]:
     return all(p.grad is not None for p in model.parameters()), [loss.item()]
 
 
-def test_the_module_works_on_its_own_after_destroy(world):
-    for has_gradients, losses in world(2).run(after_destroy):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_module_works_on_its_own_after_destroy(world, stage):
+    for has_gradients, losses in world(2).run(after_destroy, stage):
         assert has_gradients
         assert losses[0] == pytest.approx(build(Case())(batch(0, 4)).item())
 

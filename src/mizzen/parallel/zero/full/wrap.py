@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -228,4 +229,8 @@ def unwrap(module: Any, replace: Callable[[Tensor], nn.Parameter]) -> None:
     state._post_forward_hook_handle.remove()
     for key in (STATE_KEY, REGISTRY_KEY):
         vars(module).pop(key, None)
+    _module_state_mapping.pop(module, None)
+    for inner in module.modules():
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(inner).pop(key, None)
     module.__class__ = type(module).__mro__[2]
