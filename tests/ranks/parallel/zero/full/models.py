@@ -38,6 +38,11 @@ class Base(nn.Module):
         return functional.mse_loss(self.last(self.hidden(rows)).squeeze(-1), rows.sum(-1))
 
 
+class Long(Base):
+    def __init__(self):
+        super().__init__(blocks=8)
+
+
 class TiedBlocks(Base):
     """One matrix in two blocks, another in a block and in the model."""
 
@@ -186,6 +191,7 @@ MODELS = {
     kind.__name__: kind
     for kind in (
         Base,
+        Long,
         TiedBlocks,
         Odd,
         Twice,
