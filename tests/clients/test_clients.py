@@ -69,6 +69,7 @@ TRAINED = [
     ("stage 0", "ddp"),
     ("stage 1", "ddp"),
     ("stage 2", "ddp"),
+    ("stage 3", "ddp"),
     ("stage 2, optimizer", "ddp, one group"),
     ("stage 2, optimizer and schedule", "ddp, one group, late"),
 ]
