@@ -101,6 +101,16 @@ def fsdp2(work: Work) -> Step:
     return _loop(model, work)
 
 
+def fsdp2_resharding(work: Work) -> Step:
+    """torch's FSDP2 as ZeRO stage 3: block by block, sharded again after forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    for block in work.model.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    return _loop(fully_shard(work.model), work)
+
+
 def _loop(model: nn.Module, work: Work) -> Step:
     """The loop of a plain torch script."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
@@ -148,12 +158,15 @@ SYSTEMS: Final[dict[str, Callable[[Work], Step]]] = {
     "floor": floor,
     "ddp": ddp,
     "fsdp2": fsdp2,
+    "fsdp2-3": fsdp2_resharding,
     "deepspeed-0": deepspeed,
     "deepspeed-1": deepspeed,
     "deepspeed-2": deepspeed,
+    "deepspeed-3": deepspeed,
     "mizzen-0": mizzen,
     "mizzen-1": mizzen,
     "mizzen-2": mizzen,
+    "mizzen-3": mizzen,
 }
 
 

@@ -23,6 +23,10 @@ class Owners:
         key = id(thing)
         self._entries[key] = (ref(thing, lambda _: self._entries.pop(key, None)), ref(owner))
 
+    def remove(self, thing: Any) -> None:
+        """Forget it."""
+        self._entries.pop(id(thing), None)
+
     def get(self, thing: Any) -> Any:
         """The owner of a thing, or None."""
         found = self._entries.get(id(thing))
@@ -53,6 +57,12 @@ class Ambient:
     """`checkpointing.checkpoint(f, x)` takes no engine: how inputs are kept, and the named random streams."""
     owners: Owners = field(default_factory=Owners)
     """Parameter -> the engine state that owns it: `safe_get_full_grad(p)` gets only the parameter."""
+    building: Any = None
+    """The `zero.Init` in force: a context inside another is part of it, wherever it is entered."""
+    leaves: Owners = field(default_factory=Owners)
+    """Module -> itself, where it is pinned as a unit: `set_z3_leaf_modules(model, ...)` comes before any engine."""
+    externals: Owners = field(default_factory=Owners)
+    """Parameter -> a module that uses it without holding it: models register this in their `__init__`."""
     warned: set[str] = field(default_factory=set)
     """Messages already given, so that each is given once."""
 

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from mizzen.parallel.zero.full.shard import ZeroFull
 from mizzen.parallel.zero.shard import ZeroShard
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.compile import Compile
@@ -9,7 +10,7 @@ from mizzen.rewrite.fused import Fused
 from mizzen.rewrite.layer_drop import LayerDrop
 from mizzen.rewrite.recompute import Recompute
 
-ORDER: Final[tuple[Transform, ...]] = (LayerDrop(), Fused(), Recompute(), Compile(), ZeroShard())
+ORDER: Final[tuple[Transform, ...]] = (LayerDrop(), Fused(), Recompute(), Compile(), ZeroShard(), ZeroFull())
 """Each row may assume that every row above it has run.
 
 Layer drop adds arguments to the model's own forward. Fused operations come before recomputation: they look at what

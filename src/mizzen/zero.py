@@ -1,20 +1,30 @@
 """`mizzen.zero`: access to parameters, gradients and states by the parameter alone. A face: the work is elsewhere."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
+from mizzen.config.source import Source
 from mizzen.engine.access import (
     full_gradient,
     full_state,
     full_value,
     gathered,
+    local_gradient,
+    local_state,
+    local_value,
     set_full_gradient,
     set_full_state,
     set_full_value,
+    set_local_gradient,
+    set_local_state,
+    set_local_value,
     update_gradients,
 )
+from mizzen.parallel.zero.full.init import Init as _Init
+from mizzen.parallel.zero.full.marks import find, is_pinned, pin, register_use, unregister_use
 
 safe_get_full_fp32_param = full_value
 safe_get_full_grad = full_gradient
@@ -23,6 +33,39 @@ safe_set_full_fp32_param = set_full_value
 safe_set_full_grad = set_full_gradient
 safe_set_full_optimizer_state = set_full_state
 safe_update_full_grad_vectorized = update_gradients
+safe_get_local_fp32_param = local_value
+safe_get_local_grad = local_gradient
+safe_get_local_optimizer_state = local_state
+safe_set_local_fp32_param = set_local_value
+safe_set_local_grad = set_local_gradient
+safe_set_local_optimizer_state = set_local_state
+
+
+class Init(_Init):
+    """Inside, modules are sharded as they are built; `Init(module=model)` shards one that is there."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Source | None = None,
+        config: Source | None = None,
+        enabled: bool = True,
+        dtype: Any = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            module,
+            group=data_parallel_group,
+            remote_device=remote_device,
+            config=config_dict_or_path if config_dict_or_path is not None else config,
+            enabled=enabled,
+            dtype=dtype,
+        )
 
 
 @contextmanager
@@ -37,13 +80,99 @@ def GatheredParameters(  # noqa: N802  (a name that users have in their scripts)
         yield
 
 
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say, before `initialize`, that a module uses a parameter it does not hold: it then belongs to the whole model."""
+    register_use(module, parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take it back, before `initialize`."""
+    unregister_use(parameter)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, all parameters are whole and nothing is communicated: what runs there may differ between the ranks."""
+    inner = getattr(model, "module", model)
+    with gathered(list(inner.parameters()), None):
+        yield inner
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Pin all modules of these classes, before `initialize`: each is gathered as one unit, whatever runs inside."""
+    return _pin_all(model, leaf_module_classes, "class", raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Pin modules by their full names."""
+    return _pin_all(model, module_names, "name", raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_suffixes: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Pin modules by the ends of their names."""
+    return _pin_all(model, module_suffixes, "suffix", raise_if_not_found)
+
+
+def _pin_all(model: nn.Module, wanted: Sequence[type | str], how: str, must_be_there: bool) -> list[nn.Module]:
+    found = find(model, wanted, how=how, must_be_there=must_be_there)
+    for module in found:
+        pin(module)
+    return found
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the pins of modules of these classes away."""
+    found = find(model, leaf_module_classes, must_be_there=raise_if_not_found)
+    for module in found:
+        pin(module, False)
+    return found
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Pin one module, or take its pin away."""
+    pin(model, flag)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """All pinned modules of a model."""
+    return [module for module in model.modules() if is_pinned(module)]
+
+
+z3_leaf_module = is_pinned
+
+
 __all__ = [
     "GatheredParameters",
+    "Init",
+    "get_z3_leaf_modules",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unregister_external_parameter",
+    "unset_z3_leaf_modules",
+    "unwrap_model_for_generation",
+    "z3_leaf_module",
 ]

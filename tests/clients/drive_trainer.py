@@ -7,6 +7,7 @@ FOLDER/r.json.
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ SCHEDULER = {
 }
 
 
-def configuration(stage: int, **more) -> dict:
+def configuration(stage: int, zero: dict | None = None, **more) -> dict:
     """As the guides of Trainer tell users to write it."""
     return {
         "train_batch_size": "auto",
@@ -50,6 +51,7 @@ def configuration(stage: int, **more) -> dict:
             "reduce_scatter": True,
             "reduce_bucket_size": "auto",
             "contiguous_gradients": True,
+            **(zero or {}),
         },
         **more,
     }
@@ -61,6 +63,17 @@ RUNS = {
     "stage 1": configuration(1),
     "stage 2": configuration(2),
     "stage 2, fused head": configuration(2, fused={"head_loss": True, "head_chunk": 10}),
+    "stage 3": configuration(
+        3,
+        {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": 100,
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "sub_group_size": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    ),
     # Trainer spares biases and norms from weight decay; an optimizer of the configuration does not.
     "ddp, one group": None,
     "stage 2, optimizer": configuration(2, optimizer=OPTIMIZER),
@@ -172,14 +185,24 @@ def run(name: str, config: dict | None, folder: Path) -> dict:
         "reported": trainer.reported,
         "eval_loss": evaluated["eval_loss"],
         "predictions": [*predicted.predictions.shape, float(predicted.predictions.sum())],
-        "saved": {name: torch.equal(value, model.state_dict()[name]) for name, value in saved.items()},
-        "norms": {name: value.double().norm().item() for name, value in model.named_parameters()},
     }
+    with whole(model, config):
+        found["saved"] = {name: torch.equal(value, model.state_dict()[name]) for name, value in saved.items()}
+        found["norms"] = {name: value.double().norm().item() for name, value in model.named_parameters()}
     if config is not None:
         engine = trainer.model_wrapped
         found["generated"] = list(engine.generate(torch.tensor([[1, 2]]), max_length=6, do_sample=False).shape)
     trainer.accelerator.free_memory()
     return found
+
+
+def whole(model: GPT2LMHeadModel, config: dict | None):
+    """Where a user reads parameters, at any stage."""
+    if config is None:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
 def forget() -> None:

@@ -70,6 +70,7 @@ TRAINED = [
     ("stage 1", "ddp"),
     ("stage 2", "ddp"),
     ("stage 2, fused head", "ddp"),
+    ("stage 3", "ddp"),
     ("stage 2, optimizer", "ddp, one group"),
     ("stage 2, optimizer and schedule", "ddp, one group, late"),
 ]

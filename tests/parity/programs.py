@@ -54,7 +54,11 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "optimizer": {"type": self.optimizer, "params": {"lr": 1e-2, "weight_decay": 0.1}},
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 2000},
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": 2000,
+                "stage3_param_persistence_threshold": 20,
+            },
             "deterministic": self.deterministic,
             "progress": {"enabled": False},
         }

@@ -164,6 +164,12 @@ class Communicator:
             differs = differ_on_device(text, device, reduce_max)
             self.parted = differs if self.parted is None else self.parted | differs
 
+    def meet(self, tag: Tag, handle: Any, payload: Sequence[torch.Tensor]) -> None:
+        """Compare where the ranks of a group are, without exchanging anything else."""
+        group = self.group(handle, "meet")
+        if group is not None:
+            self._compare(tag, Request("exchange", (), payload=tuple(payload)), handle, group)
+
     def _wait(self, request: Request, handle: Any) -> None:
         work = self.issue(request, handle)
         if work is not None:
@@ -207,6 +213,11 @@ def run(request: Request, group: Any, *, async_op: bool = False, extras: Extras 
         return work
     work.wait()
     return None
+
+
+def meet(tag: Tag, group: Any, *payload: torch.Tensor) -> None:
+    """Compare where the ranks of a group are, and what sizes they bring, before they exchange it in their own way."""
+    current().meet(tag, group, payload)
 
 
 def take_parted() -> torch.Tensor | None:

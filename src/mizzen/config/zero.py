@@ -160,7 +160,7 @@ class ZeroConfig(Section):
     zero_quantized_nontrainable_weights: Flag = False
     """Keep parameters that are not trained as 8-bit blocks."""
     zero_quantized_gradients: Flag = False
-    """Reduce gradients as 4-bit blocks, inside a node first."""
+    """Reduce gradients as 4-bit blocks."""
     zeropp_loco_param: LocoConfig | None = None
     """Error feedback for quantized gradients; absent means none."""
     mics_shard_size: FromMinusOne = -1

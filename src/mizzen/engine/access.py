@@ -4,8 +4,8 @@ Everything is done over Pieces: no function here asks for a stage. Reading or wr
 the ranks that share it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives
+from mizzen.comm.fingerprint import compare
+from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import UsageError
 from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
 from mizzen.plan.parts import Store
@@ -30,6 +32,8 @@ class Owner:
     optimizer: Optimizer | None
     scaler: LossScaler
     """By whose scale gradients are larger than they are read and written here."""
+    checks: bool = False
+    """Whether `gathered` looks for edits that were made on one rank only."""
 
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
@@ -57,7 +61,7 @@ def full_value(parameter: nn.Parameter) -> Tensor | None:
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The reduced gradient of a parameter, whole, on every rank; between backward and step."""
-    owner = owner_of(parameter)
+    owner = _trainer_of(parameter)
     if owner is None:
         return None
     owner.store.gradients.collect()
@@ -66,7 +70,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
     """One optimizer state of a parameter, whole, on every rank; None before the first step."""
-    owner = owner_of(parameter)
+    owner = _trainer_of(parameter)
     if owner is None or owner.optimizer is None or not owner.optimizer.state:
         return None
     known = {name for state in owner.optimizer.state.values() for name in state}
@@ -79,8 +83,7 @@ def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Write a parameter, the master weights and the working copy, from a whole tensor that every rank gives."""
     owner = _require(parameter)
     _scatter(owner, value, owner.store.pieces("master"))
-    with torch.no_grad():
-        parameter.copy_(value.to(parameter.device))
+    owner.store.follow(owner.name, value)
 
 
 def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
@@ -98,6 +101,66 @@ def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
     _scatter(owner, value, owner.store.state_pieces(owner.optimizer.state, key))
 
 
+def local_value(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's own part of a master value, as it lies in memory; empty where it has none."""
+    owner = owner_of(parameter)
+    return None if owner is None else _local(owner, owner.store.pieces("master"))
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's own part of the reduced gradient; between backward and step. Every rank calls this."""
+    owner = _trainer_of(parameter)
+    if owner is None:
+        return None
+    owner.store.gradients.collect()
+    return _local(owner, owner.store.pieces("gradient")) / owner.scaler.scale
+
+
+def local_state(parameter: nn.Parameter, key: str) -> Tensor | None:
+    """This rank's own part of one optimizer state; None before the first step."""
+    owner = _trainer_of(parameter)
+    if owner is None or owner.optimizer is None or not owner.optimizer.state:
+        return None
+    return _local(owner, owner.store.state_pieces(owner.optimizer.state, key))
+
+
+def set_local_value(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's own part of a parameter. Every rank calls this, with its own part."""
+    owner = _require(parameter)
+    _write(owner, value, owner.store.pieces("master"))
+    owner.store.follow(owner.name, _gather(owner, owner.store.pieces("master")))
+
+
+def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's own part of the reduced gradient."""
+    owner = _require(parameter)
+    owner.store.gradients.collect()
+    _write(owner, value * owner.scaler.scale, owner.store.pieces("gradient"))
+
+
+def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
+    """Write this rank's own part of one optimizer state."""
+    owner = _require(parameter)
+    if owner.optimizer is None or not owner.optimizer.state:
+        raise UsageError(f"the optimizer has no states before its first step: '{key}' cannot be set yet")
+    _write(owner, value, owner.store.state_pieces(owner.optimizer.state, key))
+
+
+def _local(owner: Owner, pieces: list[Piece]) -> Tensor:
+    mine = [piece.data for piece in pieces if piece.name == owner.name]
+    return mine[0].clone() if mine else owner.store.everything[owner.name].new_empty(0)
+
+
+def _write(owner: Owner, value: Tensor, pieces: list[Piece]) -> None:
+    for piece in pieces:
+        if piece.name == owner.name:
+            if piece.numel != value.numel():
+                raise UsageError(
+                    f"this rank holds {piece.numel} elements of '{owner.name}'; the value given has {value.numel()}"
+                )
+            piece.data.copy_(value.reshape(piece.data.shape))
+
+
 def update_gradients(parameters: Iterable[nn.Parameter], change: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
     """Replace the reduced gradient of each parameter by what `change(gradient, parameter)` returns."""
     for parameter in parameters:
@@ -113,8 +176,21 @@ def refresh_masters(module: nn.Module, *_: object) -> None:
         store.refresh()
 
 
-def _require(parameter: nn.Parameter) -> Owner:
+def _trainer_of(parameter: nn.Parameter) -> Owner | None:
     owner = owner_of(parameter)
+    return owner if owner is not None and owner.name in owner.store.parameters else None
+
+
+def _compare(owned: Mapping[tuple[int, str], Owner], whole: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Find parameters that were edited on some ranks and not on others, where that was asked for."""
+    checked = {place: owner for place, owner in owned.items() if owner.checks and owner.store.group is not None}
+    if checked:
+        sums = {name: str(int(sum_of_bits(whole[key][name]))) for key, name in checked}
+        compare(sums, next(iter(checked.values())).store.group)
+
+
+def _require(parameter: nn.Parameter) -> Owner:
+    owner = _trainer_of(parameter)
     if owner is None:
         raise UsageError("no engine trains this parameter: it is frozen, or it does not belong to an initialized model")
     return owner
@@ -122,20 +198,20 @@ def _require(parameter: nn.Parameter) -> Owner:
 
 def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
     """Each element has one holder among the ranks that share it, so the sum of what they hold is the whole."""
-    parameter = owner.store.parameters[owner.name]
+    parameter = owner.store.everything[owner.name]
     mine = [piece for piece in pieces if piece.name == owner.name]
     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the same on a rank that holds nothing of it
     whole = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     target = piece_of_whole(owner.name, whole)
     for piece in mine:
         copy_overlap(piece, target)
-    if owner.store.group is not None and owner.store.is_sharded:
-        collectives.all_reduce(whole, group=owner.store.group)
+    if owner.store.sharers is not None and owner.store.is_sharded:
+        collectives.all_reduce(whole, group=owner.store.sharers)
     return whole
 
 
 def _scatter(owner: Owner, value: Tensor, pieces: list[Piece]) -> None:
-    expected = owner.store.parameters[owner.name].shape
+    expected = owner.store.everything[owner.name].shape
     if value.shape != expected:
         raise UsageError(f"'{owner.name}' has shape {list(expected)}; the value given has {list(value.shape)}")
     source = piece_of_whole(owner.name, value)
@@ -152,16 +228,27 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
     are left alone.
     """
     wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    owned = [(parameter, owner) for parameter in wanted if (owner := owner_of(parameter)) is not None]
-    yield
-    if modifier_rank is None:
-        return
-    for parameter, owner in owned:
-        value = parameter.detach().clone()
-        if owner.store.group is not None:
-            collectives.broadcast(value, modifier_rank, group=owner.store.group)
+    owned = {(id(owner.store), owner.name): owner for each in wanted if (owner := owner_of(each)) is not None}
+    stores = {id(owner.store): owner.store for owner in owned.values()}
+    with ExitStack() as stack:
+        whole = {
+            key: stack.enter_context(store.whole([name for place, name in owned if place == key]))
+            for key, store in stores.items()
+        }
+        yield
+        values = {}
+        if modifier_rank is None:
+            _compare(owned, whole)
+        else:
+            for (key, name), owner in owned.items():
+                values[key, name] = value = whole[key][name].detach().clone()
+                if owner.store.group is not None:
+                    collectives.broadcast(value, modifier_rank, group=owner.store.group)
+    for place, value in values.items():
+        owner = owned[place]
         with torch.no_grad():
-            parameter.copy_(value)
-        master = full_value(parameter)
-        if master is None or not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
-            set_full_value(parameter, value)
+            owner.store.follow(owner.name, value)
+        master = _gather(owner, owner.store.pieces("master"))
+        if not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
+            _scatter(owner, value, owner.store.pieces("master"))
+            owner.store.follow(owner.name, value)

@@ -47,9 +47,17 @@ def build_engine(
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic)
     observers = (*observers, *(observer for part in parts for observer in part.observers))
     engine = Engine(parts, Driving(runner, updater, scheduler, phases, observers), surroundings)
-    engine.owners = [Owner(name, store, optimizer, arithmetic.scaler) for store in stores for name in store.parameters]
+    engine.owners = [
+        Owner(name, store, optimizer, arithmetic.scaler, config.zero_optimization.enable_sanity_checks)
+        for store in stores
+        for name in store.everything
+    ]
     for owner in engine.owners:
-        AMBIENT.owners.set(owner.store.parameters[owner.name], owner)
+        AMBIENT.owners.set(owner.store.everything[owner.name], owner)
+    known = {(id(owner.store), owner.name): owner for owner in engine.owners}
+    for store in stores:
+        for other, name in store.replaced:
+            AMBIENT.owners.set(other, known[id(store), name])
     return engine
 
 

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from mizzen.config.schema import Config
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import refresh_masters, set_full_value
+from mizzen.engine.export import save, state_dict
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
 from mizzen.environment import World
@@ -93,13 +95,10 @@ NEGATED: Final = frozenset({"postscale_gradients"})
 UNBUILT: Final[Mapping[str, str]] = {
     "save_checkpoint": "checkpoints",
     "load_checkpoint": "checkpoints",
-    "save_16bit_model": "checkpoints",
-    "save_fp16_model": "checkpoints",
     "get_compile_time": "passes over the graph",
     "register_compile_pass": "passes over the graph",
     "offload_states": "offload",
     "reload_states": "offload",
-    "empty_partition_cache": "ZeRO stage 3",
     "set_data_post_process_func": "data efficiency",
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "random_ltd_initialize": "random layer-token drop",
@@ -351,6 +350,43 @@ class Face(nn.Module):
                     found.pop(prefix + name, None)
         return dict(found)
 
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model, in the dtype it computes with, to one file of rank 0. Every rank calls this."""
+        self._allow_gathering("save_16bit_model")
+        skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
+        path = Path(save_dir) / save_filename
+        save(path, self.module, self.stores, skip=skip, is_writer=self.global_rank == 0)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model in the dtype it computes with, on rank 0; None elsewhere. Every rank calls this."""
+        self._allow_gathering("_consolidated_16bit_state_dict")
+        skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
+        found: dict[str, Any] | None = state_dict(self.module, self.stores, skip=skip, is_writer=self.global_rank == 0)
+        return found
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def _allow_gathering(self, call: str) -> None:
+        zero = self.settings.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            raise UsageError(
+                f"{call}() at ZeRO stage 3 gathers the whole model on rank 0: set "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save to true to allow it"
+            )
+
+    def _frozen(self) -> frozenset[str]:
+        return frozenset(name for name, parameter in self.module.named_parameters() if not parameter.requires_grad)
+
+    def empty_partition_cache(self) -> None:
+        """Let go of gathered parameters."""
+        for store in self.stores:
+            store.refresh()
+
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., None] | None = None
     ) -> None:
@@ -362,7 +398,7 @@ class Face(nn.Module):
             return
         self.module.load_state_dict(state, strict=strict)
         for owner in self.owners:  # a state dict may hold more bits than the module
-            if isinstance(value := state.get(owner.name), Tensor):
+            if owner.name in owner.store.parameters and isinstance(value := state.get(owner.name), Tensor):
                 set_full_value(owner.store.parameters[owner.name], value)
 
     def get_wall_clock_timers(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mizzen.accelerator import get_accelerator
@@ -16,11 +17,13 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
-from mizzen.errors import ConfigError, UsageError
+from mizzen.errors import ConfigError, PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups
+from mizzen.optim.lamb import Lamb
 from mizzen.optim.rules import UNBUILT, is_known, whole_groups
+from mizzen.parallel.zero.full.early import make_whole
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.parallel.zero.shard import DATA_AXES
 from mizzen.plan.build import Plan
@@ -58,8 +61,13 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """
     check_device(plan.resolved.config, get_accelerator())
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
-    model.to(device)
-    trained = {p.name for p in plan.sketch.parameters if p.is_trained}
+    late = plan.late
+    make_whole(model, keep=late)
+    if late:
+        _move(model, device, late)
+    else:
+        model.to(device)
+    trained = late | {p.name for p in plan.sketch.parameters if p.is_trained}
     for name, parameter in model.named_parameters():
         if name not in trained and policy.parameters and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch_dtype(policy.parameters))
@@ -72,17 +80,28 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         _spread([*rest, *model.buffers()], mesh)
 
 
+def _move(model: nn.Module, device: torch.device, late: frozenset[str]) -> None:
+    """Move everything to the device but parameters that their transform moves, one unit after the other."""
+    for name, parameter in model.named_parameters():
+        if name not in late:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
 def check_equal(model: nn.Module, mesh: Mesh) -> None:
     """Make sure that every rank has the same parameters and buffers; one that differs is named with the tensor."""
     if mesh.layout.world == mesh.layout.tp * mesh.layout.pp:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    sums = {name: _sum_of_bits(tensor) for name, tensor in tensors}
+    tensors = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, DTensor)]  # shards differ
+    sums = {name: sum_of_bits(tensor) for name, tensor in tensors}
     values = torch.stack(list(sums.values())).tolist() if sums else []
     compare({name: str(value) for name, value in zip(sums, values, strict=True)}, mesh.group(*DATA_AXES))
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def sum_of_bits(tensor: Tensor) -> Tensor:
     """A sum over the bits of a tensor as whole numbers, which is the same in any order and for NaN as well."""
     data = tensor.detach().contiguous().reshape(-1)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8)
@@ -172,6 +191,11 @@ def sketch_of(model: nn.Module, optimizer: Optimizer | None) -> Sketch:
 def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
     """Refuse to share out parameters among ranks for a rule that may look at all of them together."""
     config, layout = plan.resolved.config, plan.resolved.layout
+    if isinstance(optimizer, Lamb) and layout.dp_replicate > 1:
+        raise PlanError(
+            f"Lamb with parameters in {layout.dp_replicate} copies: the norms of whole parameters are added up over "
+            "all ranks; leave mics_shard_size and data_parallel_replicate_size out"
+        )
     is_shared = config.zero_optimization.stage > 0 and layout.dp * layout.sp > 1
     if optimizer is None or not is_shared or is_known(optimizer) or config.zero_allow_untested_optimizer:
         return

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
 from mizzen.model.head import HeadSketch, head_of
 
@@ -49,6 +50,8 @@ class ParameterSketch:
     is_embedding: bool = False
     group: int | None = 0
     """The optimizer group that trains it; None when none does."""
+    is_external: bool = False
+    """Whether a module that does not hold it has registered that it uses it."""
     is_whole: bool = False
     """Whether the update rule of that group needs it whole."""
 
@@ -105,6 +108,8 @@ class ModuleSketch:
     """The path under which the same module object was met before."""
     turns: bool = False
     """Whether its forward calls the `ROTARY` function of its file."""
+    is_leaf: bool = False
+    """Whether a user has pinned it as one unit of gathering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +276,15 @@ class _Reader:
         names = tuple(name for name, _ in own)
         same_as = first if first != path else None
         self.modules.append(
-            ModuleSketch(path, type(module).__name__, names, _is_a(module, CONTAINERS), same_as, _turns(module))
+            ModuleSketch(
+                path,
+                type(module).__name__,
+                names,
+                _is_a(module, CONTAINERS),
+                same_as,
+                turns=_turns(module),
+                is_leaf=AMBIENT.leaves.get(module) is not None,
+            )
         )
         self.head = self.head or head_of(path, module)
         self.hints |= dict.fromkeys(_hints(module))
@@ -292,6 +305,7 @@ def _parameter(found: _Found) -> ParameterSketch:
         tuple(found.aliases),
         type(found.owner).__name__,
         _is_a(found.owner, EMBEDDINGS),
+        is_external=AMBIENT.externals.get(found.tensor) is not None,
     )
 
 

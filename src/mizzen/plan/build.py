@@ -38,6 +38,11 @@ class Plan:
     steps: tuple[Step, ...]
     cost: Cost
 
+    @property
+    def late(self) -> frozenset[str]:
+        """The parameters that some transform itself brings to the device, part by part, because they may not fit."""
+        return frozenset(name for step in self.steps for name in step.transform.late(step.choice))
+
     def apply(self, parts: "Parts", mesh: "Mesh") -> "Parts":
         """Change the parts, one transform after the other, in the order that `ORDER` gives."""
         for step in self.steps:

@@ -1,6 +1,7 @@
 """What a plan makes of a model: always a tuple of parts, one when the model is not pipelined."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -50,6 +51,14 @@ class Store(Protocol):
 
     group: ProcessGroup | None
     """The ranks over which gradients are summed; None when there is one."""
+    sharers: ProcessGroup | None
+    """Those of them among which masters and states are shared out, each element to one."""
+    everything: Mapping[str, Tensor]
+    """The trained parameters by name, and what is sharded beside them: frozen ones."""
+    bundles: Sequence[Sequence[str]]
+    """Their names, by what is gathered together."""
+    replaced: Sequence[tuple[Tensor, str]]
+    """Other objects by which somebody may know a parameter, with its name."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -87,6 +96,12 @@ class Store(Protocol):
 
     def refresh(self) -> None:
         """Take the parameters' values over as masters, after somebody has written to the parameters."""
+
+    def follow(self, name: str, value: Tensor) -> None:
+        """The master of a parameter was given this whole value: let what the model computes with follow."""
+
+    def whole(self, names: Iterable[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Inside, these parameters are whole in their modules; the tensors that stand there, by name."""
 
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""

@@ -1,5 +1,6 @@
 """The seam of every change to a model: decide (`wants`), price, and only then touch tensors (`apply`)."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mizzen.config.layout import Layout
@@ -33,6 +34,10 @@ class Transform(Protocol):
 
     def price(self, choice: Any, sketch: Sketch) -> Cost:
         """What the change adds to, or takes from, the cost of one rank."""
+
+    def late(self, choice: Any) -> Iterable[str]:
+        """The parameters that `apply` itself brings to the device; the others are there before."""
+        return ()
 
     def apply(self, parts: "Parts", choice: Any, mesh: "Mesh") -> "Parts":
         """Do what was decided."""

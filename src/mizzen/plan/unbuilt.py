@@ -42,7 +42,6 @@ def _differs(value: Any, default: Any) -> bool:
     return bool(value) and value != default
 
 
-STAGE_3: Final = "ZeRO stage 3"
 _ON: Final = ("enabled",)
 _TECHNIQUES: Final = (
     "layer_reduction.enabled",
@@ -55,20 +54,10 @@ _TECHNIQUES: Final = (
 )
 
 UNBUILT: Final = (
-    Unbuilt("zero_optimization.stage", STAGE_3, inert=(1, 2), instead="set it to 2 or lower"),
-    Unbuilt("zero_optimization.stage3_model_persistence_threshold", STAGE_3, asks=False),
-    Unbuilt("zero_optimization.leaf_module", STAGE_3, asks=False),
-    Unbuilt("zero_optimization.enable_sanity_checks", STAGE_3, asks=False),
     Unbuilt("zero_optimization.offload_param", "parameter offload"),
     Unbuilt("zero_optimization.offload_optimizer", "optimizer offload"),
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
-    Unbuilt("zero_optimization.zero_hpz_partition_size", "ZeRO++"),
-    Unbuilt("zero_optimization.zero_quantized_weights", "ZeRO++"),
     Unbuilt("zero_optimization.zero_quantized_nontrainable_weights", "ZeRO++"),
-    Unbuilt("zero_optimization.zero_quantized_gradients", "ZeRO++"),
-    Unbuilt("zero_optimization.zeropp_loco_param", "ZeRO++"),
-    Unbuilt("zero_optimization.mics_shard_size", "MiCS"),
-    Unbuilt("data_parallel_replicate_size", "sharding inside replicas"),
     Unbuilt("pipeline_parallel_size", "pipeline parallelism"),
     Unbuilt("pipeline", "pipeline parallelism"),
     Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),

@@ -19,6 +19,7 @@ from mizzen.model.blocks import Block
 from mizzen.model.sketch import Sketch
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
+from mizzen.plan.transform import Transform
 from mizzen.rewrite.inside import Inside
 from mizzen.rewrite.replay import Keeping, Recomputed
 from mizzen.rewrite.standing import restore
@@ -51,7 +52,7 @@ class CompileChoice:
         return options | ({"mode": self.mode} if self.mode else {})
 
 
-class Compile:
+class Compile(Transform):
     """Compiling happens at the first call; here it is only asked for."""
 
     name = "compile"

@@ -15,6 +15,7 @@ from mizzen.model.head import HeadSketch
 from mizzen.model.sketch import Sketch, parent_of
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
+from mizzen.plan.transform import Transform
 from mizzen.rewrite.head import LOSS, HeadLoss
 from mizzen.rewrite.inside import Gated, Norm, Turning, check_gated, check_norm, check_turning, replace
 from mizzen.rewrite.units import called_blocks
@@ -61,7 +62,7 @@ class FusedChoice:
         return ", ".join(said)
 
 
-class Fused:
+class Fused(Transform):
     """Modules get another `forward`; names, parameters and classes stay. Activations are not part of the cost."""
 
     name = "fused"

@@ -19,6 +19,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.monitor.report import StepReport
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
+from mizzen.plan.transform import Transform
 from mizzen.rewrite.standing import Standing, restore
 
 KEYWORDS: Final = ("progressive_layer_drop", "pld_theta")
@@ -62,7 +63,7 @@ class Dropping(Standing):
         """Nothing is open: `restore` gives the model its forward back."""
 
 
-class LayerDrop:
+class LayerDrop(Transform):
     """For models whose forward takes `progressive_layer_drop` and `pld_theta`, or any keyword."""
 
     name = "layer drop"

@@ -10,6 +10,7 @@ from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
+from mizzen.plan.transform import Transform
 from mizzen.rewrite.checkpointing import Checkpointing
 from mizzen.rewrite.replay import Keeping, Recomputed
 from mizzen.rewrite.standing import restore
@@ -31,7 +32,7 @@ class RecomputeChoice:
         return f"{self.words}{kept}{rest}"
 
 
-class Recompute:
+class Recompute(Transform):
     """Blocks are called through torch's checkpoint; what that saves in activations is not part of the cost."""
 
     name = "recompute"

@@ -45,12 +45,14 @@ def train_mixed(stage: int) -> tuple[list[torch.dtype], dict[str, torch.Tensor]]
         rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(step + 10 * engine.global_rank))
         engine.backward(engine(rows))
         assert engine.step().applied
-    assert [parameter.dtype for parameter in model.parameters()] == kinds
-    return kinds, {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    with mizzen.zero.GatheredParameters(list(model.parameters())):
+        assert [parameter.dtype for parameter in model.parameters()] == kinds
+    with mizzen.zero.GatheredParameters(list(model.parameters())):
+        return kinds, {name: parameter.detach().double() for name, parameter in model.named_parameters()}
 
 
 def test_parameters_of_several_dtypes_train_together(world):
-    runs = [world(2).run(train_mixed, stage)[0] for stage in (0, 1, 2)]
+    runs = [world(2).run(train_mixed, stage)[0] for stage in (0, 1, 2, 3)]
     fresh = {name: parameter.detach().double() for name, parameter in Mixed().named_parameters()}
     for _, values in runs:
         for name, value in values.items():
@@ -86,10 +88,12 @@ def train_sparse(stage: int, key: bool, sparse_module: bool) -> list[float]:
     return a_few_steps(engine, case)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sparse_gradients_give_the_same_losses(world, stage):
     expected = world(2).run(train_sparse, stage, False, False)[0]
     for key, sparse_module in ((True, False), (True, True), (False, True)):
+        if stage == 3 and key:
+            continue  # refused
         assert world(2).run(train_sparse, stage, key, sparse_module)[0] == pytest.approx(expected, rel=1e-6)
 
 
@@ -102,7 +106,7 @@ def differ_then_agree(stage: int) -> bool:
     return float(engine.module.scale) == 0.5
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_all_ranks_get_the_values_of_rank_0(world, stage):
     assert world(2).run(differ_then_agree, stage) == [True, True]
 
@@ -156,7 +160,7 @@ def load_late(stage: int, through: str) -> tuple[bool, bool]:
     return exact, rounded
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_state_dict_loaded_late_reaches_the_masters(world, stage):
     assert world(2).run(load_late, stage, "engine") == [(True, True)] * 2
     assert world(2).run(load_late, stage, "module") == [(False, True)] * 2
@@ -176,10 +180,12 @@ def access(stage: int, dtype: str) -> dict[str, bool]:
     found["neighbour is not"] = not bool(
         (zero.safe_get_full_optimizer_state(engine.module.blocks[1].up.bias, "exp_avg") == 3).any()
     )
-    value = torch.arange(weight.numel(), dtype=torch.float32).view_as(weight) / 1000
+    value = torch.arange(weight.numel(), dtype=torch.float32).view(weight.shape) / 1000
     zero.safe_set_full_fp32_param(weight, value)
     found["master is set"] = torch.equal(zero.safe_get_full_fp32_param(weight), value)
-    found["parameter follows"] = torch.equal(weight, value.to(weight.dtype))
+    with zero.GatheredParameters(weight):
+        whole = engine.module.blocks[1].up.weight
+        found["parameter follows"] = torch.equal(whole, value.to(whole.dtype))
     (tokens,) = micro_batches(Case(stage, 2), 0, engine.global_rank)
     engine.backward(engine(tokens))
     gradient = zero.safe_get_full_grad(weight)
@@ -190,14 +196,15 @@ def access(stage: int, dtype: str) -> dict[str, bool]:
     engine.step()
     with zero.GatheredParameters([weight], modifier_rank=1):
         if engine.global_rank == 1:
-            weight.data.fill_(7.0)
-    found["what rank 1 wrote is everywhere"] = bool((weight == 7).all())
+            engine.module.blocks[1].up.weight.data.fill_(7.0)
+    with zero.GatheredParameters([weight]):
+        found["what rank 1 wrote is everywhere"] = bool((engine.module.blocks[1].up.weight == 7).all())
     found["and in the masters"] = bool((zero.safe_get_full_fp32_param(weight) == 7).all())
     found["nobody trains a buffer"] = zero.safe_get_full_grad(engine.module.scale) is None
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_state_is_read_and_written_by_the_parameter_alone(world, stage, dtype):
     for found in world(2).run(access, stage, dtype):
@@ -247,9 +254,9 @@ def test_dropout_differs_between_ranks_and_leaves_the_users_random_numbers_alone
     assert world(2).run(noise) == [(first, mine), (second, others)]
 
 
-def two_engines() -> tuple[list[float], list[float], str]:
+def two_engines(stage: int) -> tuple[list[float], list[float], str]:
     """A model that is given to a second engine trains there, also after the first is destroyed."""
-    case = Case(2, 2)
+    case = Case(stage, 2)
     old = start(case)
     first = a_few_steps(old, case, 1)
     new = start(case, old.module)
@@ -259,8 +266,9 @@ def two_engines() -> tuple[list[float], list[float], str]:
     return first, a_few_steps(new, case, 3), str(caught.value)
 
 
-def test_a_model_belongs_to_its_latest_engine(world):
-    for first, later, message in world(2).run(two_engines):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_belongs_to_its_latest_engine(world, stage):
+    for first, later, message in world(2).run(two_engines, stage):
         assert later[0] != first[0]  # it goes on from where the first engine left it
         assert len(set(later)) == 3
         assert "given to a later engine" in message

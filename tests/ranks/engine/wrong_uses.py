@@ -130,7 +130,6 @@ CASES = {
     "typo at the top": with_config(gradient_cliping=1.0),
     "typo below": with_config(zero_optimization={"stagge": 2}),
     "stage 4": with_config(zero_optimization={"stage": 4}),
-    "stage 3": with_config(zero_optimization={"stage": 3}),
     "stage as text": with_config(zero_optimization={"stage": "2"}),
     "batch does not fit": with_config(train_batch_size=4, train_micro_batch_size_per_gpu=3),
     "no batch size": lambda: mizzen.initialize(model=model(), config={"optimizer": GOOD["optimizer"]}),

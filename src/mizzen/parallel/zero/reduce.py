@@ -81,7 +81,7 @@ class Reducer:
             self.stock.give(received)
 
         def put() -> None:
-            total = _sum_of_rows(received.view(-1, chunk.numel()))
+            total = sum_of_rows(received.view(-1, chunk.numel()))
             if add:
                 chunk.add_(total, alpha=self.reduction.after)
             elif total.dtype == chunk.dtype:
@@ -148,7 +148,7 @@ def _nothing() -> None:
     """One rank has nothing to wait for."""
 
 
-def _sum_of_rows(rows: Tensor) -> Tensor:
+def sum_of_rows(rows: Tensor) -> Tensor:
     """Row 0 plus row 1 plus row 2 and so on, in that order, which `sum(0)` does not promise."""
     total = rows[0]
     for row in rows[1:]:

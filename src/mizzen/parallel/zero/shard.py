@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
@@ -14,6 +14,7 @@ from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Parts
+from mizzen.plan.transform import Transform
 from mizzen.precision.policy import FLOATING, Policy, wider
 
 DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
@@ -41,8 +42,8 @@ class ZeroChoice:
         return f"ZeRO stage {self.asked} over dp={ranks}{buckets}, sums in {dtype}"
 
 
-class ZeroShard:
-    """Stages 0 to 2."""
+class ZeroShard(Transform):
+    """Stages 0 to 2, and any stage on one rank, which has nobody to share with."""
 
     name = "shard"
 
@@ -50,10 +51,10 @@ class ZeroShard:
         """Lay out the trained parameters; None when nothing is trained."""
         zero, policy = config.zero_optimization, Policy.of(config)
         ranks = layout.dp * layout.sp
-        if zero.stage == 3:
-            return None  # refused by name until it is built
-        _refuse_what_does_not_float(sketch)
-        stage = zero.stage if ranks > 1 else 0
+        if zero.stage == 3 and ranks > 1:
+            return None  # `ZeroFull` shards parameters too
+        refuse_what_does_not_float(sketch)
+        stage: Literal[0, 1, 2] = 0 if ranks == 1 or zero.stage == 3 else zero.stage
         tenants = [
             Tenant(
                 p.name,
@@ -115,7 +116,8 @@ def _change(choice: ZeroChoice, rank: int) -> Cost:
     return change
 
 
-def _refuse_what_does_not_float(sketch: Sketch) -> None:
+def refuse_what_does_not_float(sketch: Sketch) -> None:
+    """Only floating-point parameters are trained."""
     for parameter in sketch.parameters:
         if parameter.is_trained and parameter.dtype not in FLOATING:
             raise PlanError(

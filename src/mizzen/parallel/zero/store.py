@@ -1,6 +1,7 @@
 """The trained parameters of one part in flat buffers: values, masters and gradients, whole or this rank's share."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,6 +59,10 @@ class FlatStore:
         self.rank = groups.get_rank(group) if holding.reduction.ranks > 1 else 0
         held = {slot.name for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots}
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
+        self.everything: Mapping[str, Tensor] = self.parameters
+        self.bundles: Sequence[Sequence[str]] = (tuple(self.parameters),)
+        self.replaced: Sequence[tuple[Tensor, str]] = ()
+        self.sharers = group
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
         self.buckets = self._by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)])
@@ -119,6 +124,16 @@ class FlatStore:
     def gain(self) -> float:
         """What the mean gradient is to be multiplied with before a step."""
         return self.holding.gain
+
+    def follow(self, name: str, value: Tensor) -> None:
+        """Let a parameter have the value that was given to its master."""
+        with torch.no_grad():
+            self.parameters[name].copy_(value.to(self.device))
+
+    @contextmanager
+    def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Parameters are always whole."""
+        yield {name: self.parameters[name] for name in names}
 
     # What the optimizer works on
 
@@ -229,7 +244,7 @@ class FlatStore:
         self.gradients.detach()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
-        self.buckets, self.parameters = (), {}
+        self.buckets, self.parameters, self.everything = (), {}, {}
         self.stock.clear()
 
 

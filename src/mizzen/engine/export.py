@@ -1,0 +1,117 @@
+"""The whole model in the dtype it computes with, gathered bundle by bundle: no rank holds more than one at a time.
+
+All ranks walk together. Files for going on with training are checkpoints, and not made here.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mizzen.errors import UsageError
+from mizzen.files import BESIDE, make_folder, remove, replace, write_chunks
+from mizzen.model.sketch import Sketch
+from mizzen.plan.parts import Store
+
+SAFETENSORS: Final = ".safetensors"
+_CODES: Final = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What of a model is written, in this order: what is whole anyway, then bundles of what is gathered."""
+
+    plain: Mapping[str, Tensor]
+    bundles: Sequence[tuple[Store, Sequence[str]]]
+
+    @classmethod
+    def of(cls, module: nn.Module, stores: Sequence[Store], skip: frozenset[str]) -> "Contents":
+        """Everything in the state dict that is not to be skipped, each tensor under its first name."""
+        sharded = {
+            name for store in stores for name, value in store.everything.items() if isinstance(value, DTensor)
+        } - skip
+        aliases = {alias for each in Sketch.of(module).parameters for alias in each.aliases}
+        own = module.state_dict(keep_vars=True)
+        plain = {name: own[name] for name in own if name not in sharded | aliases | skip}
+        return cls(
+            {name: value.detach() for name, value in plain.items() if isinstance(value, Tensor)},
+            [(store, [name for name in bundle if name in sharded]) for store in stores for bundle in store.bundles],
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """All of it, on the host. Every rank walks along."""
+        for name, value in self.plain.items():
+            yield name, value.cpu()
+        for store, names in self.bundles:
+            if names:
+                with torch.no_grad(), store.whole(names) as whole:
+                    yield from ((name, whole[name].detach().to("cpu", copy=True)) for name in names)
+
+    def facts(self) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+        """The same without gathering anything: name, dtype, shape."""
+        for name, value in self.plain.items():
+            yield name, value.dtype, list(value.shape)
+        for store, names in self.bundles:
+            held = {name: other.dtype for other, name in store.replaced if type(other) is nn.Parameter}
+            for name in names:
+                yield name, held[name], list(store.everything[name].shape)
+
+
+def state_dict(module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], is_writer: bool) -> Any:
+    """All of it as a dict on one rank, under every name; None on the others."""
+    found = {}
+    for name, value in Contents.of(module, stores, skip):
+        if is_writer:
+            found[name] = value.clone()
+    if not is_writer:
+        return None
+    for each in Sketch.of(module).parameters:
+        found |= {alias: found[each.name] for alias in each.aliases if each.name in found}
+    return {name: found[name] for name in module.state_dict() if name in found}
+
+
+def save(path: Path, module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], is_writer: bool) -> None:
+    """Write it to a file: as safetensors while it is gathered, or with torch.save, which needs it all on the host."""
+    if path.suffix != SAFETENSORS:
+        found = state_dict(module, stores, skip=skip, is_writer=is_writer)
+        if is_writer:
+            make_folder(path.parent)
+            torch.save(found, path)
+        return
+    contents = Contents.of(module, stores, skip)
+    if not is_writer:
+        for _ in contents:
+            pass
+        return
+    make_folder(path.parent)
+    beside = path.with_name(path.name + BESIDE)
+    remove(beside, missing_ok=True)
+    write_chunks(beside, _chunks(contents))
+    replace(beside, path)
+
+
+def _chunks(contents: Contents) -> Iterator[Any]:
+    """A safetensors file: the length of a header, the header, and one tensor after the other."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, dtype, shape in contents.facts():
+        if dtype not in _CODES:
+            raise UsageError(f"'{name}' is {dtype}, which safetensors does not have: use a file name that ends in .bin")
+        end = place + dtype.itemsize * math.prod(shape)
+        entries[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, value in contents:
+        if value.numel():
+            yield value.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,46 @@
+"""Numbers as small integers in blocks, each block with one scale: what travels in quantized collectives.
+
+Plain torch, on any device. A message holds the integers of all blocks and then their scales, as bytes.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+BLOCK: Final = 128
+"""Elements that share a scale of four bytes: 8-bit messages are 3.88 and 4-bit ones 7.53 times smaller than fp32."""
+
+
+def message_size(count: int, bits: int) -> int:
+    """The bytes of a message of so many elements."""
+    blocks = -(-count // BLOCK)
+    return blocks * BLOCK * bits // 8 + 4 * blocks
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """Rows of numbers as rows of bytes. What is not finite stays so: its block comes back as NaN."""
+    rows, count = values.shape
+    blocks = -(-count // BLOCK)
+    padded = torch.zeros(rows, blocks * BLOCK, dtype=torch.float32, device=values.device)
+    padded[:, :count] = values
+    table = padded.view(rows, blocks, BLOCK)
+    most = float((1 << (bits - 1)) - 1)
+    scales = table.abs().amax(2, keepdim=True) / most
+    whole = torch.round(table / torch.where(scales == 0, 1.0, scales)).nan_to_num_(0).clamp_(-most, most)
+    if bits == 8:
+        held = whole.to(torch.int8).view(torch.uint8)
+    else:
+        shifted = (whole + 8).to(torch.uint8)
+        held = shifted[..., ::2] | (shifted[..., 1::2] << 4)
+    return torch.cat([held.reshape(rows, -1), scales.view(rows, -1).view(torch.uint8)], 1)
+
+
+def unpack(messages: Tensor, count: int, bits: int) -> Tensor:
+    """The numbers of such rows, in fp32."""
+    rows, blocks = messages.shape[0], -(-count // BLOCK)
+    split = blocks * BLOCK * bits // 8
+    scales = messages[:, split:].contiguous().view(torch.float32).view(rows, blocks, 1)
+    held = messages[:, :split].contiguous()
+    whole = held.view(torch.int8).float() if bits == 8 else torch.stack([held & 15, held >> 4], 2).float() - 8
+    return (whole.view(rows, blocks, BLOCK) * scales).view(rows, -1)[:, :count]

@@ -1,0 +1,112 @@
+"""How the gradients of units come to their owners: at once, in every backward, however it was started."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mizzen.comm.communicator import meet
+from mizzen.comm.tags import Tag
+from mizzen.errors import CommError, UsageError
+from mizzen.kernels.norm import are_finite
+from mizzen.parallel.zero.full.live import LiveUnit
+from mizzen.parallel.zero.full.wires import Place, explained
+from mizzen.parallel.zero.reduce import Finish, Reducer
+
+IN_FLIGHT = 2
+"""Units on their way that keep the wire busy and bound the memory, where the host waits for them."""
+
+
+class UnitGradients:
+    """A unit's gradients are summed over the ranks as backward leaves it, and added to this rank's shard of the sum.
+
+    The engine calls `arm` and `settle` around a backward; see `plan.parts.Store`. Between replicas of the shards, where
+    there are several, they are averaged once, by `collect`: the mean of (a mean + what is new) is what it should be, so
+    any number of backwards may follow.
+    """
+
+    waits_for_last = False
+
+    def __init__(
+        self, units: Sequence[LiveUnit], reducer: Reducer, replicas: Reducer, group: ProcessGroup | None, place: Place
+    ) -> None:
+        self.units = tuple(units)
+        self.reducer = reducer
+        self.replicas = replicas
+        self.group = group
+        """All ranks that train together."""
+        self.place = place
+        self.has_strangers = False
+        """Whether gradients came from a backward that nobody announced with `arm`."""
+        self._is_open = False
+        self._is_complete = False
+        self._pending: list[Finish] = []
+
+    def take(self, unit: LiveUnit, sent: Tensor) -> None:
+        """Sum the gradients of a unit, laid out as one row of shards for each rank, into this rank's shard."""
+        if sent.numel() != unit.gradient.numel() * self.reducer.reduction.ranks:
+            raise UsageError(
+                f"unit '{unit.plan.title}' got gradients for {sent.numel()} elements where "
+                f"{unit.gradient.numel() * self.reducer.reduction.ranks} are trained: requires_grad of a parameter was "
+                "changed after initialize; make a new engine"
+            )
+        if sent.device.type != "cpu" or not bool(are_finite([sent])):  # one contiguous pass, where asking is free
+            unit.finite &= are_finite(list(unit.rows(sent, self.reducer.reduction.ranks)))
+        self.add(sent, unit.gradient)
+
+    def add(self, sent: Tensor, chunk: Tensor) -> None:
+        """Sum something of all ranks and add this rank's share of it."""
+        self.has_strangers |= not self._is_open
+        self._is_complete = False
+        finish = self.reducer.to_owner(sent, chunk, add=True)
+        if sent.device.type != "cpu":
+            finish()  # in the order of the stream; the host does not wait
+            return
+        self._pending.append(finish)
+        if len(self._pending) > IN_FLIGHT:
+            self._pending.pop(0)()
+
+    def hide(self) -> None:
+        """Nothing is on a parameter."""
+
+    def arm(self, last: bool | None) -> None:
+        """A backward starts. Gradients leave at once whatever comes next: there is no room for whole ones."""
+        self._is_open = self.place.is_backward = True
+        self._is_complete = False
+
+    def settle(self) -> None:
+        """That backward is over, on every rank: one that is elsewhere is found before anything else is exchanged."""
+        self._is_open = self.place.is_backward = False
+        self._wait()
+        self._meet("the end of backward")
+
+    def collect(self) -> None:
+        """Make every owned gradient complete."""
+        if self._is_complete:
+            return
+        self._wait()
+        self._meet("the end of a step's gradients")
+        for finish in [self.replicas.to_all(unit.sums) for unit in self.units if unit.shares]:
+            finish()
+        self._is_complete = True
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._wait()
+        self.has_strangers = self._is_open = self._is_complete = self.place.is_backward = False
+        for unit in self.units:
+            unit.finite.fill_(True)
+            unit.sums.zero_()
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, []
+        for finish in pending:
+            finish()
+
+    def _meet(self, phase: str) -> None:
+        if self.group is not None and self.units and self.units[0].gradient.device.type == "cpu":
+            try:
+                meet(Tag(self.place.step, "", phase), self.group, torch.empty(0))
+            except CommError as error:
+                raise explained(error) from None

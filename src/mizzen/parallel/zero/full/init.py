@@ -1,0 +1,71 @@
+"""`zero.Init`: models that are sharded while they are built. What happens to a parameter is in `early.py`."""
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mizzen.accelerator import get_accelerator
+from mizzen.ambient import AMBIENT
+from mizzen.comm import groups
+from mizzen.comm.join import init_distributed
+from mizzen.config.source import Source, read_source
+from mizzen.errors import NotBuilt
+from mizzen.parallel.zero.full.early import Bench, Building
+
+
+class Init:
+    """A context in which modules are sharded as they are built, or, with a module, what shards it at once.
+
+    Nested contexts are one. A configuration of another stage than 3, or one rank, leaves modules as they are; `dtype`
+    is the dtype of the shards, which otherwise have that of the build.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        group: Any = None,
+        remote_device: str | None = None,
+        config: Source | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        accelerator = get_accelerator()
+        if remote_device in ("cpu", "nvme") and accelerator.name != "cpu":
+            raise NotBuilt(
+                f"zero.Init(remote_device={remote_device!r}): parameters rest on the {accelerator.name} device; "
+                "offload is not built yet, so leave the argument out"
+            )
+        stage = read_source(config).get("zero_optimization", {}).get("stage", 3) if config is not None else 3
+        self.is_wanted = enabled and stage in (3, "auto")
+        self.dtype = dtype
+        self.group = group
+        self.building: Building | None = None
+        if module is not None and self.is_wanted:
+            with self:
+                if self.building is not None:
+                    self.building.finish(module)
+
+    def __enter__(self) -> "Init":
+        """Modules that are built from here on are sharded."""
+        if self.is_wanted and AMBIENT.building is None:
+            init_distributed(verbose=False)
+            if groups.get_world_size(self.group) > 1:
+                accelerator = get_accelerator()
+                everyone: Any = torch.distributed.group.WORLD
+                mesh = DeviceMesh.from_group(self.group or everyone, accelerator.name, mesh_dim_names=("dp_shard",))
+                self.building = AMBIENT.building = Building(Bench(mesh, self.dtype, accelerator.device()))
+                self.building.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever is not sharded yet is; after an error everything stays as it is."""
+        building, self.building = self.building, None
+        if building is not None:
+            AMBIENT.building = None
+            building.stop(finish=error is None)

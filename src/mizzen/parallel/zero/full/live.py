@@ -1,0 +1,111 @@
+"""A unit with its tensors on this rank: the shards, and the gradients of the trained ones."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from mizzen.parallel.zero.full.units import Unit
+
+MULTIPLE: Final = 32
+"""Elements; what the optimizer steps has a multiple of it, so that no element is computed by another kind of kernel
+than at the other stages, whose last bit may differ."""
+
+
+@dataclass(slots=True, eq=False)
+class Trained:
+    """One trained parameter of a unit: its shard, and the places of its gradient and its master."""
+
+    name: str
+    parameter: DTensor
+    start: int
+    """Where its gradient begins among those of the unit."""
+    length: int
+    """Elements of a shard, padding included, which this rank's own may be without."""
+    offset: int
+    """Where its master begins in its share."""
+
+    def gradient(self, flat: Tensor) -> Tensor:
+        """Its part of a tensor that is laid out as the gradients of the unit."""
+        return self._part(flat, self.start)
+
+    def master(self, flat: Tensor) -> Tensor:
+        """Its part of a tensor that is laid out as its share."""
+        return self._part(flat, self.offset)
+
+    def _part(self, flat: Tensor, start: int) -> Tensor:
+        shape = local(self.parameter).shape
+        return flat[start : start + shape.numel()].view(shape)
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """The shards of a unit that one optimizer group trains, in one flat tensor: the parameters' own memory."""
+
+    group: int
+    trained: tuple[Trained, ...]
+    master: Tensor
+    stepped: Tensor
+    """What the optimizer steps: the master itself, or a wider copy of it that is empty between steps."""
+
+    def gradient(self, flat: Tensor) -> Tensor:
+        """The gradients of this share out of those of the unit."""
+        if self.trained[-1].start == self.trained[-1].offset:  # laid out alike
+            return flat[: self.master.numel()]
+        found = flat.new_zeros(self.master.numel())
+        for each in self.trained:
+            found[each.offset : each.offset + each.length] = flat[each.start : each.start + each.length]
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class LiveUnit:
+    """Parameters that travel together."""
+
+    plan: Unit
+    module: Any
+    parameters: dict[str, DTensor]
+    """All of them by name, in the order in which they travel."""
+    shares: tuple[Share, ...]
+    sums: Tensor
+    """The sums of this rank's shards one after the other, and zeros up to a multiple."""
+    gradient: Tensor
+    """The same without these zeros."""
+    finite: Tensor
+    """For each trained parameter, whether this rank's own gradient was finite before it was summed."""
+    handles: list[RemovableHandle] = field(default_factory=list)
+    open: int = 0
+    """How many contexts hold it gathered."""
+
+    @property
+    def trained(self) -> list[Trained]:
+        """The trained parameters in the order in which they travel."""
+        return sorted((each for share in self.shares for each in share.trained), key=lambda each: each.start)
+
+    def rows(self, sent: Tensor, ranks: int) -> Iterator[Tensor]:
+        """The gradient of each trained parameter in what the unit sends, as one row per rank."""
+        table = sent.view(ranks, -1)
+        for each in self.trained:
+            yield table[:, each.start : each.start + each.length]
+
+
+def local(parameter: DTensor) -> Tensor:
+    """The memory of this rank's shard."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        found: Tensor = parameter.to_local()
+    return found
+
+
+def up(count: int) -> int:
+    """The next multiple."""
+    return -(-count // MULTIPLE) * MULTIPLE
+
+
+def joined(shards: Tensor, dim: int, size: int) -> Tensor:
+    """Stacked shards as the tensor that was cut along `dim`, without their padding; no copy along the first."""
+    whole = shards.flatten(0, 1) if dim == 0 else torch.cat(shards.unbind(0), dim)
+    return whole.narrow(dim, 0, size).contiguous()

@@ -1,0 +1,65 @@
+"""What a user says of a model before it is planned: which modules are one unit, who uses whose parameters."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from mizzen.ambient import AMBIENT
+from mizzen.errors import UsageError
+from mizzen.parallel.zero.full.sharded import Sharded
+
+
+def register_use(module: nn.Module, parameter: Tensor) -> None:
+    """Note that a module uses a parameter that it does not hold."""
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(f"a parameter is wanted; this is a {type(parameter).__name__}")
+    if isinstance(parameter, Sharded):
+        raise UsageError(
+            f"'{type(parameter).label}' is sharded already: register_external_parameter comes before initialize, best "
+            "in the __init__ of the module that uses it"
+        )
+    AMBIENT.externals.set(parameter, module)
+
+
+def unregister_use(parameter: Tensor) -> None:
+    """Take that back."""
+    AMBIENT.externals.remove(parameter)
+
+
+def pin(module: nn.Module, is_pinned: bool = True) -> None:
+    """Let a module be one unit of gathering, or not."""
+    if is_pinned:
+        AMBIENT.leaves.set(module, module)
+    else:
+        AMBIENT.leaves.remove(module)
+
+
+def is_pinned(module: nn.Module) -> bool:
+    """Whether somebody has pinned it."""
+    return AMBIENT.leaves.get(module) is not None
+
+
+def find(
+    model: nn.Module, wanted: Sequence[type | str], *, how: str = "class", must_be_there: bool = True
+) -> list[nn.Module]:
+    """The modules of these classes, or of these names or ends of names, each once."""
+    found: dict[int, nn.Module] = {}
+    for entry in wanted:
+        matches = [module for name, module in model.named_modules() if _matches(name, module, entry, how)]
+        if not matches and must_be_there:
+            raise UsageError(f"no module of {type(model).__name__} has the {how} {_words(entry)}")
+        found |= {id(module): module for module in matches}
+    return list(found.values())
+
+
+def _matches(name: str, module: nn.Module, entry: type | str, how: str) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    kind = type(module)
+    if how == "class":
+        return entry in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return name == entry or (how == "suffix" and name.endswith(entry))
+
+
+def _words(entry: type | str) -> str:
+    return entry.__name__ if isinstance(entry, type) else repr(entry)

@@ -1,0 +1,288 @@
+"""The sharded parameters of one part. What the engine asks of it is `plan.parts.Store`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from mizzen.comm import groups
+from mizzen.errors import UsageError
+from mizzen.kernels.norm import sum_of_squares
+from mizzen.model.piece import Piece
+from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
+from mizzen.optim.lamb import Portion
+from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
+from mizzen.parallel.zero.full.gradients import UnitGradients
+from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local
+from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
+from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark
+from mizzen.parallel.zero.full.touch import Touch
+from mizzen.parallel.zero.full.units import Unit
+from mizzen.parallel.zero.full.wires import Gather, Place, Scatter
+from mizzen.parallel.zero.full.wrap import connect, forget, held_open, recover, start, unwrap, whole
+from mizzen.parallel.zero.reduce import Reducer, torch_dtype
+from mizzen.parallel.zero.stock import Stock
+
+
+class FullStore:
+    """The units of one model."""
+
+    is_sharded = True
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks) -> None:
+        self.holding = holding
+        self.gain = holding.gain
+        self.group: ProcessGroup | None = ranks.everyone
+        self.sharers: ProcessGroup | None = ranks.sharers
+        self.sharing = ranks.sharers
+        self.counts = ranks.copies is None or groups.get_rank(ranks.copies) == 0
+        """Whether this rank's shards count in a norm, of which each is counted once."""
+        self.model: Any = model
+        self.place = Place()
+        self.replaced: Sequence[tuple[Tensor, str]] = ()
+        """Objects by which a user may know a parameter, beside the sharded one, with its name."""
+        self.units, moved = assemble(model, units, holding, ranks)
+        self.replaced = moved
+        self.parameters: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
+        self.everything: Mapping[str, Tensor] = {
+            name: parameter for unit in self.units for name, parameter in unit.parameters.items()
+        }
+        self.bundles: Sequence[Sequence[str]] = [tuple(unit.parameters) for unit in self.units]
+        self.device = self.units[0].sums.device
+        self.stock = Stock(self.device)
+        reducer = Reducer(holding.reduction, ranks.sharers, self.stock)
+        if holding.quantizing.gradients:
+            reducer = QuantizedReducer(
+                holding.reduction, ranks.sharers, self.stock, holding.quantizing, lambda: self.place.step
+            )
+        copies = Reducer(holding.between, ranks.copies, self.stock)
+        self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place)
+        self._connect()
+
+    def _connect(self) -> None:
+        for unit in self.units:
+            kind = QuantizedGather if self.holding.quantizing.weights else Gather
+            gather = kind(unit.plan.title, self.place)
+            scatter = Scatter(unit.plan.title, self.place, partial(self.gradients.take, unit))
+            unit.handles += connect(unit.module, gather, scatter)
+        root, *others = self.units
+        device_type = str(self.device.type)
+        modules, sizes = [unit.module for unit in others], [unit.plan.numel for unit in others]
+        start(root.module, modules, sizes, self.holding.wrapping, device_type)
+        root.handles += [
+            root.module.register_forward_pre_hook(self._enter, prepend=True),
+            root.module.register_forward_hook(self._leave, always_call=True),
+            root.module.register_state_dict_pre_hook(self._forget),
+            root.module.register_load_state_dict_pre_hook(self._forget),
+            root.module.register_load_state_dict_post_hook(lambda *_: self.refresh()),
+        ]
+        for unit in self.units:
+            with torch.no_grad(), held_open(unit.module):
+                stand_ins = dict(zip(unit.parameters, whole(unit.module), strict=True))
+            slots = {each.name: each for each in unit.trained}
+            for each in unit.trained:
+                hook = each.parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+                dense = stand_ins[each.name].register_post_accumulate_grad_hook(_dense)  # type: ignore[no-untyped-call]
+                unit.handles += [hook, dense]
+            for name, parameter in unit.parameters.items():
+                self.replaced = (*self.replaced, (stand_ins[name], name))
+                mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharing), stand_ins[name])
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self.place.calls and not self.place.is_backward and recover(self.model):
+            self.gradients.clear()  # what an exception has left is not half of a gradient
+        self.place.calls += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.place.calls = max(0, self.place.calls - 1)
+        if not torch.is_grad_enabled() and not self.place.calls and not self.units[0].open:
+            self.model.reshard()  # nothing of it is needed in a backward
+
+    # What the optimizer works on
+
+    @property
+    def shares(self) -> Iterator[Share]:
+        """What the optimizer steps, unit by unit."""
+        return (share for unit in self.units for share in unit.shares)
+
+    def masters(self) -> list[tuple[int, Tensor]]:
+        """(optimizer group, what the optimizer steps) for every share."""
+        return [(share.group, share.stepped) for share in self.shares]
+
+    def portions(self) -> dict[Tensor, list[Portion]]:
+        """For each of these tensors, which ranges of it belong to which parameter."""
+        return {
+            share.stepped: [
+                Portion(each.name, each.offset, each.offset + local(each.parameter).numel()) for each in share.trained
+            ]
+            for share in self.shares
+        }
+
+    def attach(self, factor: float = 1.0) -> None:
+        """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
+        for unit in self.units:
+            for share in unit.shares:
+                if share.stepped is not share.master:
+                    share.stepped.data = share.master.to(share.stepped.dtype)
+                gradient = share.gradient(unit.sums).to(share.stepped.dtype)
+                share.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
+
+    def rest(self) -> None:
+        """Let go of what only a step needs."""
+        for share in self.shares:
+            share.stepped.grad = None
+            if share.stepped is not share.master:
+                share.stepped.data = share.stepped.new_empty(0)
+
+    def squares(self) -> Tensor:
+        """The fp64 sum of squares of the gradients that this rank counts."""
+        return sum_of_squares((unit.gradient for unit in self.units if self.counts), device=self.device)
+
+    def publish(self) -> None:
+        """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
+        for share in self.shares:
+            if share.stepped is not share.master:
+                share.master.copy_(share.stepped)
+        self.rest()
+        self._forget()
+        self.place.step += 1
+
+    def refresh(self) -> None:
+        """Somebody has written to the shards: forget what was gathered of them."""
+        self._forget()
+        there = dict(self.model.named_parameters())
+        for unit in self.units:
+            for name, parameter in unit.parameters.items():
+                if not unit.open and there.get(name) is not parameter:
+                    raise UsageError(
+                        f"'{name}' is not the model's sharded parameter any more: load_state_dict with assign=True, or "
+                        "an assignment, has replaced it. Copy values instead, with load_state_dict alone"
+                    )
+
+    def _forget(self, *_: Any) -> None:
+        """Shard again whatever is gathered without need."""
+        for unit in self.units:
+            if not unit.open:
+                forget(unit.module)
+
+    def follow(self, name: str, value: Tensor) -> None:
+        """A master was written to, which is the parameter itself."""
+        self._forget()
+
+    def not_finite(self) -> list[str]:
+        """The parameters whose gradient on this rank was not finite before it was summed."""
+        return [
+            each.name
+            for unit in self.units
+            for each, is_finite in zip(unit.trained, unit.finite.tolist(), strict=True)
+            if not is_finite
+        ]
+
+    # The same by name
+
+    def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
+        """What this rank holds, by parameter name; masters of frozen parameters are these themselves."""
+        if of == "master":
+            return [piece_of_tensor(name, _plain(parameter)) for name, parameter in self.everything.items()]
+        return [_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained]
+
+    def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
+        """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
+        found = []
+        for share in self.shares:
+            state = states.get(share.stepped, {}).get(key)
+            if isinstance(state, Tensor) and state.shape == share.master.shape:
+                found += [_piece(each, each.master(state)) for each in share.trained]
+        return found
+
+    @contextmanager
+    def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
+        """The units of some parameters gathered; what stands in the modules then, by name."""
+        wanted = set(names)
+        units = [unit for unit in self.units if wanted.intersection(unit.parameters)]
+        with ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(self._opened(unit))
+            yield {
+                name: parameter
+                for unit in units
+                for name, parameter in zip(unit.parameters, whole(unit.module), strict=True)
+                if name in wanted
+            }
+
+    @contextmanager
+    def _opened(self, unit: LiveUnit) -> Iterator[None]:
+        if unit.open:
+            unit.open += 1
+            try:
+                yield
+            finally:
+                unit.open -= 1
+            return
+        with held_open(unit.module):
+            unit.open = 1
+            for parameter in unit.parameters.values():
+                set_aside(parameter)
+            try:
+                yield
+            finally:
+                unit.open = 0
+                for parameter in unit.parameters.values():
+                    bring_back(parameter)
+
+    def detach(self) -> None:
+        """Give the module its parameters back, whole, on every rank; all ranks do this together."""
+        for unit in reversed(self.units):
+            for handle in unit.handles:
+                handle.remove()
+            plain = {name: _gathered(parameter) for name, parameter in unit.parameters.items()}
+            names = {id(parameter): name for name, parameter in unit.parameters.items()}
+            unwrap(unit.module, _replacement(unit, plain, names))
+        self.units = self.gradients.units = ()
+        self.parameters, self.everything = {}, {}
+        self.replaced = ()
+        self.stock.clear()
+
+
+def _replacement(
+    unit: LiveUnit, plain: Mapping[str, Tensor], names: Mapping[int, str]
+) -> Callable[[Tensor], nn.Parameter]:
+    def replace(parameter: Tensor) -> nn.Parameter:
+        value = plain[names[id(parameter)]]
+        held = torch_dtype(unit.plan.held) if unit.plan.held and parameter.requires_grad else value.dtype
+        return nn.Parameter(value.to(held), requires_grad=parameter.requires_grad)
+
+    return replace
+
+
+def _dense(parameter: Tensor) -> None:
+    """What an embedding may give as a sparse gradient cannot be sharded."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+
+
+def _drop(parameter: Tensor) -> None:
+    """What torch leaves as a gradient is not where ours are."""
+    parameter.grad = None
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    """The same shard without our class, which answers for itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Tensor = parameter.detach()
+    return found
+
+
+def _gathered(parameter: DTensor) -> Tensor:
+    unmark(parameter)
+    with torch.no_grad():
+        return parameter.full_tensor().clone()
+
+
+def _piece(each: Trained, data: Tensor) -> Piece:
+    return Piece(each.name, tuple(each.parameter.shape), boxes_of_dtensor(each.parameter), data)

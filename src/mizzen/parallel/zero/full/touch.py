@@ -1,0 +1,96 @@
+"""A sharded parameter that is used outside of its unit, made whole where it is touched, with a gradient that returns.
+
+This is how a forward pass may use a parameter of another module, call a block's method instead of the block, or run a
+part of a model on its own. It costs a gather for every use; a parameter that is registered with
+`register_external_parameter` belongs to the model itself and is gathered once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from mizzen.comm import collectives
+from mizzen.comm.communicator import meet
+from mizzen.errors import CommError
+from mizzen.parallel.zero.full.gradients import UnitGradients
+from mizzen.parallel.zero.full.live import LiveUnit, Trained, joined, local
+from mizzen.parallel.zero.full.sharded import refusal
+from mizzen.parallel.zero.full.units import shard_dim
+from mizzen.parallel.zero.full.wires import explained
+from mizzen.parallel.zero.reduce import torch_dtype
+
+
+class Touch:
+    """Makes one parameter whole, inside a forward pass or a backward."""
+
+    def __init__(self, unit: LiveUnit, slot: Trained | None, gradients: UnitGradients, group: ProcessGroup) -> None:
+        self.unit = unit
+        self.slot = slot
+        self.gradients = gradients
+        self.group = group
+
+    def __call__(self, parameter: Any, name: str) -> Tensor:
+        """The whole parameter, as its unit would have it."""
+        place = self.gradients.place
+        if not place.calls and not place.is_backward:
+            raise refusal(type(parameter).label, name)
+        found: Tensor = _Whole.apply(parameter, self)  # type: ignore[no-untyped-call]
+        return found
+
+    @property
+    def ranks(self) -> int:
+        """Who shares it."""
+        return self.gradients.reducer.reduction.ranks
+
+    def gather(self, parameter: Any) -> Tensor:
+        """All shards in one tensor."""
+        shape, shard = list(parameter.shape), local(parameter)
+        dim = shard_dim(shape, self.ranks)
+        sizes = list(shape)
+        sizes[dim] = -(-shape[dim] // self.ranks)
+        dtype = self.unit.plan.gathers_as if self.slot is not None else None
+        mine = shard.new_zeros(sizes, dtype=torch_dtype(dtype) if dtype else shard.dtype)
+        mine.narrow(dim, 0, shard.shape[dim]).copy_(shard)
+        every = mine.new_empty([self.ranks, *sizes])
+        tag = self.gradients.place.tag(f"{type(parameter).label} outside of its unit")
+        try:
+            collectives.all_gather_into_tensor(every.view(-1), mine.view(-1), group=self.group, tag=tag)
+        except CommError as error:
+            raise explained(error) from None
+        return joined(every, dim, shape[dim])
+
+    def give(self, gradient: Tensor) -> None:
+        """Send a whole gradient to the owners of its shards."""
+        slot = self.slot
+        if slot is None:
+            return
+        shape = list(gradient.shape)
+        dim = shard_dim(shape, self.ranks)
+        each = -(-shape[dim] // self.ranks)
+        rows = gradient.new_zeros([self.ranks, slot.length], dtype=self.unit.gradient.dtype)
+        for row, part in zip(rows, torch.split(gradient, each, dim), strict=False):
+            row[: part.numel()] = part.reshape(-1)
+        place = self.gradients.place
+        meet(place.tag(f"{slot.name} outside of its unit"), self.group, rows)
+        index = [one.name for one in self.unit.trained].index(slot.name)
+        self.unit.finite[index] &= rows.isfinite().all()
+        self.gradients.add(rows.view(-1), self.unit.gradient[slot.start : slot.start + slot.length])
+
+
+class _Whole(Function):
+    """From a shard to a whole parameter; the gradient goes another way than autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, touch: Touch) -> Tensor:
+        """Gather."""
+        ctx.touch = touch
+        return touch.gather(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        """Reduce."""
+        ctx.touch.give(gradient)
+        return None, None

@@ -1,0 +1,236 @@
+"""FSDP2 applied to the units of a model, and taken off again. The only file that looks inside FSDP2 (docs/borrowed.md).
+
+[Note: from the outside in]
+FSDP2 gives a module the parameters that no earlier call has claimed, so its users wrap from the inside out. A parameter
+that two blocks share belongs to the model around them; wrapped last, the model would no longer find it. So the model
+comes first, with everything that belongs to other units ignored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
+
+from mizzen.backport import fsdp_groups, fsdp_zeros_for_unused
+from mizzen.parallel.zero.full.absent import fill_absent
+from mizzen.parallel.zero.full.units import Unit, shard_dim
+from mizzen.parallel.zero.full.wires import Gather, Scatter
+from mizzen.parallel.zero.reduce import torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """How units are wrapped, as plain values of the plan."""
+
+    accumulation: str
+    """The dtype in which gradients leave a unit."""
+    keeps: int = 0
+    """After forward a unit stays sharded over so many ranks; 0 means over all of them."""
+    ahead: int = 1
+    """Elements that are gathered before they are needed, in whole units; 0 is none."""
+
+
+def state_of(module: nn.Module) -> Any:
+    """What FSDP2 knows of a module."""
+    return vars(fully_shard)["state"](module)
+
+
+def wrap(
+    unit: Unit, module: nn.Module, wanted: Sequence[nn.Parameter], mesh: DeviceMesh, how: Wrapping, *, second: int
+) -> None:
+    """Shard these parameters of a module over a mesh, and gather them whenever the module runs.
+
+    With `second` it stays sharded over so many ranks after a forward, instead of over all.
+    """
+    ranks = mesh.size()
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(parameter.shape, ranks))
+
+    accumulation = torch_dtype(how.accumulation)
+    reduce = torch.promote_types(accumulation, torch_dtype(unit.held)) if unit.held else accumulation
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=(second or True) if unit.path else False,
+        shard_placement_fn=placement,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=torch_dtype(unit.gathers_as) if unit.gathers_as else None,
+            reduce_dtype=reduce,
+            cast_forward_inputs=False,
+        ),
+        ignored_params=set(module.parameters()) - set(wanted),
+    )
+
+
+def share_second_mesh(first: nn.Module, module: nn.Module) -> None:
+    """Let a module keep its second copy over the groups of another one: torch would form new ones for each."""
+    for origin in fsdp_groups(state_of(first))[:1]:
+        for group in fsdp_groups(state_of(module)):
+            group.post_forward_mesh_info = origin.post_forward_mesh_info
+            for each in group.fsdp_params:
+                each.post_forward_mesh_info = origin.post_forward_mesh_info
+                each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
+
+
+def connect(module: Any, gather: Gather, scatter: Scatter) -> list[RemovableHandle]:
+    """Let a wrapped module use our collectives, which see to the mean, and send zeros for what got no gradient."""
+    if not fsdp_groups(state_of(module)):
+        return []
+    module.set_custom_all_gather(gather)
+    module.set_custom_reduce_scatter(scatter)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    return [] if fsdp_zeros_for_unused(module) else fill_absent(module, lambda: whole(module))
+
+
+def start(root: Any, units: Sequence[Any], sizes: Sequence[int], how: Wrapping, device_type: str) -> None:
+    """Make the model the root, whichever module runs first; and gather units ahead, in the order of definition."""
+    state_of(root)._lazy_init()
+    for module in (root, *units):
+        _keep_out_of_state_dicts(module)
+        # A CPU has no streams: what shall overlap has to be asked for.
+        module._set_unshard_async_op(device_type == "cpu")
+    for number, module in enumerate((root, *units)):
+        following, room = [], how.ahead
+        for later, size in zip(units[number:], sizes[number:], strict=True):
+            if room <= 0:
+                break
+            following.append(later)
+            room -= size
+        module.set_modules_to_forward_prefetch(following)
+
+
+def _keep_out_of_state_dicts(module: nn.Module) -> None:
+    """Take away hooks that would shard a module in the middle of a `GatheredParameters`, or adopt what stands there."""
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            each._post_load_hook_handle.remove()
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+
+
+def sharded(module: nn.Module) -> list[Tensor]:
+    """The sharded parameters of a wrapped module in the order in which they travel."""
+    return [each.sharded_param for group in fsdp_groups(state_of(module)) for each in group.fsdp_params]
+
+
+def padded(module: nn.Module) -> list[int]:
+    """The elements of each on the way, padding included, in the same order."""
+    groups = fsdp_groups(state_of(module))
+    return [each.padded_sharded_param_size.numel() for group in groups for each in group.fsdp_params]
+
+
+def rehouse(module: nn.Module, parameter: DTensor, memory: Tensor) -> None:
+    """Let a shard live in this memory, padding included; its values move there."""
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            if each.sharded_param is parameter:
+                memory.copy_(each._sharded_param_data)
+                each._sharded_param_data = memory
+                shard = memory.view(each.padded_sharded_param_size)
+                dim = each.fsdp_placement.dim
+                parameter._local_tensor = shard.narrow(dim, 0, parameter._local_tensor.shape[dim])
+
+
+def put_back(model: nn.Module, module: nn.Module, shards: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Give parameters that were wrapped without memory their shards, by the names that the model has for them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            name, empty = names[id(each.sharded_param)], each.sharded_param
+            if name in shards:
+                made: Any = DTensor.from_local(
+                    shards[name],
+                    mesh,
+                    [each.fsdp_placement],
+                    run_check=False,
+                    shape=empty.shape,
+                    stride=empty.stride(),
+                )
+                each._setattr_on_modules(nn.Parameter(made, requires_grad=empty.requires_grad))
+                each.reset_sharded_param()
+
+
+def whole(module: nn.Module) -> list[nn.Parameter]:
+    """The objects that stand in the module while it is gathered, in the same order; only after a first time."""
+    return [each.unsharded_param for group in fsdp_groups(state_of(module)) for each in group.fsdp_params]
+
+
+@contextmanager
+def held_open(module: Any) -> Iterator[None]:
+    """Gather a module, and leave it gathered whatever runs inside."""
+    groups = fsdp_groups(state_of(module))
+    before = [group.post_forward_mesh_info for group in groups]
+    module.unshard()
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, kept in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = kept
+        module.reshard()
+
+
+def forget(module: Any) -> None:
+    """Shard a module again, and drop what was gathered ahead of a use that did not come."""
+    for group in fsdp_groups(state_of(module)):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+    module.reshard()
+
+
+def recover(root: Any) -> bool:
+    """Start again after a forward or backward that did not come to its end; says whether that was so."""
+    state = state_of(root)
+    context = state._state_ctx
+    if context.iter_forward_root is None and not context.post_backward_final_callback_queued:
+        return False
+    for each in state._state_ctx.all_states:
+        for group in fsdp_groups(each):
+            group._training_state = type(group._training_state).IDLE
+            group._post_forward_indices.clear()
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+            group._to_sharded()
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if "_unsharded_param" in vars(parameter):
+                    parameter.unsharded_param.grad = None
+        each._training_state = type(each._training_state).IDLE
+        each._modules_to_run_forward.clear()
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    return True
+
+
+def unwrap(module: Any, replace: Callable[[Tensor], nn.Parameter]) -> None:
+    """Take FSDP2 off a module; `replace` gives the parameter that comes in the place of a sharded one."""
+    state = state_of(module)
+    for group in fsdp_groups(state):
+        for each in group.fsdp_params:
+            each._setattr_on_modules(replace(each.sharded_param))
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for key in (STATE_KEY, REGISTRY_KEY):
+        vars(module).pop(key, None)
+    _module_state_mapping.pop(module, None)
+    for inner in module.modules():
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(inner).pop(key, None)
+    module.__class__ = type(module).__mro__[2]

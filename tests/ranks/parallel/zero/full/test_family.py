@@ -1,0 +1,89 @@
+"""Copies of sharded state, second copies for backward, and quantized messages."""
+
+import pytest
+import torch
+from torch import nn
+
+from mizzen.comm import collectives
+from ranks.parallel.zero.full.models import start, train
+
+LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64}}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_copies_train_as_one(world, accumulation, ordered):
+    keys, more = {"mics_shard_size": 2}, {"gradient_accumulation_steps": accumulation, "deterministic": ordered}
+    expected = world(4).run(train, "TiedBlocks", 3, **more)
+    for (losses, norms, values), (their_losses, their_norms, others) in zip(
+        world(4).run(train, "TiedBlocks", 3, zero=keys, **more), expected, strict=True
+    ):
+        assert losses == pytest.approx(their_losses, rel=1e-5)
+        assert norms == pytest.approx(their_norms, rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Base", "TiedBlocks", "Odd", "Twice"])
+def test_a_second_copy_changes_no_bit(world, kind):
+    expected = world(4).run(train, kind, 3)
+    for found, other in zip(world(4).run(train, kind, 3, zero={"zero_hpz_partition_size": 2}), expected, strict=True):
+        assert found[:2] == other[:2]
+        assert all(torch.equal(found[2][name], other[2][name]) for name in other[2])
+
+
+def counted(keys, **more):
+    """The bytes of a step that gathers and reductions send, by operation."""
+    torch.manual_seed(0)
+    engine = start(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))), 3, zero=keys, **more)
+    sent = {"gather": 0, "reduce": 0}
+    gather, exchange = collectives.all_gather_into_tensor, collectives.all_to_all_single
+
+    def gathering(whole, shard, **options):
+        sent["gather"] += shard.nbytes
+        return gather(whole, shard, **options)
+
+    def exchanging(received, message, *splits, **options):
+        sent["reduce"] += message.nbytes
+        return exchange(received, message, *splits, **options)
+
+    collectives.all_gather_into_tensor, collectives.all_to_all_single = gathering, exchanging
+    dtype = torch.bfloat16 if more else torch.float32
+    engine.backward(engine(torch.ones(2, 256, dtype=dtype)).float().mean())
+    engine.step()
+    return sent
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "what", "times"),
+    [
+        ({"zero_quantized_weights": True}, {}, "gather", 3.8),
+        ({"zero_quantized_weights": True}, BF16, "gather", 1.9),
+        (LOCO, {}, "reduce", 7.5),
+        (LOCO, BF16 | {"communication_data_type": "bf16"}, "reduce", 3.7),
+    ],
+)
+def test_fewer_bytes_are_sent(world, keys, more, what, times):
+    plain, quantized = world(2).run(counted, {}, **more)[0], world(2).run(counted, keys, **more)[0]
+    assert plain[what] / quantized[what] == pytest.approx(times, rel=0.03)
+
+
+def long_run(keys):
+    return train("Base", 3, steps=200, zero=keys)[0]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"zero_quantized_weights": True}, {"zero_quantized_gradients": True}, LOCO | {"zero_quantized_weights": True}],
+    ids=["weights", "gradients", "all with feedback"],
+)
+def test_the_loss_stays_in_a_band(world, keys):
+    """After 200 steps the mean of the last 20 losses is within 10 % of the first loss from that of the plain run."""
+    plain, quantized = world(2).run(long_run, {})[0], world(2).run(long_run, keys)[0]
+    assert quantized != plain
+    ends = [sum(losses[-20:]) / 20 for losses in (plain, quantized)]
+    assert abs(ends[1] - ends[0]) < 0.1 * plain[0]
+    assert ends[1] < 0.2 * plain[0]

@@ -1,0 +1,232 @@
+"""Models that are sharded while they are built have the weights of the plain build, and train alike."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mizzen import zero
+from ranks.parallel.zero.full.models import MODELS, Base, Block, config, start, train
+
+
+class Written(Base):
+    """Initialises itself in every way that models have, after its parts are there."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 8, padding_idx=1)
+        self.bare = nn.Parameter(torch.empty(5, 8))
+        nn.init.trunc_normal_(self.bare, std=0.02)
+        self.apply(self._init_weights)
+        with torch.no_grad():
+            self.first.weight.uniform_(-0.3, 0.3)
+            self.last.weight.copy_(torch.full((1, 8), 0.1))
+            self.blocks[0].up.weight[2:4] = 7.0
+            self.blocks[1].up.weight.data[0].zero_()
+            self.blocks[2].up.weight.mul_(self.blocks[1].up.weight.std())
+        self.blocks[1].down.weight.data = self.blocks[0].down.weight.data.clone() * 2
+        self.again = nn.Parameter(torch.randn(3, 3))
+        self.again = nn.Parameter(torch.randn(3, 3))
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+            module.weight.data[module.padding_idx].zero_()
+
+
+KINDS = {
+    "Written": Written,
+    **{name: MODELS[name] for name in ("Base", "TiedBlocks", "Odd", "Lora", "Twice", "Dtypes")},
+}
+
+
+def build(kind, how):
+    torch.manual_seed(3)
+    if how == "plain":
+        return KINDS[kind]()
+    if how == "module":
+        model = KINDS[kind]()
+        zero.Init(module=model)
+        return model
+    with zero.Init(), zero.Init(enabled=True):
+        return KINDS[kind]()
+
+
+def weights(kind, how):
+    model = build(kind, how)
+    held = sum(p.to_local().numel() if isinstance(p, DTensor) else 0 for p in model.parameters())
+    torch.manual_seed(3)
+    plain = KINDS[kind]()
+    differ = [
+        name
+        for (name, value), other in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if not torch.equal(value.detach().clone(), other)
+    ]
+    ties = [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    return differ, ties, held, nn.Module.__setattr__ is vars(nn.Module)["__setattr__"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_weights_are_those_of_the_plain_build(world, kind, ranks):
+    found = world(ranks).run(weights, kind, "context")
+    for differ, ties, _, _ in found:
+        assert differ == []
+        assert ties
+    cut = sum(p.numel() for p in KINDS[kind]().parameters() if p.dim()) if ranks > 1 else 0
+    assert sum(held for _, _, held, _ in found) == cut
+
+
+def train_early(kind, how, **keys):
+    return train(build(kind, how), 3, **keys)
+
+
+@pytest.mark.parametrize("kind", ["Base", "TiedBlocks", "Odd", "Lora", "Dtypes"])
+@pytest.mark.parametrize("how", ["context", "module"])
+def test_they_train_as_plain_models_do(world, kind, how):
+    expected = world(2).run(train_early, kind, "plain")[0]
+    losses, norms, values = world(2).run(train_early, kind, how)[0]
+    assert losses == expected[0]
+    assert norms == expected[1]
+    assert all(torch.equal(values[name], expected[2][name]) for name in expected[2])
+
+
+def train_at(stage, keys):
+    return train(build("Base", "context"), stage, **keys)[0]
+
+
+def test_they_train_at_other_stages_and_in_copies_too(world):
+    expected = world(2).run(train_at, 3, {})[0]
+    assert world(2).run(train_at, 2, {})[0] == pytest.approx(expected, rel=1e-6)
+    halves = {"bf16": {"enabled": False}, "zero": {"mics_shard_size": 2}}
+    assert world(4).run(train_at, 3, halves)[0] == pytest.approx(world(4).run(train_at, 3, {})[0], rel=1e-5)
+
+
+def seeds_differ():
+    torch.manual_seed(torch.distributed.get_rank())
+    with zero.Init(dtype=torch.bfloat16):
+        model = Base()
+    kinds = {p.dtype for p in model.parameters()}
+    return [p.detach().clone() for p in model.parameters()], kinds
+
+
+def test_the_first_ranks_values_count_and_dtype_is_obeyed(world):
+    (first, kinds), (second, _) = world(2).run(seeds_differ)
+    torch.manual_seed(0)
+    plain = Base()
+    assert kinds == {torch.bfloat16}
+    for one, other, value in zip(first, second, plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, value.bfloat16())
+
+
+def live_bytes():
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class Watched(nn.Module):
+    """Counts what is alive whenever a block is there."""
+
+    def __init__(self, peaks):
+        super().__init__()
+        blocks = []
+        for _ in range(8):
+            blocks.append(Block(64))
+            peaks.append(live_bytes())
+        self.blocks = nn.ModuleList(blocks)
+        for block in self.blocks:
+            nn.init.normal_(block.up.weight)
+            peaks.append(live_bytes())
+
+
+def peak():
+    before, peaks = live_bytes(), []
+    with zero.Init():
+        model = Watched(peaks)
+    shard = sum(p.to_local().numel() * 4 for p in model.parameters())
+    largest = 4 * (64 * 128 + 128)
+    return max(peaks) - before, shard, largest
+
+
+def test_construction_needs_the_shard_and_one_module(world):
+    for most, shard, largest in world(4).run(peak):
+        assert most <= 1.3 * shard + largest
+
+
+def fail_to_build():
+    try:
+        with zero.Init():
+            nn.Linear(4, 4)
+            raise ValueError("in the middle")
+    except ValueError:
+        pass
+    model = nn.Sequential(nn.Linear(2, 2))
+    return [type(p) for p in model.parameters()]
+
+
+def test_after_the_context_nothing_is_sharded(world):
+    assert world(2).run(fail_to_build) == [[nn.Parameter, nn.Parameter]] * 2
+
+
+def other_stage():
+    with zero.Init(config_dict_or_path=config(2, 2)):
+        model = Base()
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_a_configuration_of_another_stage_changes_nothing(world):
+    assert world(2).run(other_stage) == [False, False]
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+
+
+def hugging_face(folder):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    plain = AutoModelForCausalLM.from_config(gpt2())
+    torch.manual_seed(5)
+    with zero.Init():
+        built = AutoModelForCausalLM.from_config(gpt2())
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    found = {}
+    for what, one, other in (("built", built, plain), ("loaded", loaded, saved)):
+        found[what] = [
+            name
+            for (name, value), theirs in zip(one.named_parameters(), other.parameters(), strict=True)
+            if not torch.equal(value.detach().clone(), theirs)
+        ]
+        found[f"{what} is cut"] = all(isinstance(p, DTensor) for p in one.parameters())
+    tokens = torch.arange(12).view(2, 6)
+    engine = start(loaded, 3)
+    found["loss"] = engine(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(
+        saved(input_ids=tokens, labels=tokens).loss.item(), rel=1e-5
+    )
+    keys = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    found["generated"] = torch.equal(engine.module.generate(tokens, **keys), saved.generate(tokens, **keys))
+    return found
+
+
+def test_models_of_transformers_are_built_and_loaded_inside(world, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(gpt2()).save_pretrained(tmp_path)
+    for found in world(2).run(hugging_face, str(tmp_path), timeout=120):
+        assert found == {
+            "built": [], "built is cut": True, "loaded": [], "loaded is cut": True, "loss": True, "generated": True,
+        }  # fmt: skip

@@ -1,0 +1,130 @@
+"""Which parameters form a unit, which stay whole; and what the plan says and counts. No ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from mizzen import zero
+from mizzen.config.load import load
+from mizzen.errors import PlanError
+from mizzen.model.sketch import Sketch
+from mizzen.order import ORDER
+from mizzen.parallel.zero.full.marks import pin
+from mizzen.parallel.zero.full.units import divide, shard_dim
+from mizzen.plan.build import build
+from mizzen.plan.explain import explain
+from mizzen.precision.policy import Policy
+
+
+def settings(**keys):
+    keys = {"stage3_param_persistence_threshold": 0} | keys
+    return load({"train_batch_size": 8, "zero_optimization": {"stage": 3, **keys}})
+
+
+def units(model, ranks=2, config=None, **keys):
+    config = config or settings(**keys)
+    return divide(Sketch.of(model), config.zero_optimization, Policy.of(config), ranks)
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=3):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(blocks))
+        self.tower = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4, bias=False)})
+
+
+def by_path(division):
+    return {unit.path: [parameter.name for parameter in unit.parameters] for unit in division.units}
+
+
+def test_blocks_are_units_and_the_rest_is_the_model():
+    found = by_path(units(Stack()))
+    assert list(found) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert found["blocks.1"] == ["blocks.1.0.weight", "blocks.1.0.bias", "blocks.1.1.weight", "blocks.1.1.bias"]
+    assert found[""][0] == "embed.weight"
+
+
+def test_what_two_blocks_share_belongs_to_the_model():
+    model = Stack()
+    model.blocks[2][0].weight = model.blocks[0][0].weight
+    model.blocks[1][1].weight = model.blocks[1][1].weight
+    found = by_path(units(model))
+    assert "blocks.0.0.weight" in found[""]
+    assert "blocks.0.0.weight" not in found["blocks.0"] + found["blocks.2"]
+
+
+def test_a_registered_parameter_belongs_to_the_model():
+    model = Stack()
+    zero.register_external_parameter(model, model.blocks[1][0].weight)
+    assert "blocks.1.0.weight" in by_path(units(model))[""]
+
+
+def test_pinned_modules_are_units_and_containers_give_their_items():
+    assert "tower.one" in by_path(units(Stack(), leaf_module={"names": ["tower"]}))
+    model = Stack()
+    pin(model.blocks[0])
+    outer = nn.ModuleDict({"inner": model, "more": nn.Linear(2, 2)})
+    pin(model)
+    assert list(by_path(units(outer))) == ["", "inner"]
+    pin(model, False)
+    assert "inner.blocks.0" in by_path(units(outer))
+    with pytest.raises(PlanError, match=r"zero_optimization.leaf_module: 'Missing' is neither"):
+        units(Stack(), leaf_module={"classes": ["some.package.Missing"]})
+
+
+def test_small_0d_and_empty_parameters_stay_whole():
+    model = Stack()
+    model.scale, model.none = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(0, 3))
+    names = [parameter.name for parameter in units(model, stage3_param_persistence_threshold=17).whole]
+    assert {"scale", "none", "blocks.0.0.bias", "tower.one.bias"} <= set(names)
+    assert "blocks.0.0.weight" not in names
+    few = units(model, stage3_param_persistence_threshold=17, stage3_model_persistence_threshold=9).whole
+    assert sum(parameter.numel for parameter in few) <= 10
+
+
+def test_what_has_another_dtype_than_its_unit_stays_whole():
+    model = Stack()
+    model.blocks[0][1].double()
+    model.blocks[1].requires_grad_(False)
+    model.blocks[1][1].bfloat16()
+    model.blocks[2].bfloat16()
+    model.blocks[2][0].weight.requires_grad_(False).data = torch.ones(8, 4)
+    division = units(model)
+    assert [parameter.name for parameter in division.whole] == [
+        "blocks.0.1.weight", "blocks.0.1.bias", "blocks.2.0.weight",
+    ]  # fmt: skip
+    low = load({"train_batch_size": 8, "zero_optimization": settings().zero_optimization.model_dump(include={"stage"})})
+    assert divide(Sketch.of(model), settings().zero_optimization, Policy.of(low), 2).whole == division.whole
+    bf16 = load({"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+    held = divide(Sketch.of(model), settings().zero_optimization, Policy.of(bf16), 2)
+    assert held.whole == ()
+    assert (held.units[1].held, held.units[1].master, held.units[1].gathers_as) == ("bfloat16", "float32", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"), [((8, 3), 2, 0), ((7, 4), 4, 0), ((1, 6), 2, 1), ((1, 5), 2, 0), ((3, 1, 8), 4, 2)]
+)
+def test_which_dimension_is_cut(shape, ranks, dim):
+    assert shard_dim(shape, ranks) == dim
+
+
+def test_the_plan_prints_units_and_prices_them():
+    config = settings()
+    big = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(16))
+    plan = build(config, 4, Sketch.of(big), ORDER)
+    text = explain(plan)
+    assert "ZeRO stage 3 over dp=4, sums in float32: 16 x Linear of 65.54k (0 ... 15)" in text
+    n = 16 * 65536
+    assert plan.cost.masters == 0
+    assert plan.cost.states == 2 * 4 * n // 4
+    assert plan.cost.parameters == 4 * n // 4 + 2 * 4 * 65536  # the shards, and two units gathered
+    assert plan.cost.gradients == 4 * n // 4 + 2 * 2 * 4 * 65536
+    alone = build(config, 1, Sketch.of(big), ORDER)
+    assert "nothing to shard" in explain(alone)
+
+
+def test_what_cannot_be_is_refused():
+    config = load({"train_batch_size": 8, "sparse_gradients": True, "zero_optimization": {"stage": 3}})
+    with pytest.raises(PlanError, match="sparse_gradients with zero_optimization.stage 3"):
+        build(config, 2, Sketch.of(Stack()), ORDER)
