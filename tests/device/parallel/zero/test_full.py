@@ -1,4 +1,4 @@
-"""Stage 3 on one accelerator is stage 0; what is written for several is tried by one process that shares with itself."""
+"""Stage 3 on one accelerator is stage 0; and the messages of several are those of the CPU."""
 
 import torch
 from torch import nn

@@ -40,9 +40,7 @@ def held(kind, keys):
         parameters=size(frozen) + (0 if "bf16" in keys else size(masters)),
         gradients=size(unit.sums for unit in full.units),
         masters=size(masters) if "bf16" in keys else 0,
-        states=size(
-            value for state in engine.basic_optimizer.state.values() for value in state.values() if value.dim()
-        ),
+        states=size(value for state in states for value in state.values() if value.dim()),
     )
     for store in engine.stores[1:]:
         found += Cost(
