@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from mizzen.config.source import Source
@@ -23,6 +24,7 @@ from mizzen.engine.access import (
     set_local_value,
     update_gradients,
 )
+from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.init import Init as _Init
 from mizzen.parallel.zero.full.marks import find, is_pinned, pin, register_use, unregister_use
 
@@ -149,9 +151,26 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 z3_leaf_module = is_pinned
 
 
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+    """Inside, modules are built on a device, and in a dtype."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 __all__ = [
     "GatheredParameters",
     "Init",
+    "OnDevice",
+    "facts_of",
     "get_z3_leaf_modules",
     "register_external_parameter",
     "safe_get_full_fp32_param",

@@ -4,8 +4,10 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import ismethod
 from pathlib import Path
 from typing import Any, Final
 
@@ -443,7 +445,15 @@ class Face(nn.Module):
         except AttributeError:
             if name in dir(type(self)) or name == "module":
                 raise  # a property of ours failed: its own error says more than the module's
-        return getattr(self.module, name)
+        found = getattr(self.module, name)
+        return partial(self._call, found) if ismethod(found) and found.__self__ is self.module else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the model other than forward, which may use its parameters wherever they are."""
+        with ExitStack() as stack:
+            for store in self.stores:
+                stack.enter_context(store.scope)
+            return method(*args, **kwargs)
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:

@@ -55,6 +55,8 @@ class Store(Protocol):
     """Those of them among which masters and states are shared out, each element to one."""
     everything: Mapping[str, Tensor]
     """The trained parameters by name, and what is sharded beside them: frozen ones."""
+    scope: AbstractContextManager[None]
+    """Inside, methods of the model other than forward may use its parameters."""
     bundles: Sequence[Sequence[str]]
     """Their names, by what is gathered together."""
     replaced: Sequence[tuple[Tensor, str]]

@@ -62,7 +62,11 @@ def config_of(stage: int, world: int, **keys) -> dict:
         "gradient_clipping": 1.0,
         "seed": 5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 2000,
+            "stage3_param_persistence_threshold": 20,
+        },
         "progress": {"enabled": False},
         **keys,
     }

@@ -42,6 +42,9 @@ CASES = [
     (2, "off", "configuration"),
     (2, "selective", "configuration"),
     (2, "full", "call"),
+    (3, "off", "configuration"),
+    (3, "full", "configuration"),
+    (3, "off", "call"),
 ]
 
 

@@ -43,7 +43,7 @@ def train(stage: int, section: dict, loop: str = "open") -> tuple:
     return losses, gradients, values, recomputed
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_changes_but_memory(world, stage, mode):
     expected = world(2).run(train, stage, {"mode": "off"})

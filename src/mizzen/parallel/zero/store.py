@@ -1,7 +1,7 @@
 """The trained parameters of one part in flat buffers: values, masters and gradients, whole or this rank's share."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +63,7 @@ class FlatStore:
         self.bundles: Sequence[Sequence[str]] = (tuple(self.parameters),)
         self.replaced: Sequence[tuple[Tensor, str]] = ()
         self.sharers = group
+        self.scope: AbstractContextManager[None] = nullcontext()
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
         self.buckets = self._by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)])

@@ -18,8 +18,9 @@ from mizzen.model.piece import copy_overlap, piece_of_whole
 from mizzen.model.placement import piece_of_tensor
 
 WAYS: Final = (
-    "use it inside the model's forward, gather it with mizzen.zero.GatheredParameters, or read and write it with "
-    "mizzen.zero.safe_get_full_fp32_param and safe_set_full_fp32_param"
+    "use it inside the model's forward, or in a method that is called on the engine; gather it with "
+    "mizzen.zero.GatheredParameters; or read and write it with mizzen.zero.safe_get_full_fp32_param and "
+    "safe_set_full_fp32_param"
 )
 FACTS: Final = frozenset(
     {

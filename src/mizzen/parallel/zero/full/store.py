@@ -1,7 +1,7 @@
 """The sharded parameters of one part. What the engine asks of it is `plan.parts.Store`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mizzen.comm import groups
-from mizzen.errors import UsageError
+from mizzen.comm.communicator import take_parted
+from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
@@ -23,7 +24,7 @@ from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReduce
 from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit
-from mizzen.parallel.zero.full.wires import Gather, Place, Scatter
+from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
 from mizzen.parallel.zero.full.wrap import connect, forget, held_open, recover, start, unwrap, whole
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
@@ -44,6 +45,9 @@ class FullStore:
         """Whether this rank's shards count in a norm, of which each is counted once."""
         self.model: Any = model
         self.place = Place()
+        self.parted: Tensor | None = None
+        """On a device: whether the tags of some collective of this step have differed."""
+        self.scope: AbstractContextManager[None] = self.place
         self.replaced: Sequence[tuple[Tensor, str]] = ()
         """Objects by which a user may know a parameter, beside the sharded one, with its name."""
         self.units, moved = assemble(model, units, holding, ranks)
@@ -96,10 +100,10 @@ class FullStore:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.place.calls and not self.place.is_backward and recover(self.model):
             self.gradients.clear()  # what an exception has left is not half of a gradient
-        self.place.calls += 1
+        self.place.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.place.calls = max(0, self.place.calls - 1)
+        self.place.__exit__()
         if not torch.is_grad_enabled() and not self.place.calls and not self.units[0].open:
             self.model.reshard()  # nothing of it is needed in a backward
 
@@ -141,7 +145,9 @@ class FullStore:
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""
-        return sum_of_squares((unit.gradient for unit in self.units if self.counts), device=self.device)
+        found = sum_of_squares((unit.gradient for unit in self.units if self.counts), device=self.device)
+        self.parted = take_parted()
+        return found if self.parted is None else torch.where(self.parted, torch.nan, found)
 
     def publish(self) -> None:
         """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
@@ -175,7 +181,12 @@ class FullStore:
         self._forget()
 
     def not_finite(self) -> list[str]:
-        """The parameters whose gradient on this rank was not finite before it was summed."""
+        """The parameters whose gradient on this rank was not finite before it was summed.
+
+        On a device this is also where ranks that have parted ways find out, in the step that they must not take.
+        """
+        if self.parted is not None and bool(self.parted):
+            raise explained(CommError("the ranks have parted ways in this step, which was not taken"))
         return [
             each.name
             for unit in self.units

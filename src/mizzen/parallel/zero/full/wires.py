@@ -26,7 +26,15 @@ class Place:
     step: int = 0
     is_backward: bool = False
     calls: int = field(default=0)
-    """How many forward passes of the model are on the stack."""
+    """How many forward passes, and calls of other methods of the model, are on the stack."""
+
+    def __enter__(self) -> None:
+        """Code of the model runs, inside of which a sharded parameter is gathered where it is touched."""
+        self.calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        """It is over, also after an error."""
+        self.calls = max(0, self.calls - 1)
 
     def tag(self, unit: str) -> Tag:
         """The tag of a collective for a unit."""

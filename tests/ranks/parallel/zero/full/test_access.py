@@ -77,6 +77,41 @@ def test_every_object_says_what_it_is(world, ranks):
         assert [what for what, holds in found.items() if not holds] == []
 
 
+def other_methods() -> dict[str, bool]:
+    """A method that is not forward: refused on the model, gathered through the engine, with a gradient."""
+    engine = start("Base", 3)
+    data = rows(0, engine.global_rank)
+    found = {"refused": "called on the engine" in touched(lambda: engine.module.hidden(data))}
+    hidden = engine.hidden(data)
+    torch.manual_seed(3)
+    plain = MODELS["Base"]()
+    found["equal"] = torch.allclose(hidden, plain.hidden(data), atol=1e-6)
+    engine.backward(hidden.pow(2).mean())
+    gradients = {name: zero.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+    total = sum(plain.hidden(rows(0, rank)).pow(2).mean() for rank in range(engine.world_size)) / engine.world_size
+    total.backward()
+    for name, parameter in plain.named_parameters():
+        wanted = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        found[name] = torch.allclose(gradients[name], wanted, atol=1e-6)
+    found["facts"] = zero.facts_of(engine.module.last.weight).status == "sharded"
+    found["numel"] = zero.facts_of(engine.module.last.weight).numel == 8
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_other_methods_than_forward_work_through_the_engine(world, ranks):
+    for found in world(ranks).run(other_methods):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
+def test_modules_are_built_where_and_as_asked():
+    with zero.OnDevice(torch.bfloat16):
+        layer = torch.nn.Linear(2, 2)
+    assert (layer.weight.device.type, layer.weight.dtype) == ("meta", torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+    assert zero.facts_of(layer.weight).status == "whole"
+
+
 def local_parts() -> tuple[int, float]:
     engine = start("Odd", 3)
     engine.backward(engine(rows(0, engine.global_rank)))
