@@ -88,7 +88,8 @@ RULES = [(variant, "AdamW") for variant in VARIANTS] + [("plain", "Lion"), ("tie
 def test_stages_agree_to_the_bit(world, world_size, ordered, variant, rule):
     """At accumulation 1: at world 2, and at any world when sums are taken in the order of the ranks."""
     case = Case(0, world_size, 1, 0.5, variant, optimizer=rule, deterministic=ordered, samples=16)
-    runs = [world(world_size).run(train, replace(case, stage=stage)) for stage in STAGES]
+    stages = [stage for stage in STAGES if is_built((stage, rule))]
+    runs = [world(world_size).run(train, replace(case, stage=stage)) for stage in stages]
     first_losses, first_values, first_norms = runs[0][0]
     for run in runs:
         for losses, values, norms in run:
