@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mizzen.comm import collectives, groups
 from mizzen.errors import UsageError
+from mizzen.optim.rules import scaled
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 
@@ -83,9 +84,11 @@ class Updater:
             reason = self._culprits()
             self.clear()
             return Outcome(False, norm, mean, reason)
-        for store in self.stores:
-            store.attach(factor * _clip_factor(norm, self.max_norm))
-        self.optimizer.step()
+        factor *= _clip_factor(norm, self.max_norm)
+        with scaled(self.optimizer, factor, self.stores[0].device) as rest:
+            for store in self.stores:
+                store.attach(rest)
+            self.optimizer.step()
         for store in self.stores:
             store.publish()
         self.clear()

@@ -5,6 +5,8 @@ parameters. So does one that needs norms, if it can be told of them. All others 
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -77,6 +79,25 @@ def whole_groups(optimizer: Optimizer) -> frozenset[int]:
         return frozenset()
     # In a group of Muon that says it is not for Muon, AdamW works.
     return frozenset(number for number, group in enumerate(optimizer.param_groups) if group.get("use_muon", True))
+
+
+@contextmanager
+def scaled(optimizer: Optimizer, factor: float, device: torch.device) -> Iterator[float]:
+    """Let the step multiply gradients with a factor, where its fused kernel can; yields what is left to multiply with.
+
+    torch made this for loss scales: it divides by `grad_scale`, in the pass that it makes over gradients anyway.
+    """
+    has_kernel = _steps_like(optimizer, (Adam, AdamW, SGD)) and all(g.get("fused") for g in optimizer.param_groups)
+    if factor in (0.0, 1.0) or not has_kernel:
+        yield factor
+        return
+    given = {"grad_scale": 1 / factor, "found_inf": 0.0}
+    vars(optimizer).update({name: torch.full((), value, device=device) for name, value in given.items()})
+    try:
+        yield 1.0
+    finally:
+        for name in given:
+            del vars(optimizer)[name]
 
 
 def _steps_like(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> bool:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -61,6 +62,10 @@ class Store(Protocol):
     """Their names, by what is gathered together."""
     replaced: Sequence[tuple[Tensor, str]]
     """Other objects by which somebody may know a parameter, with its name."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

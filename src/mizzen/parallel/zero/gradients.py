@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.errors import UsageError
-from mizzen.kernels.norm import are_finite
+from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.parallel.zero.live import LiveBucket
 from mizzen.parallel.zero.reduce import Finish, Reducer
 
@@ -185,7 +185,7 @@ class WholeGradients(Gradients):
             bucket.shown.add(position)
         if self.reducer.reduction.ranks == 1:
             return self.reducer.to_all(whole)
-        note_finite(bucket, bucket.views)
+        note_finite(bucket, whole)
         if bucket.plan.is_sparse:
             return partial(self._finish_by_rows, bucket, whole)
         if not bucket.is_shared:
@@ -236,8 +236,7 @@ class PassingGradients(Gradients):
         """Sum the bucket into the owner's chunk."""
         for position in range(len(bucket.parameters)):  # those of a backward that was not armed
             self.take(bucket, position)
-        bucket.filled()
-        note_finite(bucket, bucket.views)
+        note_finite(bucket, bucket.filled())
         flat = bucket.hand_over()
         if bucket.plan.is_sparse:
             return partial(self._finish_by_rows, bucket, flat)
@@ -260,9 +259,11 @@ class PassingGradients(Gradients):
         self._has_sum = False
 
 
-def note_finite(bucket: LiveBucket, views: list[Tensor]) -> None:
+def note_finite(bucket: LiveBucket, whole: Tensor) -> None:
     """Remember which of this rank's own gradients are finite, before they are summed."""
-    found = are_finite(views)
+    if is_all_finite(whole):
+        return
+    found = are_finite(bucket.views)
     bucket.finite = found if bucket.finite is None else bucket.finite & found
 
 

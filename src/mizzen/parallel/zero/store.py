@@ -175,9 +175,12 @@ class FlatStore:
                     target.tensor.data = target.tensor.new_empty(0)
 
     def squares(self) -> Tensor:
-        """The fp64 sum of squares of the gradients that this rank counts; ranks that share them count them once."""
-        counts = self.is_sharded or self.rank == 0
-        return sum_of_squares((bucket.gradient for bucket in self.buckets if counts), device=self.device)
+        """The fp64 sum of squares of the gradients that this rank counts; ranks that have the same share the work."""
+        gradients = [bucket.gradient for bucket in self.buckets]
+        if not self.is_sharded:
+            owned = (bucket.plan.owned(self.rank, self.holding.reduction.ranks) for bucket in self.buckets)
+            gradients = [whole[start:stop] for whole, (start, stop) in zip(gradients, owned, strict=True)]
+        return sum_of_squares(gradients, device=self.device)
 
     def publish(self) -> None:
         """Bring the new master values to the parameters of every rank."""

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from mizzen.comm.communicator import meet
 from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
-from mizzen.kernels.norm import are_finite
+from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.parallel.zero.full.live import LiveUnit
 from mizzen.parallel.zero.full.wires import Place, explained
 from mizzen.parallel.zero.reduce import Finish, Reducer
@@ -51,7 +51,7 @@ class UnitGradients:
                 f"{unit.gradient.numel() * self.reducer.reduction.ranks} are trained: requires_grad of a parameter was "
                 "changed after initialize; make a new engine"
             )
-        if sent.device.type != "cpu" or not bool(are_finite([sent])):  # one contiguous pass, where asking is free
+        if not is_all_finite(sent):
             unit.finite &= are_finite(list(unit.rows(sent, self.reducer.reduction.ranks)))
         self.add(sent, unit.gradient)
 
