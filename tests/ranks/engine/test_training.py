@@ -197,7 +197,8 @@ def live_and_die(rounds: int, stage: int) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_create_train_destroy_stays_flat(world, stage):
     for resident, tensors in world(2).run(live_and_die, 20, stage, timeout=120):
-        assert tensors[-1] == tensors[4]
+        # A leak grows with every round; gloo's threads may still hold a tensor or two when one is counted.
+        assert min(tensors[-5:]) <= max(tensors[2:6])
         assert resident[-1] - resident[4] < 16 << 20
 
 
