@@ -156,7 +156,7 @@ class Engine(Face):
         return micros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. Their buffers stay, whatever `set_to_none` says."""
+        """Forget all gradients, whatever `set_to_none` says."""
         self._window.close()
         if self.updater is not None:
             self.updater.clear()

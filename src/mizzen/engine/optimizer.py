@@ -42,7 +42,7 @@ class EngineOptimizer(Optimizer):
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. Their buffers stay, whatever `set_to_none` says."""
+        """Forget all gradients, whatever `set_to_none` says."""
         self._clear()
 
     def state_dict(self) -> dict[str, Any]:

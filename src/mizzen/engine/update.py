@@ -95,7 +95,7 @@ class Updater:
         return Outcome(True, norm, mean)
 
     def clear(self) -> None:
-        """Forget all gradients; their buffers stay."""
+        """Forget all gradients."""
         self.scaler.has_scaled = False
         for store in self.stores:
             store.gradients.clear()
