@@ -25,15 +25,16 @@ from mizzen.engine.prepare import (
     check_optimizer,
     choose_optimizer,
     choose_scheduler,
+    grouped,
     loaders_of,
     place,
     seed_of,
-    sketch_of,
     stream_of,
 )
 from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import set_level
+from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.printer import dump_state
 from mizzen.order import ORDER
@@ -72,8 +73,9 @@ def initialize(
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
     retire(model)
-    chosen = choose_optimizer(optimizer, settings, model, model_parameters)
-    plan = build(settings, world.size, sketch_of(model, chosen), ORDER)
+    sketch = Sketch.of(model)
+    chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
+    plan = build(settings, world.size, grouped(sketch, model, chosen), ORDER)
     check_optimizer(chosen, plan)
     agree(plan)
     accelerator = get_accelerator()

@@ -11,7 +11,7 @@ from mizzen.cli.parser import Parser, count, examples, write
 from mizzen.config.load import load
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
-from mizzen.engine.prepare import choose_optimizer, sketch_of
+from mizzen.engine.prepare import choose_optimizer, grouped
 from mizzen.errors import PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
@@ -66,9 +66,10 @@ def sketch_at(address: str, config: Config) -> Sketch:
         raise UsageError(f"--model {address}: {type(error).__name__}: {error} (--debug shows where)") from error
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"--model {address}: returned a {type(model).__name__}, not a torch.nn.Module")
+    sketch = Sketch.of(model)
     if config.optimizer is None:
-        return Sketch.of(model)
-    return sketch_of(model, choose_optimizer(None, config, model, None))
+        return sketch
+    return grouped(sketch, model, choose_optimizer(None, config, model, sketch))
 
 
 def _function_at(address: str) -> Callable[[], Any]:

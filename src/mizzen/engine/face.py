@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, update_wrapper
 from inspect import ismethod
 from pathlib import Path
 from typing import Any, Final
@@ -446,7 +446,8 @@ class Face(nn.Module):
             if name in dir(type(self)) or name == "module":
                 raise  # a property of ours failed: its own error says more than the module's
         found = getattr(self.module, name)
-        return partial(self._call, found) if ismethod(found) and found.__self__ is self.module else found
+        is_method = ismethod(found) and found.__self__ is self.module
+        return update_wrapper(partial(self._call, found), found) if is_method else found
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the model other than forward, which may use its parameters wherever they are."""

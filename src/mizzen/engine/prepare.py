@@ -153,7 +153,8 @@ def choose_optimizer(
     given: Optimizer | Callable[[Any], Optimizer] | None,
     config: Config,
     model: nn.Module,
-    model_parameters: Iterable[Any] | None,
+    sketch: Sketch,
+    model_parameters: Iterable[Any] | None = None,
 ) -> Optimizer | None:
     """The optimizer of a run: an object, what a callable makes, the one that the configuration names, or none."""
     if given is None and config.optimizer is None:
@@ -162,7 +163,7 @@ def choose_optimizer(
     if not placed:
         raise UsageError("nothing to train: no parameter of the model, or of model_parameters=, requires a gradient")
     if given is None and config.optimizer is not None:
-        sketches = Sketch.of(model).by_name()
+        sketches = sketch.by_name()
         return build_optimizer(
             config.optimizer.type,
             dict(config.optimizer.params),
@@ -180,12 +181,12 @@ def choose_optimizer(
     return made
 
 
-def sketch_of(model: nn.Module, optimizer: Optimizer | None) -> Sketch:
-    """What is to be trained, and which of it the optimizer needs whole."""
+def grouped(sketch: Sketch, model: nn.Module, optimizer: Optimizer | None) -> Sketch:
+    """The same with what is to be trained, and which of it the optimizer needs whole."""
     if optimizer is None:
-        return Sketch.of(model).with_groups({})
+        return sketch.with_groups({})
     _, placed = param_groups(model, optimizer.param_groups)
-    return Sketch.of(model).with_groups(placed, whole_groups(optimizer))
+    return sketch.with_groups(placed, whole_groups(optimizer))
 
 
 def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:

@@ -16,3 +16,15 @@ def change_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = [change_tensors(value, change) for value in inputs]
         return type(inputs)(*changed) if "_fields" in dir(inputs) else type(inputs)(changed)
     return inputs
+
+
+def tensors_in(inputs: Any) -> list[Tensor]:
+    """Every tensor of a structure, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    change_tensors(inputs, note)
+    return found

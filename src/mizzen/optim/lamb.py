@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mizzen.kernels.norm import squares_of
-from mizzen.optim.lion import check_betas, check_range
+from mizzen.optim.ranges import check_betas, check_range
 
 
 @dataclass(frozen=True, slots=True)

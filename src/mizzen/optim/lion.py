@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mizzen.optim.ranges import check_betas, check_range
+
 
 class Lion(Optimizer):
     """EvoLved Sign Momentum, with decoupled weight decay.
@@ -46,16 +48,3 @@ class Lion(Optimizer):
         momentum.lerp_(gradient, 1 - beta2)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(update.mul_(group["lr"]))
-
-
-def check_range(name: str, value: float, *, low: float, high: float = float("inf")) -> None:
-    """Refuse an argument outside of [low, high)."""
-    if not low <= value < high:
-        bound = f"in [{low:g}, {high:g})" if high != float("inf") else f"at least {low:g}"
-        raise ValueError(f"{name} is {value:g}; it must be {bound}")
-
-
-def check_betas(betas: tuple[float, float]) -> None:
-    """Refuse decay rates outside of [0, 1)."""
-    for number, beta in enumerate(betas):
-        check_range(f"betas[{number}]", beta, low=0, high=1)

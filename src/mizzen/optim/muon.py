@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from mizzen.model.sketch import ParameterSketch
-from mizzen.optim.lion import check_betas, check_range
+from mizzen.optim.ranges import check_betas, check_range
 
 NOT_HIDDEN: Final = ("embed", "lm_head")
 """Parts of names by which input and output layers are known."""

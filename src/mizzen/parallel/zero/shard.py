@@ -75,7 +75,7 @@ class ZeroShard(Transform):
             asked=zero.stage,
             holding=Holding(
                 stage,
-                _reduction(config, policy, ranks),
+                mean_over(ranks, config, policy),
                 policy,
                 overlap=zero.overlap_comm,
                 gain=float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0,
@@ -126,9 +126,10 @@ def refuse_what_does_not_float(sketch: Sketch) -> None:
             )
 
 
-def _reduction(config: Config, policy: Policy, ranks: int) -> Reduction:
-    """The mean over the ranks, in two factors as asked for: before the sum, and after it."""
-    before = 1 / ranks if config.prescale_gradients else 1 / config.gradient_predivide_factor
+def mean_over(ranks: int, config: Config, policy: Policy) -> Reduction:
+    """The mean over some ranks, in two factors as asked for: before the sum, and after it."""
+    asked = config.gradient_predivide_factor if ranks > 1 else 1.0
+    before = 1 / ranks if config.prescale_gradients else 1 / asked
     return Reduction(
         ranks=ranks,
         dtype=policy.wire,

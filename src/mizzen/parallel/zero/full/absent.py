@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, Variable
 from torch.utils.hooks import RemovableHandle
 
-from mizzen.model.inputs import change_tensors
+from mizzen.model.inputs import change_tensors, tensors_in
 
 Parameters = Callable[[], Sequence[nn.Parameter]]
 
@@ -48,15 +48,7 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _differentiable(structure: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if _counts(tensor):
-            found.append(tensor)
-        return tensor
-
-    change_tensors(structure, look)
-    return found
+    return [tensor for tensor in tensors_in(structure) if _counts(tensor)]
 
 
 def _pass(fill: Callable[[], None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

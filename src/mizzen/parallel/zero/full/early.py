@@ -23,8 +23,8 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import collectives
-from mizzen.model.inputs import change_tensors
-from mizzen.parallel.zero.full.live import joined, local
+from mizzen.model.inputs import change_tensors, tensors_in
+from mizzen.parallel.zero.full.live import gather_shards, local
 from mizzen.parallel.zero.full.sharded import CALLS, FACTS, HOOKS, Moved, carry, move, property_of
 from mizzen.parallel.zero.full.units import shard_dim
 
@@ -50,14 +50,14 @@ class Early(DTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 
-        bench = next(type(value).bench for value in _flat((args, kwargs)) if isinstance(value, Early))
+        bench = next(type(value).bench for value in tensors_in((args, kwargs)) if isinstance(value, Early))
         if bench is None:
             raise AssertionError("an early parameter without a bench")
         if name == "data" and len(args) == 2:
             bench.whole(args[0]).copy_(args[1])
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            wanted = [value for value in _flat((args, kwargs)) if isinstance(value, Early)]
+            wanted = [value for value in tensors_in((args, kwargs)) if isinstance(value, Early)]
             bench.clear_but(wanted)
             args, kwargs = change_tensors((tuple(args), dict(kwargs)), bench.in_place_of)
         found = func(*args, **kwargs)
@@ -180,15 +180,8 @@ def fits(parameter: Tensor) -> bool:
 def gathered(early: Any) -> Tensor:
     """All of a parameter, in a new tensor that wants no gradient."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        shard, shape, mesh = local(early), list(early.shape), early.device_mesh
-        dim = early.placements[0].dim
-        sizes = list(shape)
-        sizes[dim] = -(-shape[dim] // mesh.size())
-        mine = shard.new_zeros(sizes)
-        mine.narrow(dim, 0, shard.shape[dim]).copy_(shard)
-        every = mine.new_empty([mesh.size(), *sizes])
-        collectives.all_gather_into_tensor(every.view(-1), mine.view(-1), group=mesh.get_group())
-        return joined(every, dim, shape[dim])
+        mesh, dim = early.device_mesh, early.placements[0].dim
+        return gather_shards(local(early), list(early.shape), dim, mesh.get_group())
 
 
 def make_whole(model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
@@ -208,17 +201,6 @@ def _chunk(whole: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     each = -(-whole.shape[dim] // mesh.size())
     start = min(mesh.get_local_rank() * each, whole.shape[dim])
     return whole.narrow(dim, start, min(each, whole.shape[dim] - start))
-
-
-def _flat(structure: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    change_tensors(structure, look)
-    return found
 
 
 def take_out(model: nn.Module, early: Mapping[str, Any]) -> dict[str, nn.Parameter]:

@@ -1,14 +1,17 @@
 """A unit with its tensors on this rank: the shards, and the gradients of the trained ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from mizzen.comm import collectives, groups
+from mizzen.comm.tags import Tag
 from mizzen.parallel.zero.full.units import Unit
 
 MULTIPLE: Final = 32
@@ -105,7 +108,22 @@ def up(count: int) -> int:
     return -(-count // MULTIPLE) * MULTIPLE
 
 
-def joined(shards: Tensor, dim: int, size: int) -> Tensor:
-    """Stacked shards as the tensor that was cut along `dim`, without their padding; no copy along the first."""
-    whole = shards.flatten(0, 1) if dim == 0 else torch.cat(shards.unbind(0), dim)
-    return whole.narrow(dim, 0, size).contiguous()
+def gather_shards(
+    shard: Tensor,
+    shape: Sequence[int],
+    dim: int,
+    group: ProcessGroup,
+    *,
+    dtype: torch.dtype | None = None,
+    tag: Tag | None = None,
+) -> Tensor:
+    """The tensor of this shape that the ranks of a group have cut along `dim`, by torch.chunk's rule."""
+    ranks, sizes = groups.get_world_size(group), list(shape)
+    sizes[dim] = -(-shape[dim] // ranks)
+    mine = shard.new_zeros(sizes, dtype=dtype or shard.dtype)
+    mine.narrow(dim, 0, shard.shape[dim]).copy_(shard)
+    every = mine.new_empty([ranks, *sizes])
+    collectives.all_gather_into_tensor(every.view(-1), mine.view(-1), group=group, tag=tag)
+    # Along the first dimension this is no copy.
+    whole = every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(0), dim)
+    return whole.narrow(dim, 0, shape[dim]).contiguous()

@@ -15,8 +15,7 @@ from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.units import Division, Unit, divide, shard_dim
 from mizzen.parallel.zero.full.wrap import Wrapping
-from mizzen.parallel.zero.reduce import Reduction
-from mizzen.parallel.zero.shard import DATA_AXES, refuse_what_does_not_float
+from mizzen.parallel.zero.shard import DATA_AXES, mean_over, refuse_what_does_not_float
 from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
 from mizzen.plan.cost import Cost, states_per_parameter, trained
@@ -81,8 +80,8 @@ class ZeroFull(Transform):
         return FullChoice(
             division=division,
             holding=FullHolding(
-                _mean(config, policy, sharing),
-                _mean(config, policy, ranks // sharing),
+                mean_over(sharing, config, policy),
+                mean_over(ranks // sharing, config, policy),
                 policy,
                 Wrapping(
                     accumulation=policy.accumulation,
@@ -94,7 +93,7 @@ class ZeroFull(Transform):
             ),
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
-            whole=Holding(2, _mean(config, policy, ranks), policy, overlap=False, gain=gain),
+            whole=Holding(2, mean_over(ranks, config, policy), policy, overlap=False, gain=gain),
             buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
             states=states_per_parameter(config),
         )
@@ -199,19 +198,6 @@ def _quantizing(zero: ZeroConfig) -> Quantizing:
         )
     feedback = (loco.err_beta, loco.reset_T) if loco is not None else None
     return Quantizing(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
-
-
-def _mean(config: Config, policy: Policy, ranks: int) -> Reduction:
-    """The mean over some ranks, in two factors as asked for: before the sum, and after it."""
-    asked = 1.0 if ranks == 1 else config.gradient_predivide_factor
-    before = 1 / ranks if config.prescale_gradients else 1 / asked
-    return Reduction(
-        ranks=ranks,
-        dtype=policy.wire,
-        before=before,
-        after=1 / (before * ranks),
-        in_rank_order=config.deterministic,
-    )
 
 
 def _padded(shape: tuple[int, ...], ranks: int) -> int:

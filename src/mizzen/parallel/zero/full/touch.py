@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from mizzen.comm import collectives
 from mizzen.comm.communicator import meet
 from mizzen.errors import CommError
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Trained, joined, local
+from mizzen.parallel.zero.full.live import LiveUnit, Trained, gather_shards, local
 from mizzen.parallel.zero.full.sharded import refusal
 from mizzen.parallel.zero.full.units import shard_dim
 from mizzen.parallel.zero.full.wires import explained
@@ -47,20 +46,19 @@ class Touch:
 
     def gather(self, parameter: Any) -> Tensor:
         """All shards in one tensor."""
-        shape, shard = list(parameter.shape), local(parameter)
-        dim = shard_dim(shape, self.ranks)
-        sizes = list(shape)
-        sizes[dim] = -(-shape[dim] // self.ranks)
+        shape = list(parameter.shape)
         dtype = self.unit.plan.gathers_as if self.slot is not None else None
-        mine = shard.new_zeros(sizes, dtype=torch_dtype(dtype) if dtype else shard.dtype)
-        mine.narrow(dim, 0, shard.shape[dim]).copy_(shard)
-        every = mine.new_empty([self.ranks, *sizes])
-        tag = self.gradients.place.tag(f"{type(parameter).label} outside of its unit")
         try:
-            collectives.all_gather_into_tensor(every.view(-1), mine.view(-1), group=self.group, tag=tag)
+            return gather_shards(
+                local(parameter),
+                shape,
+                shard_dim(shape, self.ranks),
+                self.group,
+                dtype=torch_dtype(dtype) if dtype else None,
+                tag=self.gradients.place.tag(f"{type(parameter).label} outside of its unit"),
+            )
         except CommError as error:
             raise explained(error) from None
-        return joined(every, dim, shape[dim])
 
     def give(self, gradient: Tensor) -> None:
         """Send a whole gradient to the owners of its shards."""

@@ -1,7 +1,7 @@
 """Which parameters are gathered together, and which stay whole on every rank. Pure arithmetic over a Sketch.
 
 A unit is a module whose parameters are gathered by one collective before it runs and freed after it. The model itself
-is the last unit: it has what lies in no other, or in several of them, and stays gathered from forward to backward.
+is a unit too: it has what lies in no other, or in several of them, and stays gathered from forward to backward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
