@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Final
 
-from bench.llama import COMPILED, EAGER, FUSED, HOLLOW, Size
+from bench.llama import COMPILED, EAGER, FULL, FUSED, HOLLOW, Size
 from bench.play import Game, dissect, parser_of, play
 from bench.record import Record, header, table, versus
 
@@ -20,7 +20,9 @@ PEAK_FLOPS: Final = 989e12
 
 def main(words: Sequence[str] | None = None) -> int:
     """Play, print, write."""
-    parser = parser_of("mizzen and its peers on one GPU", EAGER, more=(*COMPILED, *FUSED), rounds=3, steps=8, warm=6)
+    parser = parser_of(
+        "mizzen and its peers on one GPU", EAGER, more=(*FULL, *COMPILED, *FUSED), rounds=3, steps=8, warm=6
+    )
     parser.add_argument("--hollow", action="store_true", help="a tiny twin of the model: shows the time of the host")
     options = parser.parse_args(words)
     game = Game(

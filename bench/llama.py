@@ -176,9 +176,11 @@ EAGER: Final = (
     *("mizzen-0", "mizzen-1", "mizzen-2"),
 )
 """A kind, and a ZeRO stage where it has one."""
-COMPILED: Final = tuple(f"{name}+compile" for name in EAGER)
+FULL: Final = ("deepspeed-3", "mizzen-3")
+"""Parameters sharded too, which on one rank is the same as not at all."""
+COMPILED: Final = tuple(f"{name}+compile" for name in (*EAGER, *FULL))
 """The same, with every decoder layer compiled on its own."""
-FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *COMPILED) if name.startswith("mizzen"))
+FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *FULL, *COMPILED) if name.startswith("mizzen"))
 """Ours with its fused operations; in a compiled layer the compiler has its own, and the head is left."""
 FUSED_KEYS: Final = dict.fromkeys(("head_loss", "rms_norm", "rotary", "swiglu"), True)
 
