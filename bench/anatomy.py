@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ def render(name: str, found: dict[str, Any]) -> str:
     """The findings on one system, per step."""
     is_gpu = found["device"] == "GPU"
     own = ", ".join(f"{library} {ms:.2f} ms" for library, ms in found["python_ms"].items() if ms > 0.005)
+    net = ", ".join(f"{library} {ms:.2f} ms" for library, ms in found["net_ms"].items())
     parts = [f"## {name}: {found['wall_ms']:.1f} ms/step, busy {found['busy_ms']:.1f} ms on the {found['device']}"]
     if is_gpu:
         waits = [f"{where} {count:g}" for where, count in found["waits"].items()] or ["none"]
@@ -44,6 +46,7 @@ def render(name: str, found: dict[str, Any]) -> str:
         parts.append(table(["kernels", "calls/step", "ms/step", "of busy"], found["families"]))
     parts += [
         f"own time of Python functions per step, under cProfile: {own}",
+        *([f"without what cProfile itself takes for each call: {net}"] if net else []),
         table(["operator", "calls/step", "ms/step", "of busy"], found["operators"]),
     ]
     if found["functions"]:
@@ -125,17 +128,19 @@ def family(kernel: str) -> str:
 
 def _functions(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     """Python functions by their own time. cProfile makes each call slower, so these are upper bounds."""
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(steps):
-        step()
-    profiler.disable()
+    found = _profiled(lambda: [step() for _ in range(steps)])
     own: Counter[str] = Counter()
+    added: Counter[str] = Counter()
     rows = []
-    for (file, line, name), (_, count, spent, total, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        library = short(file).partition("/")[0]
-        if not library.startswith(("~", "<")):  # what is built in, where the host waits
-            own[library] += 1000 * spent / steps
+    overhead = _overhead()
+    for (file, line, name), (_, count, spent, total, callers) in found.items():
+        library = _library(file)
+        if library is None:  # built in; the profiler's work is charged to who calls it
+            for (caller, *_), (calls, *_) in callers.items():
+                added[_library(caller) or ""] += overhead.built_in * calls
+            continue
+        own[library] += spent
+        added[library] += overhead.python * count
         if library in ENGINES:
             rows.append((spent, f"{short(file)}:{line} {name}", count, total))
     rows.sort(reverse=True)
@@ -143,7 +148,64 @@ def _functions(step: Callable[[], Any], steps: int) -> dict[str, Any]:
         (name, f"{count / steps:.4g}", f"{1000 * spent / steps:.3f}", f"{1000 * total / steps:.3f}")
         for spent, name, count, total in rows[:SHOWN]
     ]
-    return {"python_ms": dict(own.most_common(4)), "functions": shown}
+    return {
+        "python_ms": {library: 1000 * spent / steps for library, spent in own.most_common(4)},
+        "net_ms": {library: 1000 * (own[library] - added[library]) / steps for library in ENGINES if own[library]},
+        "functions": shown,
+    }
+
+
+def _library(file: str) -> str | None:
+    """Whose a function is; None for one that is built in."""
+    library = short(file).partition("/")[0]
+    return None if library.startswith(("~", "<")) else library
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Seconds that cProfile adds to the own time of Python functions for each call."""
+
+    python: float
+    """Of a Python function."""
+    built_in: float
+    """Of one that is built in; its own part of that is not counted here."""
+
+
+def _overhead(calls: int = 100_000, tries: int = 5) -> Overhead:
+    """Measured by loops that do nothing but call."""
+
+    def nothing(value: object) -> None:
+        """As its name says."""
+
+    def to_python() -> None:
+        for _ in range(calls):
+            nothing(calls)
+
+    def to_built_in() -> None:
+        for _ in range(calls):
+            id(calls)
+
+    def least(loop: Callable[[], None]) -> float:
+        seconds = []
+        for _ in range(tries):
+            begin = time.perf_counter()
+            loop()
+            bare = time.perf_counter() - begin
+            own = sum(spent for (file, *_), (_, _, spent, *_) in _profiled(loop).items() if _library(file))
+            seconds.append((own - bare) / calls)
+        return max(min(seconds), 0.0)
+
+    return Overhead(least(to_python), least(to_built_in))
+
+
+def _profiled(work: Callable[[], Any]) -> dict[Any, Any]:
+    """What `pstats` knows of every function."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    work()
+    profiler.disable()
+    stats: dict[Any, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    return stats
 
 
 def short(file: str) -> str:

@@ -16,8 +16,9 @@ def sum_of_squares(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         if flat.device.type == "cpu":
+            buffer = torch.empty(min(flat.numel(), _CACHE), dtype=torch.float64)
             for part in torch.split(flat, _CACHE):
-                wide = part.double()
+                wide = buffer[: part.numel()].copy_(part)
                 total += torch.dot(wide, wide)
         elif flat.numel():
             total += torch.linalg.vector_norm(flat, dtype=torch.float64).square()

@@ -32,6 +32,11 @@ class Gradients:
 
     waits_for_last: bool
     """Whether gradients stay here until the last backward before a step."""
+    in_flight: int | None = 2
+    """Buckets on their way at most, which bounds the memory of those that are copies; two keep the wire busy.
+
+    To wait for one in the middle of a backward is to wait for the slowest rank there.
+    """
 
     def __init__(self, buckets: Sequence[LiveBucket], reducer: Reducer, *, overlap: bool) -> None:
         self.buckets = tuple(buckets)
@@ -117,7 +122,7 @@ class Gradients:
     def _send(self, buckets: Sequence[LiveBucket]) -> None:
         for bucket in buckets:
             bucket.has_left = True
-            if len(self._pending) > 1:  # two buckets in flight keep the wire busy and bound the memory
+            if len(self._pending) == self.in_flight:
                 self._pending.pop(0)()
             self._pending.append(self.leave(bucket))
 
@@ -147,6 +152,7 @@ class WholeGradients(Gradients):
     """
 
     waits_for_last = True
+    in_flight = None
 
     def hide(self) -> None:
         """Take gradients off parameters of another dtype: with one, a compiled block falls into many graphs."""
@@ -177,12 +183,13 @@ class WholeGradients(Gradients):
 
     def leave(self, bucket: LiveBucket) -> Finish:
         """Sum the bucket where it lies, or into the owner's chunk."""
-        for position in range(len(bucket.parameters)):
-            self.take(bucket, position)
         whole = bucket.filled()
-        for position in set(range(len(bucket.parameters))) - bucket.shown:
-            bucket.parameters[position].grad = bucket.views[position]
-            bucket.shown.add(position)
+        for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            if parameter.grad is not view:
+                self.take(bucket, position)
+                parameter.grad = view
+        bucket.filled()  # where the user has taken a gradient away
+        bucket.shown = set(range(len(bucket.parameters)))
         if self.reducer.reduction.ranks == 1:
             return self.reducer.to_all(whole)
         note_finite(bucket, whole)
@@ -234,8 +241,9 @@ class PassingGradients(Gradients):
 
     def leave(self, bucket: LiveBucket) -> Finish:
         """Sum the bucket into the owner's chunk."""
-        for position in range(len(bucket.parameters)):  # those of a backward that was not armed
-            self.take(bucket, position)
+        for position, parameter in enumerate(bucket.parameters):
+            if parameter.grad is not None:  # of a backward that was not armed
+                self.take(bucket, position)
         note_finite(bucket, bucket.filled())
         flat = bucket.hand_over()
         if bucket.plan.is_sparse:

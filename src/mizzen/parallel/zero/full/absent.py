@@ -20,7 +20,8 @@ def fill_absent(module: nn.Module, parameters: Parameters) -> list[RemovableHand
     """Give every parameter a gradient before the module's own are reduced.
 
     FSDP2 reduces them when backward has passed the module's inputs, or at the end of backward. Our hooks come after
-    its own on the way in, and before its own on the way out, and so before it on the way back.
+    its own on the way in, and before its own on the way out, and so before it on the way back. As with its own, a
+    compiler does not look into them.
     """
 
     def fill() -> None:
@@ -38,9 +39,15 @@ def fill_absent(module: nn.Module, parameters: Parameters) -> list[RemovableHand
             tensor.register_hook(lambda _: Variable._execution_engine.queue_callback(fill))  # type: ignore[no-untyped-call]
 
     return [
-        module.register_forward_pre_hook(entering, with_kwargs=True),
-        module.register_forward_hook(leaving, prepend=True),
+        module.register_forward_pre_hook(_unseen(entering), with_kwargs=True),
+        module.register_forward_hook(_unseen(leaving), prepend=True),
     ]
+
+
+def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a compiler, which calls it and does not follow it."""
+    unseen: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return unseen
 
 
 def _counts(tensor: Tensor) -> bool:
