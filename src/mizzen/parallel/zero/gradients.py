@@ -4,7 +4,7 @@ Nothing is sent outside `arm` ... `settle` and `collect`, which every rank calls
 same order. So ranks whose gradients arrive in another order, or not at all, still take part in the same collectives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -41,6 +41,8 @@ class Gradients:
     def __init__(self, buckets: Sequence[LiveBucket], reducer: Reducer, *, overlap: bool) -> None:
         self.buckets = tuple(buckets)
         self.reducer = reducer
+        self.factor = reducer.reduction.before if reducer.reduction.is_early else 1.0
+        """What gradients are multiplied with as they are copied into a bucket that leaves."""
         self.overlaps = overlap
         self.is_armed = self.is_open = False
         self.has_strangers = False
@@ -113,7 +115,6 @@ class Gradients:
                 "had been sent; a reentrant activation checkpoint does this: use use_reentrant=False, or set "
                 "zero_optimization.overlap_comm to false"
             )
-        self.take(bucket, position)
         bucket.missing.discard(position)
         while self.overlaps and self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._send(self.buckets[self._next : self._next + 1])
@@ -135,10 +136,6 @@ class Gradients:
         """A gradient came that is to stay on this rank for now."""
         raise NotImplementedError
 
-    def take(self, bucket: LiveBucket, position: int) -> None:
-        """Bring the gradient of one parameter to its place in the bucket."""
-        raise NotImplementedError
-
     def leave(self, bucket: LiveBucket) -> Finish:
         """Start the sum of one bucket."""
         raise NotImplementedError
@@ -158,38 +155,22 @@ class WholeGradients(Gradients):
         """Take gradients off parameters of another dtype: with one, a compiled block falls into many graphs."""
         for bucket in self.buckets:
             if bucket.shown and bucket.values.dtype != bucket.accumulation:
-                for position in tuple(bucket.shown):
-                    self.take(bucket, position)
+                bucket.put(self._new(bucket, bucket.shown))
+                for position in bucket.shown:
                     bucket.parameters[position].grad = None
                 bucket.shown.clear()
 
     def keep(self, bucket: LiveBucket, position: int) -> None:
-        """As any other."""
-        self.take(bucket, position)
-
-    def take(self, bucket: LiveBucket, position: int) -> None:
-        """Add what autograd or the user has put on a parameter; one that is there already was added to in place."""
-        parameter = bucket.parameters[position]
-        found = parameter.grad
-        if position in bucket.shown:
-            if found is bucket.views[position]:
-                return
-            bucket.empty.add(position)  # the user has taken it away, or put another one there
-            bucket.shown.discard(position)
-        if found is not None:
-            bucket.put(position, found)
-            parameter.grad = bucket.views[position]
-            bucket.shown.add(position)
+        """Add it to its place, and show that."""
+        bucket.put(self._new(bucket, (position,)))
+        self._show(bucket, (position,))
 
     def leave(self, bucket: LiveBucket) -> Finish:
         """Sum the bucket where it lies, or into the owner's chunk."""
+        positions = range(len(bucket.parameters))
+        bucket.put(self._new(bucket, positions), self.factor)
         whole = bucket.filled()
-        for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
-            if parameter.grad is not view:
-                self.take(bucket, position)
-                parameter.grad = view
-        bucket.filled()  # where the user has taken a gradient away
-        bucket.shown = set(range(len(bucket.parameters)))
+        self._show(bucket, positions)
         if self.reducer.reduction.ranks == 1:
             return self.reducer.to_all(whole)
         note_finite(bucket, whole)
@@ -198,6 +179,24 @@ class WholeGradients(Gradients):
         if not bucket.is_shared:
             return self.reducer.to_all(whole)
         return self.reducer.to_owner(whole, bucket.owned(), add=False, owner=owner_of(bucket))
+
+    def _new(self, bucket: LiveBucket, positions: Iterable[int]) -> dict[int, Tensor]:
+        """What autograd or the user has put on parameters; to one that is shown already it was added in place."""
+        found = {}
+        for position in positions:
+            gradient = bucket.parameters[position].grad
+            if position in bucket.shown:
+                if gradient is bucket.views[position]:
+                    continue
+                bucket.empty.add(position)  # the user has taken it away, or put another one there
+            if gradient is not None:
+                found[position] = gradient
+        return found
+
+    def _show(self, bucket: LiveBucket, positions: Iterable[int]) -> None:
+        for position in positions:
+            bucket.parameters[position].grad = bucket.views[position]
+        bucket.shown.update(positions)
 
     def _finish_by_rows(self, bucket: LiveBucket, whole: Tensor) -> None:
         if not bucket.is_shared:
@@ -209,7 +208,7 @@ class WholeGradients(Gradients):
 
 
 class PassingGradients(Gradients):
-    """Stage 2: a gradient is copied into its bucket and freed; a full bucket is added to the owner's chunk and freed.
+    """Stage 2: when all gradients of a bucket are there, they are copied into it and freed, and it goes to the owner's.
 
     Outside `arm` ... `settle` gradients stay on their parameters until `collect`.
     """
@@ -232,18 +231,12 @@ class PassingGradients(Gradients):
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to(bucket.accumulation)
 
-    def take(self, bucket: LiveBucket, position: int) -> None:
-        """Copy a gradient into its bucket and free it."""
-        parameter = bucket.parameters[position]
-        if parameter.grad is not None:
-            bucket.put(position, parameter.grad)
-            parameter.grad = None
-
     def leave(self, bucket: LiveBucket) -> Finish:
-        """Sum the bucket into the owner's chunk."""
-        for position, parameter in enumerate(bucket.parameters):
-            if parameter.grad is not None:  # of a backward that was not armed
-                self.take(bucket, position)
+        """Copy what is on the parameters, free it, and sum the bucket into the owner's chunk."""
+        gradients = ((position, parameter.grad) for position, parameter in enumerate(bucket.parameters))
+        bucket.put({position: gradient for position, gradient in gradients if gradient is not None}, self.factor)
+        for parameter in bucket.parameters:
+            parameter.grad = None
         note_finite(bucket, bucket.filled())
         flat = bucket.hand_over()
         if bucket.plan.is_sparse:

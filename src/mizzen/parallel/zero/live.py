@@ -1,6 +1,6 @@
 """A bucket with its tensors on this rank. What is done with them is the business of `gradients.py` and `store.py`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -90,17 +90,26 @@ class LiveBucket:
             self.chunk = self.stock.take(self.master.numel(), self.accumulation)
         return self.chunk
 
-    def put(self, position: int, gradient: Tensor) -> None:
-        """Add a gradient to its place."""
+    def put(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> None:
+        """Add gradients to their places, and multiply all that is in the bucket by a factor."""
         if self.whole is None:
             self._open()
-        view = self.views[position]
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        if position in self.empty:
-            self.empty.discard(position)
-            view.copy_(gradient)
-        else:
-            view.add_(gradient)
+        first = self.empty & gradients.keys()
+        for position in gradients.keys() - first:
+            self.views[position].add_(gradients[position])
+        if factor != 1:
+            for position in set(range(len(self.views))) - self.empty:
+                self.views[position].mul_(factor)
+        self._fill({position: dense(gradients[position]) for position in first}, factor)
+        self.empty -= first
+
+    def _fill(self, gradients: Mapping[int, Tensor], factor: float) -> None:
+        places = [self.views[position] for position in gradients]
+        if factor == 1 and places:
+            torch._foreach_copy_(places, list(gradients.values()))
+            return
+        for place, gradient in zip(places, gradients.values(), strict=True):
+            torch.mul(gradient, factor, out=place)
 
     def filled(self) -> Tensor:
         """The gradient of all of the bucket on this rank, with zeros where none has come."""
@@ -150,6 +159,11 @@ class LiveBucket:
             is_here = low < high or start <= slot.start - self.start == slot.stop - self.start <= stop
             if is_here:  # a slot without elements still has a name
                 yield number, low, high
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """The same with all its zeros."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def alone(view: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A call starts the sum and returns the call that finishes it, so that backward ca
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class Reduction:
     """On the wire; None is float32, or the gradient's own dtype where that is wider."""
     before: float = 1.0
     """Factor applied by each rank before the sum."""
+    is_early: bool = field(default=False, kw_only=True)
+    """Whether that was done by whoever put the bucket together, as gradients were copied."""
     after: float = 1.0
     """Factor applied to the sum."""
     in_rank_order: bool = False
@@ -81,7 +83,11 @@ class Reducer:
             self.stock.give(received)
 
         def put() -> None:
-            total = sum_of_rows(received.view(-1, chunk.numel()))
+            rows = received.view(-1, chunk.numel())
+            if self.reduction.after == 1 and rows.dtype == chunk.dtype and not add:
+                sum_of_rows(rows, into=chunk)
+                return
+            total = sum_of_rows(rows)
             if add:
                 chunk.add_(total, alpha=self.reduction.after)
             elif total.dtype == chunk.dtype:
@@ -127,7 +133,8 @@ class Reducer:
         """What goes on the wire. The factor comes before the cast: it is there to keep large sums within a dtype."""
         wire = self.reduction.dtype
         dtype = torch_dtype(wire) if wire else torch.promote_types(bucket.dtype, torch.float32)
-        return (bucket if self.reduction.before == 1 else bucket * self.reduction.before).to(dtype)
+        is_ready = self.reduction.is_early or self.reduction.before == 1
+        return (bucket if is_ready else bucket * self.reduction.before).to(dtype)
 
     def _scale(self, tensor: Tensor) -> None:
         if self.reduction.after != 1:
@@ -148,11 +155,14 @@ def _nothing() -> None:
     """One rank has nothing to wait for."""
 
 
-def sum_of_rows(rows: Tensor) -> Tensor:
-    """Row 0 plus row 1 plus row 2 and so on, in that order, which `sum(0)` does not promise."""
-    total = rows[0]
-    for row in rows[1:]:
-        total = total.add_(row)
+def sum_of_rows(rows: Tensor, into: Tensor | None = None) -> Tensor:
+    """Row 0 plus row 1 plus row 2 and so on, in that order, which `sum(0)` does not promise; in the place of row 0."""
+    total = rows[0] if into is None else into
+    if len(rows) == 1:
+        return total.copy_(rows[0])
+    torch.add(rows[0], rows[1], out=total)
+    for row in rows[2:]:
+        total.add_(row)
     return total
 
 

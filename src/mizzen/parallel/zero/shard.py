@@ -75,7 +75,7 @@ class ZeroShard(Transform):
             asked=zero.stage,
             holding=Holding(
                 stage,
-                mean_over(ranks, config, policy),
+                mean_over(ranks, config, policy, early=stage != 1),
                 policy,
                 overlap=zero.overlap_comm,
                 gain=float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0,
@@ -126,16 +126,22 @@ def refuse_what_does_not_float(sketch: Sketch) -> None:
             )
 
 
-def mean_over(ranks: int, config: Config, policy: Policy) -> Reduction:
-    """The mean over some ranks, in two factors as asked for: before the sum, and after it."""
+def mean_over(ranks: int, config: Config, policy: Policy, *, early: bool = False) -> Reduction:
+    """The mean over some ranks, in two factors as asked for: before the sum, and after it.
+
+    Where gradients may be divided `early`, as they are copied, and that loses no bit, it costs nothing to do so.
+    """
     asked = config.gradient_predivide_factor if ranks > 1 else 1.0
-    before = 1 / ranks if config.prescale_gradients else 1 / asked
+    is_exact = ranks.bit_count() == 1 and "float16" not in (policy.parameters, policy.accumulation, policy.wire)
+    is_early = early and is_exact and asked == 1
+    before = 1 / ranks if config.prescale_gradients or is_early else 1 / asked
     return Reduction(
         ranks=ranks,
         dtype=policy.wire,
         before=before,
         after=1 / (before * ranks),
         in_rank_order=config.deterministic,
+        is_early=is_early,
     )
 
 
@@ -149,7 +155,7 @@ def _in_flight(choice: ZeroChoice) -> int:
     for buffer in choice.buffers:
         dtype = wider(choice.holding.policy.accumulation, buffer.dtype)
         wire = reduction.dtype or wider(dtype, "float32")
-        is_copied = wire != dtype or reduction.before != 1
+        is_copied = wire != dtype or (reduction.before != 1 and not reduction.is_early)
         for bucket in buffer.buckets:
             received = bucket.numel if reduction.in_rank_order else bucket.numel // reduction.ranks
             if bucket.is_whole:  # its owner gets it from every rank

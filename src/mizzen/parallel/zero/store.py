@@ -184,17 +184,20 @@ class FlatStore:
 
     def publish(self) -> None:
         """Bring the new master values to the parameters of every rank."""
-        works = []
+        mine = [bucket.mine(bucket.values) for bucket in self.buckets]
         for bucket in self.buckets:
-            mine = bucket.mine(bucket.values)
             for target in bucket.targets if bucket.is_widened else ():
                 target.place(bucket.master).copy_(target.tensor)
-            if mine.data_ptr() != bucket.master.data_ptr():
-                mine.copy_(bucket.master)
-            if self.is_sharded:
-                works.append(self._spread(bucket, mine))
+        apart = [
+            (values, bucket.master)
+            for values, bucket in zip(mine, self.buckets, strict=True)
+            if values.data_ptr() != bucket.master.data_ptr()
+        ]
+        if apart:
+            torch._foreach_copy_(*map(list, zip(*apart, strict=True)))
+        if self.is_sharded:
+            wait_for(*[self._spread(bucket, values) for bucket, values in zip(self.buckets, mine, strict=True)])
         self.rest()
-        wait_for(*works)
 
     def _spread(self, bucket: LiveBucket, mine: Tensor) -> Work | None:
         if bucket.plan.is_whole:

@@ -89,7 +89,8 @@ def test_what_is_neither_real_nor_floating_is_refused_by_name():
 @pytest.mark.parametrize(
     ("keys", "before", "after"),
     [
-        ({}, 1, 1 / 4),
+        ({"fp16": {"enabled": True}}, 1, 1 / 4),
+        ({"communication_data_type": "fp16"}, 1, 1 / 4),
         ({"gradient_predivide_factor": 2}, 1 / 2, 1 / 2),
         ({"prescale_gradients": True}, 1 / 4, 1),
         ({"prescale_gradients": True, "gradient_predivide_factor": 2}, 1 / 4, 1),
@@ -100,9 +101,20 @@ def test_the_mean_is_taken_in_the_factors_that_were_asked_for(keys, before, afte
     assert (reduction.before, reduction.after) == (before, after)
 
 
+def test_a_mean_that_loses_no_bit_is_taken_as_gradients_are_copied():
+    factors = {}
+    for stage in (0, 1, 2):
+        reduction = choose(stage=stage).holding.reduction
+        factors[stage] = (reduction.before, reduction.after, reduction.is_early)
+    # The local sum of stage 1 stays as it is, for a further backward.
+    assert factors == {0: (1 / 4, 1, True), 1: (1, 1 / 4, False), 2: (1 / 4, 1, True)}
+    three = ZeroShard().wants(load({}), Layout(dp_shard=3), SKETCH).holding.reduction
+    assert (three.before, three.after, three.is_early) == (1, 1 / 3, False)
+
+
 def test_a_sum_is_a_mean_with_a_gain():
     holding = choose({"gradient_allreduce_op": "sum"}).holding
-    assert (holding.gain, holding.reduction.after) == (4.0, 1 / 4)
+    assert (holding.gain, holding.reduction.before * holding.reduction.after) == (4.0, 1 / 4)
     assert choose().holding.gain == 1.0
 
 

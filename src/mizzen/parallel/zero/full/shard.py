@@ -93,7 +93,7 @@ class ZeroFull(Transform):
             ),
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
-            whole=Holding(2, mean_over(ranks, config, policy), policy, overlap=False, gain=gain),
+            whole=Holding(2, mean_over(ranks, config, policy, early=True), policy, overlap=False, gain=gain),
             buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
             states=states_per_parameter(config),
         )
