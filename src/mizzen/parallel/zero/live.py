@@ -52,6 +52,8 @@ class LiveBucket:
     """Where the memory of gradients comes from."""
     cuts: list[int] = field(init=False)
     """The sizes of a gap, a slot, a gap, and so on to the last gap, of which most have no elements."""
+    gaps: list[int] = field(init=False)
+    """Which of them are gaps that have."""
     whole: Tensor | None = None
     """The gradient of all of the bucket as it gathers on this rank, from the first that comes."""
     views: list[Tensor] = field(default_factory=list)
@@ -71,6 +73,7 @@ class LiveBucket:
     def __post_init__(self) -> None:
         edges = [0, *(edge for slot in self.plan.slots for edge in (slot.start, slot.stop)), self.plan.numel]
         self.cuts = [high - low for low, high in pairwise(edges)]
+        self.gaps = [number for number, size in enumerate(self.cuts) if size and number % 2 == 0]
 
     @property
     def is_widened(self) -> bool:
@@ -122,9 +125,8 @@ class LiveBucket:
     def _open(self) -> Tensor:
         self.whole = self.stock.take(self.plan.numel, self.accumulation)
         parts = self.whole.split_with_sizes(self.cuts)
-        for gap in parts[::2]:
-            if gap.numel():
-                gap.zero_()
+        for number in self.gaps:
+            parts[number].zero_()
         self.views = [part.view(slot.shape) for part, slot in zip(parts[1::2], self.plan.slots, strict=True)]
         self.empty = set(range(len(self.parameters)))
         return self.whole

@@ -77,7 +77,7 @@ class ZeroShard(Transform):
                 stage,
                 mean_over(ranks, config, policy, early=stage != 1),
                 policy,
-                overlap=zero.overlap_comm,
+                overlap=zero.overlap_comm and ranks > 1,
                 gain=float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0,
             ),
             buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),

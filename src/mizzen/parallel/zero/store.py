@@ -194,7 +194,7 @@ class FlatStore:
             if values.data_ptr() != bucket.master.data_ptr()
         ]
         if apart:
-            torch._foreach_copy_(*map(list, zip(*apart, strict=True)))
+            torch._foreach_copy_([values for values, _ in apart], [master for _, master in apart])
         if self.is_sharded:
             wait_for(*[self._spread(bucket, values) for bucket, values in zip(self.buckets, mine, strict=True)])
         self.rest()
