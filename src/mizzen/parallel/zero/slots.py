@@ -169,6 +169,6 @@ def bucket_limit(total: int, asked: int) -> int:
 
     Eight buckets let communication run under the rest of backward. Below a quarter of a million elements the latency
     of a collective costs more than the overlap saves; above 64 million a bucket in flight costs memory and gains no
-    speed. One rank has nothing to overlap, but its gradients too come to life bucket by bucket, as activations go.
+    speed. One rank has nothing to overlap; small buckets keep what is held twice small there.
     """
     return max(1, min(asked, max(min(total // 8, 1 << 26), 1 << 18)))
