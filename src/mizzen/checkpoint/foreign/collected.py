@@ -49,6 +49,21 @@ class Joined:
 
     parts: tuple[Range, ...]
     shape: tuple[int, ...]
+    what: str
+    """Its name in errors."""
+
+    def __post_init__(self) -> None:
+        found, needed = sum(part.count for part in self.parts), math.prod(self.shape)
+        if found != needed:
+            raise CheckpointError(
+                f"{self.what}: {len(self.parts)} shards have {found} elements of it; {list(self.shape)} needs {needed}"
+            )
+        for part in self.parts:
+            if part.start < 0 or part.count < 0 or part.start + part.count > part.data.numel:
+                raise CheckpointError(
+                    f"{part.data.storage.extent.path}: elements {part.start} to {part.start + part.count} of a shard "
+                    f"with {part.data.numel} were to be part of {self.what}"
+                )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,6 +152,4 @@ def shaped(ref: TensorRef, shape: tuple[int, ...], where: object) -> Recipe:
     """A tensor that was stored flat, in its own shape."""
     if ref.shape == shape:
         return ref
-    if ref.numel != math.prod(shape):
-        raise CheckpointError(f"{where}: {ref.numel} elements where {list(shape)} needs {math.prod(shape)}")
-    return Joined((Range(ref, 0, ref.numel),), shape)
+    return Joined((Range(ref, 0, ref.numel),), shape, str(where))

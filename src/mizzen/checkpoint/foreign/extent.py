@@ -58,7 +58,7 @@ class Extent:
         """Some bytes, as a tensor of uint8."""
         part = self.part(start, length, "a tensor")
         found = torch.empty(length, dtype=torch.uint8)
-        view, done = memoryview(found.numpy()), 0
+        view, done = found.numpy().data, 0
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(part.start)
@@ -67,7 +67,9 @@ class Extent:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
         if done < length:
-            raise CheckpointError(f"{self.path}: ends after {part.start + done} bytes; {part.start + length} are needed")
+            raise CheckpointError(
+                f"{self.path}: ends after {part.start + done} bytes; {part.start + length} are needed"
+            )
         return found
 
     def chunks(self) -> Iterator[Tensor]:
@@ -101,7 +103,7 @@ def check_crc(extent: Extent, crc: int) -> None:
     """Compare a checksum with the bytes."""
     found = 0
     for chunk in extent.chunks():
-        found = zlib.crc32(memoryview(chunk.numpy()), found)
+        found = zlib.crc32(chunk.numpy().data, found)
     if found != crc:
         raise CheckpointError(
             f"{extent.path}: bytes {extent.start} to {extent.start + extent.length} are damaged: "
@@ -139,7 +141,9 @@ class Folder:
         """The path of something inside, or an error."""
         pure = PurePosixPath(name)
         if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts:
-            raise CheckpointError(f"{self.path}: refused to open {name!r}: a name must lead into the checkpoint's folder")
+            raise CheckpointError(
+                f"{self.path}: refused to open {name!r}: a name must lead into the checkpoint's folder"
+            )
         path = self.path / pure
         try:
             real = path.resolve()

@@ -29,12 +29,16 @@ def load(file: Extent, *, inert: tuple[str, ...] = ()) -> object:
         return _load_zip(file, inert)
     if head[:1] == b"\x80":
         return _load_legacy(file, inert)
-    raise CheckpointError(f"{file.path}: not a file that torch.save wrote: it begins with {head!r} ({file.length} bytes)")
+    raise CheckpointError(
+        f"{file.path}: not a file that torch.save wrote: it begins with {head!r} ({file.length} bytes)"
+    )
 
 
 def _load_zip(file: Extent, inert: tuple[str, ...]) -> object:
     contents = members(file)
-    prefixes = [name.removesuffix("data.pkl") for name in contents if name.count("/") == 1 and name.endswith("/data.pkl")]
+    prefixes = [
+        name.removesuffix("data.pkl") for name in contents if name.count("/") == 1 and name.endswith("/data.pkl")
+    ]
     if len(prefixes) != 1:
         raise CheckpointError(f"{file.path}: a zip file with {len(prefixes)} members named data.pkl; torch's have one")
     prefix = prefixes[0]
@@ -113,7 +117,9 @@ def _load_legacy(file: Extent, inert: tuple[str, ...]) -> object:
         storage, dtype = known.get(str(key)) or _unknown(file, key)
         (numel,) = struct.unpack("<q", file.part(at, 8, f"storage {key!r}").bytes(8, "a number"))
         if numel * dtype.itemsize != storage.length:
-            raise CheckpointError(f"{file.path}: storage {key!r} has {numel} elements of {dtype}, not {storage.length} bytes")
+            raise CheckpointError(
+                f"{file.path}: storage {key!r} has {numel} elements of {dtype}, not {storage.length} bytes"
+            )
         storage.extent = file.part(at + 8, storage.length, f"storage {key!r}")
         at += 8 + storage.length
         known.pop(str(key))

@@ -156,6 +156,8 @@ def _converted(value: object, seen: dict[int, object], depth: int, tensors: bool
             return type(value)(_plain(item, seen, depth, tensors) for item in value)
         case Name():
             return {"class": str(value)}
+        case Inert(name="numpy.ndarray"):
+            return value.state
         case Inert():
             found = {"class": value.name}
             parts = {"args": value.args, "state": value.state, "items": value.items}
