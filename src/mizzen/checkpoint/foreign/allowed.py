@@ -18,6 +18,7 @@ PLAIN: Final = frozenset(
         *("pathlib._local.PosixPath", "pathlib._local.WindowsPath", "uuid.UUID", "decimal.Decimal"),
         *("numpy.ndarray", "numpy.dtype"),
         *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
+        *("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"),
         *(f"numpy.{name}" for name in ("bool_", "int32", "int64", "uint8", "float32", "float64")),
         *("torch.Size", "torch.device", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"),
         *(f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3", "parameter")),

@@ -136,6 +136,12 @@ def _numpy_array(args: Args, spend: Spend) -> object:
     return Inert("numpy.ndarray")
 
 
+def _numpy_buffer(args: Args, spend: Spend) -> object:
+    """An array at once, in protocol 5: (bytes, dtype, shape, order)."""
+    data, dtype, shape, order = args
+    return Inert("numpy.ndarray", state=numpy_array((1, shape, dtype, order == "F", data)))
+
+
 def numpy_array(state: object) -> object:
     """An array from the state that pickle gives it: (version, shape, dtype, is it Fortran's order, bytes)."""
     match state:
@@ -210,6 +216,7 @@ CALLS: Final[dict[str, Callable[[Args, Spend], object]]] = {
     "numpy.dtype": _numpy_dtype,
     **{f"numpy.{core}.multiarray.scalar": _numpy_scalar for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray._reconstruct": _numpy_array for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _numpy_buffer for core in ("core", "_core")},
 }
 
 

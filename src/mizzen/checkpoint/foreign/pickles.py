@@ -6,6 +6,7 @@ checked against the bytes that are there, and the values that are made are count
 """
 
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
@@ -77,10 +78,17 @@ class Machine:
             key = next((repr(value) for value in reversed(self.stack) if isinstance(value, str)), None)
             raise CheckpointError(
                 f"{self.where}: refused {str(found)[:200]!r} at byte {self.at}{f', after {key[:80]}' if key else ''}: "
-                "only tensors and plain data are read, and nothing in a checkpoint is run. If it is a class whose "
-                f"objects may become placeholders, name its package: foreign.open(..., inert=({module[:80]!r},))"
+                f"only tensors and plain data are read, and nothing in a checkpoint is run{_way_out(found)}"
             )
         return constant(found)
+
+
+def _way_out(name: Name) -> str:
+    """A class of the user's own is harmless as a placeholder; what is Python's or torch's is here for another reason."""
+    package = name.module.partition(".")[0][:80]
+    if package in sys.stdlib_module_names or package in ("torch", "numpy"):
+        return ""
+    return f". If it is a class of yours, its objects can become placeholders: foreign.open(..., inert=({package!r},))"
 
 
 def load(

@@ -18,6 +18,7 @@ from mizzen.errors import CheckpointError
 EXPANDED: Final = 2**20
 """How many bytes an expanded tensor may have more than its file holds."""
 DEPTH: Final = 100
+"""How deep plain data may be nested."""
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
