@@ -6,12 +6,13 @@ A format's reader fills the table; nothing is read until `read`.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign.values import TensorRef, plain
+from mizzen.checkpoint.foreign.values import TensorRef, TooDeep, plain
 from mizzen.checkpoint.source import Entry
 from mizzen.errors import CheckpointError
 
@@ -109,6 +110,7 @@ class Number:
 class Collected:
     """Entries and facts, collected by a reader."""
 
+    path: Path
     what: str
     """The format in words; it is in the facts too."""
     table: dict[tuple[str, str], Recipe] = field(default_factory=dict)
@@ -130,12 +132,15 @@ class Collected:
         """One tensor, on the CPU."""
         recipe = self.table.get((entry.kind, entry.name))
         if recipe is None:
-            raise CheckpointError(f"{self.what} has no {entry.kind} of {entry.name!r}")
+            raise CheckpointError(f"{self.path}: this {self.what} has no {entry.kind} of {entry.name!r}")
         return recipe.read()
 
     def facts(self) -> Mapping[str, object]:
         """What the checkpoint was and what it says of its run. Tensors of the client's state are read now."""
-        notes = {key: plain(value) for key, value in self.notes.items()}
+        try:
+            notes = {key: plain(value) for key, value in self.notes.items()}
+        except TooDeep as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
         return {"format": self.what, **notes, "left_out": [*self.left_out]}
 
 

@@ -41,6 +41,7 @@ class Boxed:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
     inert: tuple[str, ...]
+    where: str
 
     def __post_init__(self) -> None:
         for chunk in self.chunks:
@@ -53,8 +54,8 @@ class Boxed:
         found = coverage([chunk.box for chunk in self.chunks], self.shape)
         if found.missing or found.overlapping:
             raise CheckpointError(
-                f"{self.name} {list(self.shape)}: its {len(self.chunks)} chunks leave out {found.missing} elements and "
-                f"have {found.overlapping} twice"
+                f"{self.where}: {self.name} {list(self.shape)}: its {len(self.chunks)} chunks leave out "
+                f"{found.missing} elements and have {found.overlapping} twice"
             )
 
     def read(self) -> Tensor:
@@ -79,7 +80,7 @@ def open_dcp(folder: Folder, inert: tuple[str, ...]) -> Collected:
     tensors = expect(metadata.get("state_dict_metadata"), dict, f"{where}: state_dict_metadata")
     paths = metadata.get("planner_data")
     places = _places(folder, metadata, where)
-    source = Collected("torch.distributed.checkpoint")
+    source = Collected(folder.path, "torch.distributed.checkpoint")
     values: dict[str, object] = {}
     for key, about in tensors.items():
         name = expect(key, str, f"{where}: a name")
@@ -123,7 +124,7 @@ def _boxed(name: str, about: Inert, places: Places, inert: tuple[str, ...], wher
     properties = expect(about.get("properties"), Inert, f"{where}: properties of {name!r}")
     dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else properties.get("dtype")
     chunks = tuple(_chunks(name, about, places, where))
-    return Boxed(name, shape, expect(dtype, torch.dtype, f"{where}: the dtype of {name!r}"), chunks, inert)
+    return Boxed(name, shape, expect(dtype, torch.dtype, f"{where}: the dtype of {name!r}"), chunks, inert, where)
 
 
 def _chunks(name: str, about: Inert, places: Places, where: str) -> Iterator[Chunk]:

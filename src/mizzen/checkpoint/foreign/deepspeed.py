@@ -58,13 +58,13 @@ class _Reading:
     def buffers(self) -> set[str]:
         """Names of the buffers."""
         listed = (head.get("buffer_names") or [] for head in self.heads)
-        return {str(name) for names in listed for name in expect(names, list, "buffer_names")}
+        return {str(name) for names in listed for name in expect(names, list, f"{self.folder.path}: buffer_names")}
 
 
 def open_deepspeed(folder: Folder, layout: Layout, inert: tuple[str, ...]) -> Collected:
     """Collect what a tag's folder holds."""
     layout.refuse_slices(folder)
-    reading = _Reading(folder, layout, inert, Collected("DeepSpeed checkpoint"))
+    reading = _Reading(folder, layout, inert, Collected(folder.path, "DeepSpeed checkpoint"))
     first = layout.model or {mp: ranks[0] for mp, ranks in layout.shard.items()}
     reading.heads += [reading.load(first[mp]) for mp in sorted(first)]
     if any(head.get("ds_autoep_layers") or head.get("autoep_layers") for head in reading.heads):
@@ -138,7 +138,7 @@ def _sharded_model(reading: _Reading) -> None:
             piece = expect(entries(fragments, file).get(name), TensorRef, file)
             parts.append(Range(piece, 0, min(piece.numel, rest)))
             rest -= parts[-1].count
-        reading.source.add("model", name, Joined(tuple(parts), shape, f"frozen {name}"), where=where)
+        reading.source.add("model", name, Joined(tuple(parts), shape, f"{where}: frozen {name}"), where=where)
 
 
 def _optimizer(reading: _Reading) -> object:
@@ -284,7 +284,8 @@ def _share(reading: _Reading) -> None:
 
 def _facts(reading: _Reading, stage: object) -> None:
     head, layout, notes = reading.heads[0], reading.layout, reading.source.notes
-    shared = entries(head.get("shared_params"), "shared_params")
+    where = str(reading.folder.path)
+    shared = entries(head.get("shared_params"), f"{where}: shared_params")
     parameters = {name for kind, name in reading.source.table if kind == "model"} - reading.buffers - {*shared}
     trained = {name for kind, name in reading.source.table if kind != "model"}
     if notes.get("optimizer"):
@@ -293,12 +294,12 @@ def _facts(reading: _Reading, stage: object) -> None:
         "version": head.get("ds_version"),
         "zero_stage": stage,
         "ranks": {
-            "data": _count(head.get("dp_world_size")),
+            "data": _count(head.get("dp_world_size"), where),
             "model": max(len(layout.model), len(layout.shard)),
         },
-        "step": _count(head.get("global_steps")),
-        "samples": _count(head.get("global_samples")),
-        "skipped_steps": _count(head.get("skipped_steps")),
+        "step": _count(head.get("global_steps"), where),
+        "samples": _count(head.get("global_samples"), where),
+        "skipped_steps": _count(head.get("skipped_steps"), where),
         "lr_scheduler": head.get("lr_scheduler"),
         "config": head.get("ds_config"),
         "buffers": sorted(reading.buffers),
@@ -308,5 +309,5 @@ def _facts(reading: _Reading, stage: object) -> None:
     }
 
 
-def _count(value: object) -> int | None:
-    return None if value is None else count_of(value, "a counter")
+def _count(value: object, where: str) -> int | None:
+    return None if value is None else count_of(value, f"{where}: a counter")

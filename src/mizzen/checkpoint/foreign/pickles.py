@@ -63,7 +63,9 @@ class Machine:
 
     def push(self, value: object) -> None:
         """Make a value the top of the stack."""
-        self.spend(1)
+        self.values += 1
+        if self.values > VALUES:
+            self.spend(0)
         self.stack.append(value)
 
     def to_mark(self) -> list[object]:
@@ -84,7 +86,7 @@ class Machine:
 
 
 def _way_out(name: Name) -> str:
-    """A class of the user's own is harmless as a placeholder; what is Python's or torch's is here for another reason."""
+    """A class of the user's own is harmless as a placeholder; what is Python's or torch's has no business here."""
     package = name.module.partition(".")[0][:80]
     if package in sys.stdlib_module_names or package in ("torch", "numpy"):
         return ""
@@ -97,11 +99,15 @@ def load(
     """One pickle's value and where it ends. `persistent` says what a reference to something outside the pickle is."""
     machine = Machine(data, where, packages, persistent, at)
     try:
-        while (code := machine.take(1)[0]) != STOP:
+        while machine.at < len(data):
+            code = data[machine.at]
+            machine.at += 1
+            if code == STOP:
+                return machine.stack.pop(), machine.at
             if (step := STEPS.get(code)) is None:
                 raise Unreadable(f"the instruction {bytes((code,))!r} is not one that torch or this reader uses")
             step(machine)
-        return machine.stack.pop(), machine.at
+        raise Unreadable("it has no end")
     except (Unreadable, IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise CheckpointError(f"{where}: not a pickle that can be read, at byte {machine.at}: {error}") from error
 
@@ -167,6 +173,12 @@ def _build(m: Machine) -> None:
 def _put(m: Machine, index: int) -> None:
     m.memo[index] = m.stack[-1]
     m.spend(1)
+
+
+def _get(m: Machine, index: int) -> None:
+    if index not in m.memo:
+        raise Unreadable(f"it refers to its value number {index}, which is not there")
+    m.stack.append(m.memo[index])
 
 
 def _append(m: Machine, items: list[object]) -> None:
@@ -299,8 +311,8 @@ STEPS: Final[dict[int, Callable[[Machine], object]]] = {
         "u": lambda m: _set(m, m.to_mark()),
         "\x90": _add,
         "\x91": _frozenset,
-        "h": lambda m: m.stack.append(m.memo[m.take(1)[0]]),
-        "j": lambda m: m.stack.append(m.memo[m.number("<I")]),
+        "h": lambda m: _get(m, m.take(1)[0]),
+        "j": lambda m: _get(m, m.number("<I")),
         "q": lambda m: _put(m, m.take(1)[0]),
         "r": lambda m: _put(m, m.number("<I")),
         "\x94": lambda m: _put(m, len(m.memo)),

@@ -117,7 +117,9 @@ def _add(
         for kind, parts in kinds.items():
             if (kind, name) in source.table:
                 continue  # a weight that pipeline stages share: both have it
-            source.add(kind, name, Joined(tuple(parts), shapes[name], f"{kind} of {name}"), where=shards[0].path)
+            source.add(
+                kind, name, Joined(tuple(parts), shapes[name], f"{source.path}: {kind} of {name}"), where=shards[0].path
+            )
         for kind, recipe in whole.get(name, {}).items():
             if (kind, name) not in source.table:
                 source.add(kind, name, recipe, where=shards[0].path)
@@ -174,7 +176,9 @@ def add_pieces(source: Collected, shards: Sequence[Shard], shapes: Shapes) -> No
             for kind in row.kinds:
                 pieces.setdefault(kind, []).extend(row.cut(kind, at, max(0, min(piece, numel - rank * piece)), name))
         for kind, parts in pieces.items():
-            source.add(kind, name, Joined(tuple(parts), shape, f"{kind} of {name}"), where=shards[0].path)
+            source.add(
+                kind, name, Joined(tuple(parts), shape, f"{source.path}: {kind} of {name}"), where=shards[0].path
+            )
         for kind, recipe in rows[0].numbers(at).items():
             source.add(kind, name, recipe, where=shards[0].path)
         at += piece

@@ -114,6 +114,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**62
 
 
+class TooDeep(Exception):
+    """A tree that has no end, or none that is near."""
+
+
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     strides, step = [], 1
@@ -123,38 +127,38 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def plain(value: object, *, tensors: bool = True) -> object:
-    """A tree of plain data. Tensors are read, or left out as their shapes; placeholders become dicts.
+def plain(value: object) -> object:
+    """A tree of plain data. Tensors are read; placeholders become dicts.
 
     What is shared stays shared, so a small file cannot become a large tree.
     """
-    return _plain(value, {}, 0, tensors)
+    return _plain(value, {}, 0)
 
 
-def _plain(value: object, seen: dict[int, object], depth: int, tensors: bool) -> object:
+def _plain(value: object, seen: dict[int, object], depth: int) -> object:
     if value is None or isinstance(value, str | bytes | int | float | complex | torch.dtype):
         return value
     if depth > DEPTH:
-        raise CheckpointError(f"plain data is nested more than {DEPTH} deep")
+        raise TooDeep(f"plain data is nested more than {DEPTH} deep")
     if id(value) in seen:
         if (found := seen[id(value)]) is seen:
-            raise CheckpointError("plain data contains itself")
+            raise TooDeep("plain data contains itself")
         return found
     seen[id(value)] = seen
-    found = _converted(value, seen, depth + 1, tensors)
+    found = _converted(value, seen, depth + 1)
     seen[id(value)] = found
     return found
 
 
-def _converted(value: object, seen: dict[int, object], depth: int, tensors: bool) -> object:
+def _converted(value: object, seen: dict[int, object], depth: int) -> object:
     match value:
         case TensorRef():
-            return value.read() if tensors else f"{value.dtype} {list(value.shape)}"
+            return value.read()
         case dict():
             # Keys are numbers, strings or names: the reader sees to it.
-            return {key: _plain(item, seen, depth, tensors) for key, item in value.items()}
+            return {key: _plain(item, seen, depth) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():
-            return type(value)(_plain(item, seen, depth, tensors) for item in value)
+            return type(value)(_plain(item, seen, depth) for item in value)
         case Name():
             return {"class": str(value)}
         case Inert(name="numpy.ndarray"):
@@ -162,5 +166,5 @@ def _converted(value: object, seen: dict[int, object], depth: int, tensors: bool
         case Inert():
             found = {"class": value.name}
             parts = {"args": value.args, "state": value.state, "items": value.items}
-            return found | {key: _plain(part, seen, depth, tensors) for key, part in parts.items() if part}
+            return found | {key: _plain(part, seen, depth) for key, part in parts.items() if part}
     return value

@@ -27,7 +27,7 @@ def open_file(file: Extent, inert: tuple[str, ...]) -> Collected:
     """One file."""
     if file.path.suffix == ".safetensors":
         found, metadata = safetensors.load(file)
-        source = Collected("safetensors", notes={"metadata": metadata})
+        source = Collected(file.path, "safetensors", notes={"metadata": metadata})
         for name, ref in found.items():
             source.add("model", name, ref, where=file.path)
         return source
@@ -37,7 +37,7 @@ def open_file(file: Extent, inert: tuple[str, ...]) -> Collected:
 def _state_dict(tree: object, file: Extent) -> Collected:
     where = str(file.path)
     top = entries(tree, where)
-    source = Collected("torch state dict")
+    source = Collected(file.path, "torch state dict")
     key = next((key for key in MODELS if isinstance(top.get(key), dict)), None)
     model = entries(top[key], f"{where}: {key}") if key else top
     for name, value in model.items():
@@ -73,7 +73,7 @@ def open_folder(folder: Folder, name: str, inert: tuple[str, ...]) -> Collected:
     """A folder of weights, by the file that `find` gave."""
     if not name.endswith(".index.json"):
         return open_file(folder.file(name), inert)
-    source = Collected(f"sharded weights ({name})")
+    source = Collected(folder.path, f"sharded weights ({name})")
     files: dict[str, Collected] = {}
     for tensor, part in safetensors.index(folder.file(name)).items():
         if part not in files:

@@ -120,7 +120,11 @@ def test_a_wrong_tag(tag, words):
 
 def test_latest_that_leads_nowhere_or_outside(copy):
     folder = copy("zero2")
-    for text, words in (("step9", "'latest' says 'step9'"), ("../zero1", "refused to open"), ("/etc", "refused to open")):
+    for text, words in (
+        ("step9", "'latest' says 'step9'"),
+        ("../zero1", "refused to open"),
+        ("/etc", "refused to open"),
+    ):
         (folder / "latest").write_text(text)
         with pytest.raises(CheckpointError, match=words):
             foreign.open(folder)
@@ -146,7 +150,9 @@ def test_a_missing_last_rank_is_noticed_by_what_the_others_say(copy, case):
 
 def test_a_left_over_rank_is_noticed(copy):
     folder = copy("zero1") / "step3"
-    shutil.copy(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    shutil.copy(
+        folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    )
     with pytest.raises(CheckpointError, match="optimizer files of 3: some are missing, or are left over"):
         foreign.open(folder)
 
@@ -163,7 +169,9 @@ def test_shards_of_another_save_do_not_fit(copy):
 def test_tensor_slices_are_refused(copy):
     folder = copy("zero1") / "step3"
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
-    with pytest.raises(CheckpointError, match=r"2 model ranks without layer files: tensor-parallel slices; .*ds_to_univ"):
+    with pytest.raises(
+        CheckpointError, match=r"2 model ranks without layer files: tensor-parallel slices; .*ds_to_univ"
+    ):
         foreign.open(folder)
 
 

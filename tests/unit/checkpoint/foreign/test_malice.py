@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from unit.checkpoint.foreign.malice import CANARY, CASES, build
 
 HERE = Path(__file__).parent
