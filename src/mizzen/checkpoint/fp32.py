@@ -64,7 +64,11 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: str | Pat
         reason = "; ".join(wrong[:8]) or f"no name is in both; it has {', '.join([*state][:4])}"
         raise CheckpointError(f"{checkpoint_dir}: made for another model: {reason}")
     result = model.load_state_dict(state, strict=False)
-    for what, names in (("are not in the checkpoint", result.missing_keys), ("are new", result.unexpected_keys)):
+    told = {
+        "of the model are not in the checkpoint": result.missing_keys,
+        "of the checkpoint are not in the model": result.unexpected_keys,
+    }
+    for what, names in told.items():
         if names:
             get_logger().warning(f"{checkpoint_dir}: {len(names)} names {what}: {', '.join(names[:8])}")
     return model

@@ -90,7 +90,7 @@ def laughs(depth=200):
 def copies(items=200_000, times=100_000):
     """A long list once, and many calls that would copy it."""
     pairs = b"](" + b"N" * items + b"eq\x010"
-    return pairs + b"](" + b"".join(named("builtins", "set") + b"h\x01\x85R" for _ in range(times)) + b"e"
+    return pairs + b"](" + b"".join(named("torch", "Size") + b"h\x01\x85R" for _ in range(times)) + b"e"
 
 
 def safetensors(table, data=b"", length=None):
@@ -268,7 +268,7 @@ CASES = {
     "storage outside": in_file(under(tensor([4], [1], key="../../../etc/passwd"), "a")),
     "member outside": in_file(stream(b"}"), extra=[("../evil", b"x")]),
     "absolute member": in_file(stream(b"}"), extra=[("/etc/evil", b"x")]),
-    "zip bomb": in_file(stream(b"}"), extra=[("archive/data/1", b"\0" * 50_000_000)], compress=zipfile.ZIP_DEFLATED),
+    "zip bomb": in_file(stream(b"}"), extra=[("archive/data/1", b"\0" * 5_000_000)], compress=zipfile.ZIP_DEFLATED),
     "safetensors length": safetensors(b"{}", length=2**63),
     "safetensors long table": safetensors(b"{}", length=10**9),
     "safetensors no JSON": safetensors(b"{'a': __import__('os')}"),
