@@ -15,8 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mizzen import files
+from mizzen.checkpoint.foreign.safetensors import DTYPES
 from mizzen.errors import UsageError
+from mizzen.files import commit_text, fsync_folder, make_folder, write_chunks
 
 UNITS: Final = {
     "": 1,
@@ -29,24 +30,7 @@ UNITS: Final = {
     "GI": 2**30,
     "TI": 2**40,
 }
-DTYPES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
+WORDS: Final = {dtype: word for word, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +62,18 @@ def write_weights(
         f"{stem}.{suffix}" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}"
         for number in range(1, len(groups) + 1)
     ]
-    files.make_folder(folder)
+    make_folder(folder)
     for name, group in zip(names, groups, strict=True):
         part = {key: tensors[key] for key in group}
-        files.write_chunks(folder / name, _safetensors(part) if safe else _torch_file(part))
-    files.fsync_folder(folder)
+        write_chunks(folder / name, _safetensors(part) if safe else _torch_file(part))
+    fsync_folder(folder)
     written = [folder / name for name in names]
     if len(groups) > 1:
         owners = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         total = sum(tensor.nbytes for tensor in tensors.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": owners}, indent=2, sort_keys=True)
         written.append(folder / f"{stem}.{suffix}.index.json")
-        files.commit_text(written[-1], text + "\n")
+        commit_text(written[-1], text + "\n")
     return written
 
 
@@ -122,10 +106,10 @@ def _safetensors(tensors: Mapping[str, Waiting]) -> Iterator[bytes | memoryview]
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in WORDS:
             raise UsageError(f"{name}: safetensors knows no {tensor.dtype}")
         offsets = [at, at + tensor.nbytes]
-        table[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
+        table[name] = {"dtype": WORDS[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
         at = offsets[1]
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

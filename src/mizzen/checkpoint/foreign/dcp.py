@@ -79,6 +79,8 @@ def open_dcp(folder: Folder, inert: tuple[str, ...]) -> Collected:
     metadata = expect(pickles.load(data, where, packages=inert)[0], Inert, where)
     tensors = expect(metadata.get("state_dict_metadata"), dict, f"{where}: state_dict_metadata")
     paths = metadata.get("planner_data")
+    paths = paths if isinstance(paths, dict) else {}
+    wrapped = any(isinstance(path, tuple) and len(path) > 1 and path[0] in WRAPPERS for path in paths.values())
     places = _places(folder, metadata, where)
     source = Collected(folder.path, "torch.distributed.checkpoint")
     values: dict[str, object] = {}
@@ -89,8 +91,11 @@ def open_dcp(folder: Folder, inert: tuple[str, ...]) -> Collected:
         if about.name.endswith(".BytesStorageMetadata"):
             values[name] = _value(places, name, inert, where)
         elif about.name.endswith(".TensorStorageMetadata"):
-            kind, own = _kind(name, paths if isinstance(paths, dict) else {})
-            source.add(kind, own, _boxed(name, about, places, inert, where), where=where)
+            recipe = _boxed(name, about, places, inert, where)
+            if (found := _kind(name, paths, wrapped)) is None:
+                values[name] = recipe
+            else:
+                source.add(*found, recipe, where=where)
         else:
             raise CheckpointError(f"{where}: {name!r} is a {about.name}, which is not known")
     source.notes["values"] = values
@@ -150,8 +155,11 @@ def _value(places: Places, name: str, inert: tuple[str, ...], where: str) -> obj
     return torchfile.load(extent, inert=inert)
 
 
-def _kind(name: str, paths: Mapping[object, object]) -> tuple[str, str]:
-    """Kind and name of a tensor by its path: `model/<name>` or `optimizer/state/<name>/exp_avg`."""
+def _kind(name: str, paths: Mapping[object, object], wrapped: bool) -> tuple[str, str] | None:
+    """Kind and name of a tensor by its path: `model/<name>` or `optimizer/state/<name>/exp_avg`.
+
+    Where the model has a key of its own, a tensor under another key is neither: None.
+    """
     path = paths.get(name)
     keys = [str(key) for key in path] if isinstance(path, tuple) else None
     if keys is None:
@@ -163,6 +171,8 @@ def _kind(name: str, paths: Mapping[object, object]) -> tuple[str, str]:
     if "state" in keys[:-2]:
         at = keys.index("state")
         return keys[-1], ".".join(keys[at + 1 : -1])
+    if wrapped and keys[0] not in WRAPPERS:
+        return None
     while len(keys) > 1 and keys[0] in WRAPPERS:
         keys = keys[1:]
     return "model", ".".join(keys)

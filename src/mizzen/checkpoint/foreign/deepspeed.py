@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mizzen.checkpoint.foreign import torchfile
-from mizzen.checkpoint.foreign.align import align
 from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe, shaped
 from mizzen.checkpoint.foreign.extent import Folder
-from mizzen.checkpoint.foreign.layout import Layout
+from mizzen.checkpoint.foreign.numbered import add_numbered
 from mizzen.checkpoint.foreign.shards import Shard, add_flat, add_pieces, shapes_of
+from mizzen.checkpoint.foreign.tagfiles import TagFiles
 from mizzen.checkpoint.foreign.tree import count_of, entries, expect, number_in, shape_of, tensors
 from mizzen.checkpoint.foreign.values import TensorRef
 from mizzen.errors import CheckpointError
@@ -37,7 +37,7 @@ class _Reading:
     """What is known while a folder is read."""
 
     folder: Folder
-    layout: Layout
+    files: TagFiles
     inert: tuple[str, ...]
     source: Collected
     heads: list[Mapping[str, object]] = field(default_factory=list)
@@ -61,11 +61,11 @@ class _Reading:
         return {str(name) for names in listed for name in expect(names, list, f"{self.folder.path}: buffer_names")}
 
 
-def open_deepspeed(folder: Folder, layout: Layout, inert: tuple[str, ...]) -> Collected:
+def open_deepspeed(folder: Folder, files: TagFiles, inert: tuple[str, ...]) -> Collected:
     """Collect what a tag's folder holds."""
-    layout.refuse_slices(folder)
-    reading = _Reading(folder, layout, inert, Collected(folder.path, "DeepSpeed checkpoint"))
-    first = layout.model or {mp: ranks[0] for mp, ranks in layout.shard.items()}
+    files.refuse_slices(folder)
+    reading = _Reading(folder, files, inert, Collected(folder.path, "DeepSpeed checkpoint"))
+    first = files.model or {mp: ranks[0] for mp, ranks in files.shard.items()}
     reading.heads += [reading.load(first[mp]) for mp in sorted(first)]
     if any(head.get("ds_autoep_layers") or head.get("autoep_layers") for head in reading.heads):
         raise CheckpointError(f"{folder.path}: experts made by AutoEP are not read")
@@ -77,9 +77,9 @@ def open_deepspeed(folder: Folder, layout: Layout, inert: tuple[str, ...]) -> Co
 
 
 def _model(reading: _Reading) -> None:
-    if reading.layout.layer:
+    if reading.files.layer:
         _layers(reading)
-    elif reading.layout.shard:
+    elif reading.files.shard:
         _sharded_model(reading)
     elif len(reading.heads) == 1:
         found, others = tensors(reading.heads[0].get("module"), f"{reading.folder.path}: module")
@@ -88,7 +88,7 @@ def _model(reading: _Reading) -> None:
         reading.source.left_out += [f"model/{name}: not a tensor" for name in others]
     else:
         _masters_as_model(reading)
-    for name in reading.layout.expert:
+    for name in reading.files.expert:
         for key, ref in tensors(reading.load(name), name)[0].items():
             reading.source.add("model", key, ref, where=reading.folder.path / name)
 
@@ -107,7 +107,7 @@ def _layers(reading: _Reading) -> None:
     for name, shape in trained.items():
         if match := TIED.fullmatch(name):
             tied.setdefault((match[1], shape), []).append(name)
-    for number, name in sorted(reading.layout.layer.items()):
+    for number, name in sorted(reading.files.layer.items()):
         for key, ref in tensors(reading.load(name), name)[0].items():
             own, shared = f"{number}.{key}", tied.get((key, ref.shape), [])
             if own not in trained and len(shared) == 1:
@@ -126,7 +126,7 @@ def _sharded_model(reading: _Reading) -> None:
     shapes = entries(head.get("frozen_param_shapes"), f"{where}: frozen_param_shapes")
     if not shapes:
         return
-    files = reading.layout.shard[0]
+    files = reading.files.shard[0]
     ranks = [reading.load(files[rank]).get("frozen_param_fragments") for rank in sorted(files)]
     for name, value in shapes.items():
         shape = shape_of(value, f"{where}: frozen {name}")
@@ -143,20 +143,20 @@ def _sharded_model(reading: _Reading) -> None:
 
 def _optimizer(reading: _Reading) -> object:
     """Add the optimizer's states; returns ZeRO's stage."""
-    layout, source = reading.layout, reading.source
-    if layout.universal:
+    files, source = reading.files, reading.source
+    if files.universal:
         return _universal(reading)
-    if not layout.optimizer:
+    if not files.optimizer:
         _unsharded(reading)
         return 0
     stage: object = None
-    for mp, files in sorted(layout.optimizer.items()):
-        shards = [_shard(reading, files[rank]) for rank in sorted(files)]
+    for mp, ranks in sorted(files.optimizer.items()):
+        shards = [_shard(reading, ranks[rank]) for rank in sorted(ranks)]
         shapes = shapes_of(reading.heads[min(mp, len(reading.heads) - 1)], str(reading.folder.path))
         stage = number_in(shards[0].state.get("zero_stage", 1))
         (add_pieces if stage == 3 else add_flat)(source, shards, shapes)
         source.notes.setdefault("optimizer", _hyperparameters(shards[0].state))
-    if layout.expert_optimizer:
+    if files.expert_optimizer:
         source.left_out.append("states of experts without ZeRO: nothing says which parameter each belongs to")
     return stage
 
@@ -176,7 +176,7 @@ def _hyperparameters(state: Mapping[str, object]) -> dict[str, object]:
 
 def _unsharded(reading: _Reading) -> None:
     """Without ZeRO the states are numbered, in the order in which the optimizer was given the parameters."""
-    if reading.layout.expert_optimizer:
+    if reading.files.expert_optimizer:
         reading.source.left_out.append("optimizer states: nothing says which expert each belongs to")
         return
     head, where = reading.heads[0], str(reading.folder.path)
@@ -188,60 +188,6 @@ def _unsharded(reading: _Reading) -> None:
         reading.source.left_out.append("optimizer states: saved without ZeRO in a form that does not name parameters")
         return
     add_numbered(reading.source, head.get("module"), state, skip=reading.buffers, where=where)
-
-
-def add_numbered(
-    source: Collected, model: object, optimizer: Mapping[str, object], *, skip: set[str], where: str
-) -> None:
-    """The states of a plain torch optimizer, if shapes leave no doubt about which parameter each number means."""
-    states = expect(optimizer.get("state"), dict, f"{where}: the optimizer's state")
-    groups = expect(optimizer.get("param_groups"), list, f"{where}: param_groups")
-    numbers = [expect(entries(group, where).get("params"), list, f"{where}: params") for group in groups]
-    if not states:
-        return
-    shapes: list[list[tuple[int, ...]]] = []
-    for group in numbers:
-        found = [_shape_of_state(states.get(number)) for number in group]
-        if any(shape is None for shape in found):
-            source.left_out.append("optimizer states: some parameters have none, so their numbers mean nothing here")
-            return
-        shapes.append([shape for shape in found if shape is not None])
-    names = _named_groups(groups) or align(_parameters(model, skip, where), shapes)
-    if names is None or [*map(len, names)] != [*map(len, numbers)]:
-        source.left_out.append(
-            "optimizer states: they are numbered, and the shapes do not say which parameter each number means"
-        )
-        return
-    for group_names, group in zip(names, numbers, strict=True):
-        for name, number in zip(group_names, group, strict=True):
-            for kind, value in entries(states[number], where).items():
-                if (recipe := as_recipe(value)) is not None:
-                    source.add(kind, name, recipe, where=where)
-
-
-def _named_groups(groups: list[object]) -> list[list[str]] | None:
-    """The names that torch keeps when an optimizer was made from `named_parameters()`."""
-    found = [group.get("param_names") for group in groups if isinstance(group, dict)]
-    if not found or not all(isinstance(names, list) for names in found):
-        return None
-    return [[str(name) for name in names] for names in found if isinstance(names, list)]
-
-
-def _shape_of_state(state: object) -> tuple[int, ...] | None:
-    """The shape of a parameter, by its states."""
-    values = state.values() if isinstance(state, dict) else ()
-    return next((value.shape for value in values if isinstance(value, TensorRef) and value.shape), None)
-
-
-def _parameters(model: object, skip: set[str], where: str) -> dict[str, tuple[int, ...]]:
-    """A model's parameters, each once: names that share their bytes with an earlier one are the same parameter."""
-    seen, found = set(), {}
-    for name, ref in tensors(model, where)[0].items():
-        place = (ref.storage.extent, ref.offset, ref.shape)
-        if name not in skip and place not in seen:
-            found[name] = ref.shape
-        seen.add(place)
-    return found
 
 
 def _universal(reading: _Reading) -> object:
@@ -283,7 +229,7 @@ def _share(reading: _Reading) -> None:
 
 
 def _facts(reading: _Reading, stage: object) -> None:
-    head, layout, notes = reading.heads[0], reading.layout, reading.source.notes
+    head, files, notes = reading.heads[0], reading.files, reading.source.notes
     where = str(reading.folder.path)
     shared = entries(head.get("shared_params"), f"{where}: shared_params")
     parameters = {name for kind, name in reading.source.table if kind == "model"} - reading.buffers - {*shared}
@@ -295,7 +241,7 @@ def _facts(reading: _Reading, stage: object) -> None:
         "zero_stage": stage,
         "ranks": {
             "data": _count(head.get("dp_world_size"), where),
-            "model": max(len(layout.model), len(layout.shard)),
+            "model": max(len(files.model), len(files.shard)),
         },
         "step": _count(head.get("global_steps"), where),
         "samples": _count(head.get("global_samples"), where),

@@ -9,7 +9,7 @@ from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.dcp import open_dcp
 from mizzen.checkpoint.foreign.deepspeed import open_deepspeed
 from mizzen.checkpoint.foreign.extent import Extent, Folder
-from mizzen.checkpoint.foreign.layout import Layout
+from mizzen.checkpoint.foreign.tagfiles import TagFiles
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
@@ -46,7 +46,7 @@ def _open_folder(folder: Folder, tag: str | None, inert: tuple[str, ...]) -> Col
             raise CheckpointError(f"{folder.path}: has no folder for the tag {tag!r}; it has {_listing(folder)}")
         return _recognise(folder.folder(tag), inert)
     named = next((name for name in LATEST if folder.has(name)), None)
-    if named is None or not Layout.of(folder).is_empty:
+    if named is None or not TagFiles.of(folder).is_empty:
         return _recognise(folder, inert)
     tag = folder.file(named).bytes(4096, "the name of a tag").decode("utf8", "replace").strip()
     if not folder.inside(tag).is_dir():
@@ -59,9 +59,9 @@ def _open_folder(folder: Folder, tag: str | None, inert: tuple[str, ...]) -> Col
 def _recognise(folder: Folder, inert: tuple[str, ...]) -> Collected:
     if folder.has(".metadata"):
         return open_dcp(folder, inert)
-    layout = Layout.of(folder)
-    if not layout.is_empty:
-        return open_deepspeed(folder, layout, inert)
+    files = TagFiles.of(folder)
+    if not files.is_empty:
+        return open_deepspeed(folder, files, inert)
     if (name := weights.find(folder)) is not None:
         return weights.open_folder(folder, name, inert)
     raise CheckpointError(

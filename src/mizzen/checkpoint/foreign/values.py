@@ -7,7 +7,7 @@ nothing of it can be called. `plain` turns a tree of these into plain data with 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ EXPANDED: Final = 2**20
 DEPTH: Final = 100
 """How deep plain data may be nested."""
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A tensor that is still in its file, or in several."""
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +161,7 @@ def _plain(value: object, seen: dict[int, object], depth: int) -> object:
 
 def _converted(value: object, seen: dict[int, object], depth: int) -> object:
     match value:
-        case TensorRef():
+        case Readable():
             return value.read()
         case dict():
             # Keys are numbers, strings or names: the reader sees to it.

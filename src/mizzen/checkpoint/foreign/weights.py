@@ -4,8 +4,8 @@ from typing import Final
 
 from mizzen.checkpoint.foreign import safetensors, torchfile
 from mizzen.checkpoint.foreign.collected import Collected
-from mizzen.checkpoint.foreign.deepspeed import add_numbered
 from mizzen.checkpoint.foreign.extent import Extent, Folder
+from mizzen.checkpoint.foreign.numbered import add_numbered
 from mizzen.checkpoint.foreign.tree import entries
 from mizzen.checkpoint.foreign.values import TensorRef
 from mizzen.errors import CheckpointError

@@ -19,7 +19,7 @@ PATTERNS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TagFiles:
     """Names of files by what they hold: `mp` is a pipeline stage or a tensor slice, `dp` a rank of ZeRO."""
 
     model: dict[int, str] = field(default_factory=dict)
@@ -36,20 +36,20 @@ class Layout:
     """Whether there is a folder `zero`, with whole states."""
 
     @classmethod
-    def of(cls, folder: Folder) -> "Layout":
+    def of(cls, folder: Folder) -> "TagFiles":
         """Sort the names in a folder; others are left alone."""
         names = folder.names()
-        layout = cls(universal="zero" in names and (folder.path / "zero").is_dir())
+        found = cls(universal="zero" in names and (folder.path / "zero").is_dir())
         for name in names:
             for kind, pattern in PATTERNS.items():
                 if match := pattern.fullmatch(name):
-                    layout._take(kind, name, {key: int(value) for key, value in match.groupdict().items() if value})
-        for what, files in (("shard", layout.shard), ("optimizer", layout.optimizer)):
+                    found._take(kind, name, {key: int(value) for key, value in match.groupdict().items() if value})
+        for what, files in (("shard", found.shard), ("optimizer", found.optimizer)):
             for mp, ranks in files.items():
                 _check_ranks(folder, f"{what} files of model rank {mp}", ranks)
             _check_ranks(folder, f"{what} files by model rank", files)
-        _check_ranks(folder, "model files", layout.model)
-        return layout
+        _check_ranks(folder, "model files", found.model)
+        return found
 
     def _take(self, kind: str, name: str, number: dict[str, int]) -> None:
         match kind:
