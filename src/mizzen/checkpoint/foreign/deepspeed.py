@@ -150,6 +150,12 @@ def _optimizer(reading: _Reading) -> object:
         _unsharded(reading)
         return 0
     stage: object = None
+    config = reading.heads[0].get("ds_config")
+    if files.expert and isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+        raise CheckpointError(
+            f"{reading.folder.path}: experts placed by use_data_before_expert_parallelism are not read: which rank has "
+            "which of them is not known for certain; load and save the checkpoint without that key"
+        )
     for mp, ranks in sorted(files.optimizer.items()):
         shards = [_shard(reading, ranks[rank]) for rank in sorted(ranks)]
         shapes = shapes_of(reading.heads[min(mp, len(reading.heads) - 1)], str(reading.folder.path))

@@ -6,6 +6,7 @@ a row that may be spread over several flat tensors.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -203,16 +204,16 @@ class _Row:
         end = start + count
         if end > self.starts[-1]:
             raise CheckpointError(f"{self.path}: {name} ends at element {end} of {self.starts[-1]}")
-        for group, first, last in zip(self.groups, self.starts[:-1], self.starts[1:], strict=True):
-            if first < end and start < last:
-                inside, until = max(start, first), min(end, last)
-                data = expect(group.get(kind), TensorRef, f"{self.path}: {kind} of {name}")
-                yield Range(data, inside - first, until - inside)
+        number = bisect_right(self.starts, start) - 1
+        while start < end:
+            first, last = self.starts[number : number + 2]
+            data = expect(self.groups[number].get(kind), TensorRef, f"{self.path}: {kind} of {name}")
+            yield Range(data, start - first, min(end, last) - start)
+            start, number = last, number + 1
 
     def numbers(self, start: int) -> dict[str, Recipe]:
         """What holds for the whole flat tensor in which an element lies, such as the step."""
-        for group, last in zip(self.groups, self.starts[1:], strict=True):
-            if start < last:
-                found = {key: as_recipe(value) for key, value in group.items() if key not in self.kinds}
-                return {key: recipe for key, recipe in found.items() if recipe is not None}
-        return {}
+        number = min(bisect_right(self.starts, start), len(self.groups)) - 1
+        group = self.groups[number] if self.groups else {}
+        found = {key: as_recipe(value) for key, value in group.items() if key not in self.kinds}
+        return {key: recipe for key, recipe in found.items() if recipe is not None}

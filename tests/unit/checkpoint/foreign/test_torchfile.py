@@ -1,6 +1,7 @@
 """Files of torch.save: the same values as torch.load gives, and a plain error for what is not one."""
 
 import io
+import struct
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
@@ -14,6 +15,7 @@ from mizzen.checkpoint.foreign import torchfile
 from mizzen.checkpoint.foreign.extent import Extent
 from mizzen.checkpoint.foreign.values import plain
 from mizzen.errors import CheckpointError
+from unit.checkpoint.foreign.malice import stream, tensor, text
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -195,6 +197,33 @@ def test_truncated_anywhere(tmp_path, new):
         (tmp_path / "file.pt").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="file.pt"):
             torchfile.load(Extent.of_file(tmp_path / "file.pt"))
+
+
+def test_members_beyond_four_gigabytes(tmp_path):
+    """A zip file of 5 GiB, nearly all of it a hole, with the 64-bit records that torch writes for such files."""
+    large, numel = 5 * 2**30, 5 * 2**28
+    data = stream(b"}" + text("a") + tensor([numel], [1], numel=numel) + b"s")
+    members, table = [(b"archive/data.pkl", data, len(data)), (b"archive/data/0", b"", large)], b""
+    with (tmp_path / "file.pt").open("wb") as file:
+        for name, content, length in members:
+            start, cut = file.tell(), min(length, 0xFFFFFFFF)
+            file.write(
+                struct.pack("<4s5H3I2H", b"PK\x03\x04", 45, 0, 0, 0, 0, 0, cut, cut, len(name), 0) + name + content
+            )
+            file.seek(start + 30 + len(name) + length)
+            extra = struct.pack("<HHQQ", 1, 16, length, length) if length > cut else b""
+            head = (b"PK\x01\x02", 45, 45, 0, 0, 0, 0, 0, cut, cut, len(name), len(extra), 0, 0, 0, 0, start)
+            table += struct.pack("<4s6H3I5H2I", *head) + name + extra
+        file.seek(-4, 1)
+        file.write(struct.pack("<f", 2.5))
+        start = file.tell()
+        file.write(table + struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 2, 2, len(table), start))
+        file.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(table), 1))
+        file.write(struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0))
+    ref = torchfile.load(Extent.of_file(tmp_path / "file.pt"))["a"]
+    assert ref.shape == (numel,)
+    assert ref.elements(numel - 2, 2).tolist() == [0, 2.5]
+    (tmp_path / "file.pt").unlink()
 
 
 def test_what_is_no_regular_file(tmp_path):
