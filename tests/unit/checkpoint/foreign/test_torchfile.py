@@ -47,9 +47,9 @@ def test_dtypes(load, new):
         tensors.pop("torch.uint32")
     found = load(tensors, _use_new_zipfile_serialization=new)
     assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].view(torch.uint8).tolist() == value.view(torch.uint8).tolist()
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
