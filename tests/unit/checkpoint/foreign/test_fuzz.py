@@ -74,10 +74,12 @@ def tries(folder, path, damage, count, seed):
 @pytest.mark.parametrize("case", ["zero0", "zero2", "zero3", "moe", "pipeline", "universal2"])
 def test_deepspeed(tmp_path, case):
     folder = Path(shutil.copytree(HERE / case, tmp_path / case))
+    refused = 0
     for number, path in enumerate(sorted(folder.rglob("*.pt"))[:4]):
         original = path.read_bytes()
-        assert tries(folder, path, damaged_zip, 15, f"{case} {number}")
+        refused += tries(folder, path, damaged_zip, 15, f"{case} {number}")
         path.write_bytes(original)
+    assert refused > 10
 
 
 def test_dcp(tmp_path):
