@@ -12,7 +12,7 @@ from typing import Final
 from mizzen.checkpoint.foreign import torchfile
 from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe, shaped
 from mizzen.checkpoint.foreign.extent import Folder
-from mizzen.checkpoint.foreign.numbered import add_numbered
+from mizzen.checkpoint.foreign.numbered import add_numbered, shared_names, with_masters
 from mizzen.checkpoint.foreign.shards import Shard, add_flat, add_pieces, shapes_of
 from mizzen.checkpoint.foreign.tagfiles import TagFiles
 from mizzen.checkpoint.foreign.tree import count_of, entries, expect, number_in, shape_of, tensors
@@ -53,6 +53,14 @@ class _Reading:
         where = str(self.folder.path)
         groups = [group for head in self.heads for group in shapes_of(head, where)]
         return {name: shape for group in groups for name, shape in group.items()}
+
+    @property
+    def shared(self) -> Mapping[str, object]:
+        """Second names of parameters -> the names under which they were saved. Without ZeRO only the bytes tell."""
+        head, where = self.heads[0], str(self.folder.path)
+        if head.get("shared_params") is None and isinstance(head.get("module"), dict):
+            return shared_names(head["module"], where)
+        return entries(head.get("shared_params"), f"{where}: shared_params")
 
     @property
     def buffers(self) -> set[str]:
@@ -190,6 +198,8 @@ def _unsharded(reading: _Reading) -> None:
     if not state:
         return
     reading.source.notes["optimizer"] = _hyperparameters(state)
+    if "fp32_groups" in state:
+        state = with_masters(state, where)
     if len(reading.heads) > 1 or "param_groups" not in state:
         reading.source.left_out.append("optimizer states: saved without ZeRO in a form that does not name parameters")
         return
@@ -228,8 +238,7 @@ def _universal(reading: _Reading) -> object:
 def _share(reading: _Reading) -> None:
     """A parameter with two names was saved under one of them."""
     table = reading.source.table
-    shared = entries(reading.heads[0].get("shared_params"), f"{reading.folder.path}: shared_params")
-    for alias, name in shared.items():
+    for alias, name in reading.shared.items():
         if isinstance(name, str) and ("model", name) in table and ("model", alias) not in table:
             table["model", alias] = table["model", name]
 
@@ -237,7 +246,7 @@ def _share(reading: _Reading) -> None:
 def _facts(reading: _Reading, stage: object) -> None:
     head, files, notes = reading.heads[0], reading.files, reading.source.notes
     where = str(reading.folder.path)
-    shared = entries(head.get("shared_params"), f"{where}: shared_params")
+    shared = reading.shared
     parameters = {name for kind, name in reading.source.table if kind == "model"} - reading.buffers - {*shared}
     trained = {name for kind, name in reading.source.table if kind != "model"}
     if notes.get("optimizer"):

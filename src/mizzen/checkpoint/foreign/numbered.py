@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from mizzen.checkpoint.foreign.align import align
 from mizzen.checkpoint.foreign.collected import Collected, as_recipe
-from mizzen.checkpoint.foreign.tree import entries, expect, tensors
+from mizzen.checkpoint.foreign.tree import count_of, entries, expect, tensors
 from mizzen.checkpoint.foreign.values import TensorRef
+from mizzen.errors import CheckpointError
 
 
 def add_numbered(
@@ -37,6 +38,24 @@ def add_numbered(
                     source.add(kind, name, recipe, where=where)
 
 
+def with_masters(state: Mapping[str, object], where: str) -> Mapping[str, object]:
+    """The optimizer inside one that keeps fp32 masters in lists, group by group, with each master among its states."""
+    inner = entries(state.get("optimizer_state_dict"), f"{where}: optimizer_state_dict")
+    states = dict(expect(inner.get("state"), dict, f"{where}: state"))
+    groups = expect(inner.get("param_groups"), list, f"{where}: param_groups")
+    masters = expect(state.get("fp32_groups"), list, f"{where}: fp32_groups")
+    if len(groups) != len(masters):
+        raise CheckpointError(f"{where}: {len(masters)} groups of masters and {len(groups)} of parameters")
+    for group, values in zip(groups, masters, strict=True):
+        numbers = expect(entries(group, where).get("params"), list, f"{where}: params")
+        if len(numbers) != len(expect(values, list, f"{where}: fp32_groups")):
+            raise CheckpointError(f"{where}: {len(values)} masters for {len(numbers)} parameters of a group")
+        for number, value in zip(numbers, values, strict=True):
+            own = entries(states.get(count_of(number, f"{where}: params")), f"{where}: state")
+            states[number] = {"master": value, **own}
+    return {**inner, "state": states}
+
+
 def _named_groups(groups: list[object]) -> list[list[str]] | None:
     """The names that torch keeps when an optimizer was made from `named_parameters()`."""
     found = [group.get("param_names") for group in groups if isinstance(group, dict)]
@@ -52,11 +71,17 @@ def _shape_of_state(state: object) -> tuple[int, ...] | None:
 
 
 def _parameters(model: object, skip: set[str], where: str) -> dict[str, tuple[int, ...]]:
-    """A model's parameters, each once: names that share their bytes with an earlier one are the same parameter."""
-    seen, found = set(), {}
+    """A model's parameters, each once."""
+    again = shared_names(model, where)
+    return {name: ref.shape for name, ref in tensors(model, where)[0].items() if name not in skip and name not in again}
+
+
+def shared_names(model: object, where: str) -> dict[str, str]:
+    """Names that share their bytes with an earlier one, which is the same parameter: later -> earlier."""
+    first: dict[object, str] = {}
+    found = {}
     for name, ref in tensors(model, where)[0].items():
         place = (ref.storage.extent, ref.offset, ref.shape)
-        if name not in skip and place not in seen:
-            found[name] = ref.shape
-        seen.add(place)
+        if ref.numel and first.setdefault(place, name) != name:
+            found[name] = first[place]
     return found

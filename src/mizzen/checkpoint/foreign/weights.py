@@ -5,7 +5,7 @@ from typing import Final
 from mizzen.checkpoint.foreign import safetensors, torchfile
 from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.extent import Extent, Folder
-from mizzen.checkpoint.foreign.numbered import add_numbered
+from mizzen.checkpoint.foreign.numbered import add_numbered, shared_names
 from mizzen.checkpoint.foreign.tree import entries
 from mizzen.checkpoint.foreign.values import TensorRef
 from mizzen.errors import CheckpointError
@@ -47,6 +47,7 @@ def _state_dict(tree: object, file: Extent) -> Collected:
             source.left_out.append(f"model/{name}: not a tensor")
     if not source.table:
         raise CheckpointError(f"{where}: has no tensors at its top and none under {', '.join(MODELS)}")
+    source.notes["shared"] = shared_names(model, where)
     if key is None:
         return source
     rest = {name: value for name, value in top.items() if name != key}

@@ -12,7 +12,20 @@ from mizzen.checkpoint import foreign
 from mizzen.errors import CheckpointError
 
 HERE = Path(__file__).parents[3] / "fixtures" / "deepspeed"
-CASES = ("zero0", "zero1", "zero2", "zero3", "bf16", "elastic", "pipeline", "moe", "moe4", "universal2", "universal3")
+CASES = (
+    "zero0",
+    "half0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "bf16",
+    "elastic",
+    "pipeline",
+    "moe",
+    "moe4",
+    "universal2",
+    "universal3",
+)
 TOLD = {"universal2": "zero2", "universal3": "zero3"}
 TRAINED = {"adapted.lora_A", "adapted.lora_B", "embed.weight", "head.bias", "norm.bias", "norm.weight"}
 
@@ -75,6 +88,13 @@ def test_facts_are_plain(case):
         assert facts["optimizer"]["param_groups"] is None
     else:
         assert facts["optimizer"]["param_groups"][0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("case", ["zero0", "half0"])
+def test_shared_bytes_tell_shared_names(case):
+    facts = foreign.open(HERE / case).facts()
+    assert facts["shared"] == {"head.weight": "embed.weight"}
+    assert facts["frozen"] == []
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero3", "bf16", "elastic", "universal2", "universal3"])
