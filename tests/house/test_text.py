@@ -50,6 +50,8 @@ def test_no_forbidden_words():
 
 def test_lines_end_alike_and_files_end_with_one():
     for path, text in texts():
+        if path.name in ("latest", "latest_universal") and "fixtures" in path.parts:
+            continue  # as another program writes them
         assert "\r" not in text, f"{path} has carriage returns"
         assert not text or text.endswith("\n"), f"{path} does not end with a newline"
 

@@ -1,0 +1,179 @@
+"""What a pickle may turn into: plain data, tensors that are still in their file, and placeholders for everything else.
+
+`Inert` stands for an object of a class that is never imported: its name, arguments and state can be looked at, and
+nothing of it can be called. `plain` turns a tree of these into plain data with its tensors read.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mizzen.checkpoint.foreign.extent import Storage
+from mizzen.errors import CheckpointError
+
+EXPANDED: Final = 2**20
+"""How many bytes an expanded tensor may have more than its file holds."""
+DEPTH: Final = 100
+"""How deep plain data may be nested."""
+DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A tensor that is still in its file, or in several."""
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """The name of a class or function. It is never looked up."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Inert:
+    """An object that was not made: its class's name, what it would have been made from, and its state."""
+
+    name: str
+    args: tuple[object, ...] = ()
+    state: object = None
+    items: list[object] = field(default_factory=list)
+
+    def get(self, key: str) -> object:
+        """What the object's attribute `key` would have been; None if the state has no such thing."""
+        states = self.state if isinstance(self.state, tuple) else (self.state,)
+        for state in states:
+            if isinstance(state, Mapping) and key in state:
+                return state[key]
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A tensor that is still in its file."""
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    """In elements, from the start of the storage."""
+
+    def __post_init__(self) -> None:
+        numbers = (*self.shape, *self.stride, self.offset)
+        if len(self.shape) != len(self.stride) or len(self.shape) > 64 or not all(_is_count(n) for n in numbers):
+            raise self._bad("these are not the sizes of a tensor")
+        if (self.offset + self._span) * self.dtype.itemsize > self.storage.length:
+            raise self._bad(f"its storage has {self.storage.length} bytes only")
+        if self.numel * self.dtype.itemsize > max(self.storage.length, EXPANDED):
+            raise self._bad(f"it would be expanded from {self.storage.length} bytes")
+
+    @property
+    def numel(self) -> int:
+        """How many elements there are."""
+        return math.prod(self.shape)
+
+    @property
+    def _span(self) -> int:
+        """How many elements lie between the first and the last, both included."""
+        if not self.numel:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after another."""
+        return self.stride == contiguous(self.shape) or self._span == self.numel <= 1
+
+    def read(self) -> Tensor:
+        """The whole tensor, contiguous."""
+        size = self.dtype.itemsize
+        flat = self.storage.tensor(self.offset * size, self._span * size).view(self.dtype)
+        if self.is_contiguous or not self.numel:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.stride).contiguous()
+
+    def elements(self, start: int, count: int) -> Tensor:
+        """Some elements of a flat tensor."""
+        if start < 0 or count < 0 or start + count > self.numel:
+            raise self._bad(f"elements {start} to {start + count} were asked for")
+        if not self.is_contiguous:
+            return self.read().flatten()[start : start + count]
+        size = self.dtype.itemsize
+        return self.storage.tensor((self.offset + start) * size, count * size).view(self.dtype)
+
+    def _bad(self, reason: str) -> CheckpointError:
+        shape = str(list(self.shape)) if len(self.shape) <= 64 else f"{len(self.shape)} dimensions"
+        return CheckpointError(f"{self.storage.extent.path}: a tensor of {self.dtype} {shape}: {reason}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+class TooDeep(Exception):
+    """A tree that has no end, or none that is near."""
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def plain(value: object) -> object:
+    """A tree of plain data. Tensors are read; placeholders become dicts.
+
+    What is shared stays shared, so a small file cannot become a large tree.
+    """
+    return _plain(value, {}, 0)
+
+
+def _plain(value: object, seen: dict[int, object], depth: int) -> object:
+    if value is None or isinstance(value, str | bytes | int | float | complex | torch.dtype):
+        return value
+    if depth > DEPTH:
+        raise TooDeep(f"plain data is nested more than {DEPTH} deep")
+    if id(value) in seen:
+        if (found := seen[id(value)]) is seen:
+            raise TooDeep("plain data contains itself")
+        return found
+    seen[id(value)] = seen
+    found = _converted(value, seen, depth + 1)
+    seen[id(value)] = found
+    return found
+
+
+def _converted(value: object, seen: dict[int, object], depth: int) -> object:
+    match value:
+        case Readable():
+            return value.read()
+        case dict():
+            # Keys are numbers, strings or names: the reader sees to it.
+            return {key: _plain(item, seen, depth) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return type(value)(_plain(item, seen, depth) for item in value)
+        case Name():
+            return {"class": str(value)}
+        case Inert(name="numpy.ndarray"):
+            return value.state
+        case Inert():
+            found = {"class": value.name}
+            parts = {"args": value.args, "state": value.state, "items": value.items}
+            return found | {key: _plain(part, seen, depth) for key, part in parts.items() if part}
+    return value
