@@ -109,7 +109,7 @@ class LiveBucket:
     def _fill(self, gradients: Mapping[int, Tensor], factor: float) -> None:
         places = [self.views[position] for position in gradients]
         if factor == 1 and places:
-            torch._foreach_copy_(places, list(gradients.values()))
+            copy_all(places, list(gradients.values()))
             return
         for place, gradient in zip(places, gradients.values(), strict=True):
             torch.mul(gradient, factor, out=place)
@@ -166,6 +166,11 @@ class LiveBucket:
 def dense(gradient: Tensor) -> Tensor:
     """The same with all its zeros."""
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy tensors of one dtype to their places, on a GPU in few kernels."""
+    torch._foreach_copy_(places, tensors)
 
 
 def alone(view: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece, piece_of_range
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
-from mizzen.parallel.zero.live import LiveBucket, Target, alone
+from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
 from mizzen.parallel.zero.slots import Bucket, Buffer
 from mizzen.parallel.zero.stock import Stock
@@ -194,7 +194,7 @@ class FlatStore:
             if values.data_ptr() != bucket.master.data_ptr()
         ]
         if apart:
-            torch._foreach_copy_([values for values, _ in apart], [master for _, master in apart])
+            copy_all([values for values, _ in apart], [master for _, master in apart])
         if self.is_sharded:
             wait_for(*[self._spread(bucket, values) for bucket, values in zip(self.buckets, mine, strict=True)])
         self.rest()
