@@ -5,6 +5,7 @@ What is ours here is only how a result is waited for: gloo's in slices, a device
 
 import ctypes
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -68,6 +69,30 @@ class Sliced:
     def abandon(self) -> None:
         """Keep the group for ever: its destructor would wait for the operation, and the process could not end."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+
+class SlicedAll:
+    """Several gloo collectives that make one operation."""
+
+    def __init__(self, works: Sequence[dist.Work], group: Any) -> None:
+        self.work = works[-1]
+        self._parts = [Sliced(work, group) for work in works]
+
+    def poll(self, seconds: float) -> bool:
+        """Wait for one after the other."""
+        end = time.monotonic() + seconds
+        while self._parts and self._parts[0].poll(end - time.monotonic()):
+            del self._parts[0]
+        return not self._parts
+
+    def is_completed(self) -> bool:
+        """Whether gloo is done with all of them."""
+        return all(part.is_completed() for part in self._parts)
+
+    def abandon(self) -> None:
+        """As for one."""
+        for part in self._parts:
+            part.abandon()
 
 
 class Streamed:
@@ -239,6 +264,10 @@ class TorchBackend:
             return Finished()
         if name not in COLLECTIVES:
             raise NotBuilt(f"torch.distributed has no operation {name!r}; there are {', '.join(sorted(COLLECTIVES))}")
+        if sliced and name == "all_gather_into_tensor":
+            whole, part = arguments
+            if is_worth_spreading(whole, part, dist.get_world_size(handle)):
+                return SlicedAll(spread(whole, part, handle), handle)
         work = COLLECTIVES[name](*arguments, group=handle, async_op=True, **options)
         return Sliced(work, handle) if sliced else Streamed(work)
 
@@ -257,6 +286,29 @@ class TorchBackend:
     def destroy(self, handle: Any) -> None:
         """As torch does it; a group's name is never given to another while the job lasts."""
         dist.destroy_process_group(handle)
+
+
+# [Note: an all-gather on gloo]
+# torch gives gloo's all-gather memory of its own and copies the result out of it. A broadcast from every rank works in
+# place, and takes half the time of the processor. Small messages, or many of them, are better off as one.
+SPREAD_BYTES: Final = 1 << 16
+SPREAD_RANKS: Final = 16
+
+
+def is_worth_spreading(whole: torch.Tensor, part: torch.Tensor, ranks: int) -> bool:
+    """Whether an all-gather is done by broadcasts. All ranks come to the same answer."""
+    is_fit = whole.is_contiguous() and part.is_contiguous() and whole.dtype is part.dtype
+    return is_fit and part.nbytes >= SPREAD_BYTES and ranks <= SPREAD_RANKS and whole.nbytes == ranks * part.nbytes
+
+
+def spread(whole: torch.Tensor, part: torch.Tensor, group: Any) -> list[dist.Work]:
+    """Start a broadcast from every rank into its place of the whole, as bytes."""
+    places = torch.split(whole.detach().view(-1).view(torch.uint8), part.nbytes)
+    mine = places[dist.get_rank(group)]
+    if mine.data_ptr() != part.data_ptr():
+        mine.copy_(part.detach().view(-1).view(torch.uint8))
+    works = [dist.broadcast(place, group=group, group_src=rank, async_op=True) for rank, place in enumerate(places)]
+    return [work for work in works if work is not None]
 
 
 def make_backend(name: str | None) -> Backend:

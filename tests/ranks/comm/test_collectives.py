@@ -224,6 +224,30 @@ def test_objects_travel(world):
         assert mine == [f"for {rank}"]
 
 
+def gather_much(size: int, dtype: torch.dtype, shift: int) -> list[bool]:
+    """Chunks above and below what is worth a broadcast from every rank; in place and apart."""
+    rank, found = dist.get_rank(), []
+    for numel in (3, 70_001):
+        expected = torch.cat([torch.arange(numel) % 120 + place for place in range(size)]).to(dtype)
+        mine = expected[rank * numel : (rank + 1) * numel].clone()
+        whole = torch.zeros(size * numel + shift, dtype=dtype)[shift:]
+        work = dist.all_gather_into_tensor(whole, mine, async_op=True)
+        work.wait()
+        found.append(torch.equal(whole, expected) and work.is_completed())
+        whole.zero_()
+        place = whole[rank * numel : (rank + 1) * numel]
+        place.copy_(mine)
+        dist.all_gather_into_tensor(whole, place)
+        found.append(torch.equal(whole, expected))
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "shift"), [(torch.float32, 0), (torch.bfloat16, 3), (torch.int8, 1)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_tensors_are_gathered_too(world, size, dtype, shift):
+    assert all(all(found) for found in world(size).run(gather_much, size, dtype, shift))
+
+
 def queries():
     group = dist.new_group(timeout=timedelta(seconds=17), backend="gloo")
     mesh = dist.initialize_mesh_device((2, 1), ("dp", "tp"))
