@@ -7,7 +7,6 @@ part of a model on its own. It costs a gather for every use; a parameter that is
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
@@ -15,7 +14,7 @@ from torch.distributed import ProcessGroup
 from mizzen.comm.communicator import meet
 from mizzen.errors import CommError
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Trained, gather_shards, local
+from mizzen.parallel.zero.full.live import LiveUnit, Trained, gather_shards, local, rows_of
 from mizzen.parallel.zero.full.sharded import refusal
 from mizzen.parallel.zero.full.units import shard_dim
 from mizzen.parallel.zero.full.wires import explained
@@ -65,12 +64,7 @@ class Touch:
         slot = self.slot
         if slot is None:
             return
-        shape = list(gradient.shape)
-        dim = shard_dim(shape, self.ranks)
-        each = -(-shape[dim] // self.ranks)
-        rows = gradient.new_zeros([self.ranks, slot.length], dtype=self.unit.gradient.dtype)
-        for row, part in zip(rows, torch.split(gradient, each, dim), strict=False):
-            row[: part.numel()] = part.reshape(-1)
+        rows = rows_of(gradient, self.ranks, slot.length, self.unit.gradient.dtype)
         place = self.gradients.place
         meet(place.tag(f"{slot.name} outside of its unit"), self.group, rows)
         index = [one.name for one in self.unit.trained].index(slot.name)
