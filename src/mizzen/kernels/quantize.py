@@ -12,6 +12,11 @@ BLOCK: Final = 128
 """Elements that share a scale of four bytes: 8-bit messages are 3.88 and 4-bit ones 7.53 times smaller than fp32."""
 
 
+def message_size(count: int, bits: int) -> int:
+    """Bytes of a row of so many numbers."""
+    return -(-count // BLOCK) * (BLOCK * bits // 8 + 4)
+
+
 def pack(values: Tensor, bits: int) -> Tensor:
     """Rows of numbers as rows of bytes. What is not finite stays so: its block comes back as NaN."""
     rows, count = values.shape

@@ -12,12 +12,22 @@ from torch.distributed.tensor import DTensor
 from mizzen.comm import collectives
 from mizzen.model.sketch import ParameterSketch
 from mizzen.parallel.zero.full.early import Early, recut, take_out
+from mizzen.parallel.zero.full.frozen import is_packed
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
 from mizzen.parallel.zero.full.owners import Owners
 from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.sharded import carry, move, unmark
 from mizzen.parallel.zero.full.units import Unit
-from mizzen.parallel.zero.full.wrap import Wrapping, padded, put_back, rehouse, sharded, share_second_mesh, wrap
+from mizzen.parallel.zero.full.wrap import (
+    Wrapping,
+    pack_frozen,
+    padded,
+    put_back,
+    rehouse,
+    sharded,
+    share_second_mesh,
+    wrap,
+)
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
 from mizzen.precision.policy import Policy, wider
 
@@ -92,6 +102,8 @@ def _wrap(
         for name, parameter in early.items()
     }
     put_back(model, module, shards, ranks.mesh)
+    if holding.quantizing.frozen:
+        pack_frozen(model, module, {each.name for each in unit.parameters if is_packed(each, ranks.mesh.size())})
     for name, parameter in early.items():
         unmark(parameter)
         wanted[name] = nn.Parameter(torch.empty(0))  # a DTensor cannot be emptied; who holds it holds an old shard

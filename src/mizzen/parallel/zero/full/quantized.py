@@ -28,10 +28,16 @@ class Quantizing:
     gradients: bool = False
     feedback: tuple[float, int] | None = None
     """The share of the old error in the running one, and the steps after which it starts again from zero."""
+    frozen: bool = False
+    """Whether frozen weights rest, and travel, in blocks."""
 
     def __str__(self) -> str:
         kept = " with error feedback" if self.feedback else ""
-        words = {f"{WEIGHT_BITS}-bit weights": self.weights, f"{GRADIENT_BITS}-bit gradients{kept}": self.gradients}
+        words = {
+            f"{WEIGHT_BITS}-bit weights": self.weights,
+            f"{WEIGHT_BITS}-bit frozen weights": self.frozen,
+            f"{GRADIENT_BITS}-bit gradients{kept}": self.gradients,
+        }
         return " and ".join(word for word, is_on in words.items() if is_on)
 
 

@@ -11,6 +11,7 @@ from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch, bytes_per_element
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks
+from mizzen.parallel.zero.full.frozen import is_packed, packed_bytes
 from mizzen.parallel.zero.full.owners import choose_owners
 from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.store import FullStore
@@ -62,6 +63,7 @@ class ZeroFull(Transform):
         ranks, sharing = layout.dp * layout.sp, layout.dp_shard * layout.sp
         if zero.stage < 3 or ranks == 1:
             _refuse_at_other_stages(zero)
+            _refuse_alone(zero)
             if layout.dp_replicate > 1:
                 raise PlanError(
                     f"zero_optimization.stage {zero.stage} in {layout.dp_replicate} copies: sharding inside copies "
@@ -123,7 +125,9 @@ class ZeroFull(Transform):
                     ) - price(parameter.numel)
                 else:
                     size = bytes_per_element(dtype)
-                    change += Cost(parameters=(share - parameter.numel) * size)
+                    is_small = choice.holding.quantizing.frozen and is_packed(parameter, ranks)
+                    kept_bytes = packed_bytes(share) if is_small else share * size
+                    change += Cost(parameters=kept_bytes - parameter.numel * size)
         return change + max((_flat(choice, rank) for rank in range(choice.whole.chunks)), key=lambda cost: cost.total)
 
     def late(self, choice: FullChoice) -> Iterable[str]:
@@ -164,12 +168,34 @@ def _refuse(config: Config, sharing: int) -> None:
             f"zero_optimization.zero_hpz_partition_size is {hpz}, which does not divide the {sharing} ranks that share "
             "the parameters: give a divisor"
         )
+    others = {"zero_quantized_weights": zero.zero_quantized_weights, "zero_hpz_partition_size": hpz > 1}
+    for key, is_on in others.items() if zero.zero_quantized_nontrainable_weights else ():
+        if is_on:
+            raise PlanError(
+                f"zero_optimization.zero_quantized_nontrainable_weights with {key}: frozen weights that rest in blocks "
+                "travel as these blocks, with nothing else to quantize and no second copy; leave one of the two out"
+            )
 
 
 def _refuse_at_other_stages(zero: ZeroConfig) -> None:
-    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param"):
-        if zero.stage < 3 and zero.__dict__[key] not in (1, False, None):
+    asked = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "zeropp_loco_param": zero.zeropp_loco_param is not None,
+    }
+    for key, is_on in asked.items():
+        if zero.stage < 3 and is_on:
             raise PlanError(f"zero_optimization.{key} is part of stage 3; zero_optimization.stage is {zero.stage}")
+
+
+def _refuse_alone(zero: ZeroConfig) -> None:
+    if zero.zero_quantized_nontrainable_weights:
+        raise PlanError(
+            "zero_optimization.zero_quantized_nontrainable_weights on one data-parallel rank: frozen weights rest in "
+            "blocks where they are sharded, and one rank has nobody to share with; leave the key out, or use more ranks"
+        )
 
 
 def _refuse_mixed(division: Division, zero: ZeroConfig, policy: Policy) -> None:
@@ -191,7 +217,12 @@ def _quantizing(zero: ZeroConfig) -> Quantizing:
             "set it to true, or leave the section out"
         )
     feedback = (loco.err_beta, loco.reset_T) if loco is not None else None
-    return Quantizing(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
+    return Quantizing(
+        zero.zero_quantized_weights,
+        zero.zero_quantized_gradients,
+        feedback,
+        frozen=zero.zero_quantized_nontrainable_weights,
+    )
 
 
 def _padded(shape: tuple[int, ...], ranks: int) -> int:

@@ -18,10 +18,11 @@ from mizzen.model.piece import Piece
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
+from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local
 from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
-from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark
+from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark, write_shard
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit
 from mizzen.parallel.zero.full.whole import Wholes
@@ -184,7 +185,10 @@ class FullStore:
                 forget(unit.module)
 
     def follow(self, name: str, value: Tensor) -> None:
-        """A master was written to, which is the parameter itself."""
+        """A master was written to, which is the parameter itself, unless it rests in another form."""
+        parameter = self.everything[name]
+        if isinstance(parameter, DTensor) and isinstance(local(parameter), Packed):
+            write_shard(parameter, value)
         self._forget()
 
     def not_finite(self) -> list[str]:

@@ -6,7 +6,7 @@ that two blocks share belongs to the model around them; wrapped last, the model 
 comes first, with everything that belongs to other units ignored.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mizzen.backport import fsdp_groups, fsdp_zeros_for_unused
 from mizzen.parallel.zero.full.absent import fill_absent
+from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.wires import Gather, Scatter
 from mizzen.parallel.zero.reduce import torch_dtype
@@ -144,6 +145,17 @@ def rehouse(module: nn.Module, parameter: DTensor, memory: Tensor) -> None:
                 shard = memory.view(each.padded_sharded_param_size)
                 dim = each.fsdp_placement.dim
                 parameter._local_tensor = shard.narrow(dim, 0, parameter._local_tensor.shape[dim])
+
+
+def pack_frozen(model: nn.Module, module: nn.Module, names: Collection[str]) -> None:
+    """Let the shards of some frozen parameters rest in blocks."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            if known[id(each.sharded_param)] in names:
+                packed = Packed.of(each._sharded_param_data, each.sharded_param._local_tensor.shape)
+                each.sharded_param._local_tensor = packed
+                each._sharded_param_data = packed.held
 
 
 def put_back(model: nn.Module, module: nn.Module, shards: Mapping[str, Tensor], mesh: DeviceMesh) -> None:

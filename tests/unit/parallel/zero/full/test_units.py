@@ -128,3 +128,36 @@ def test_what_cannot_be_is_refused():
     config = load({"train_batch_size": 8, "sparse_gradients": True, "zero_optimization": {"stage": 3}})
     with pytest.raises(PlanError, match="sparse_gradients with zero_optimization.stage 3"):
         build(config, 2, Sketch.of(Stack()), ORDER)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "why"),
+    [
+        ({}, 1, "on one data-parallel rank"),
+        ({"stage": 2}, 2, "is part of stage 3; zero_optimization.stage is 2"),
+        ({"zero_quantized_weights": True}, 2, "with zero_quantized_weights: frozen weights"),
+        ({"zero_hpz_partition_size": 2}, 4, "with zero_hpz_partition_size: frozen weights"),
+    ],
+)
+def test_where_frozen_weights_cannot_rest_in_blocks(keys, ranks, why):
+    zero = {"stage": 3, "zero_quantized_nontrainable_weights": True} | keys
+    with pytest.raises(PlanError, match=f"zero_optimization.zero_quantized_nontrainable_weights {why}"):
+        build(load({"train_batch_size": 8, "zero_optimization": zero}), ranks, Sketch.of(Stack()), ORDER)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"zero_hpz_partition_size": 2},
+        {"zero_quantized_weights": True},
+        {"zero_quantized_gradients": True},
+        {"zeropp_loco_param": {}},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_is_part_of_stage_3(keys, stage):
+    with pytest.raises(PlanError, match=f"zero_optimization.{next(iter(keys))} is part of stage 3"):
+        build(
+            load({"train_batch_size": 8, "zero_optimization": {"stage": stage, **keys}}), 2, Sketch.of(Stack()), ORDER
+        )
