@@ -93,7 +93,7 @@ class ZeroFull(Transform):
                     ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
                 ),
                 gain,
-                _quantizing(zero),
+                _quantizing(zero, sharing),
                 choose_owners((p for unit in division.units for p in unit.parameters), sharing),
             ),
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
@@ -209,19 +209,21 @@ def _refuse_mixed(division: Division, zero: ZeroConfig, policy: Policy) -> None:
             )
 
 
-def _quantizing(zero: ZeroConfig) -> Quantizing:
+def _quantizing(zero: ZeroConfig, sharing: int) -> Quantizing:
     loco = zero.zeropp_loco_param
     if loco is not None and not zero.zero_quantized_gradients:
         raise PlanError(
             "zero_optimization.zeropp_loco_param is the error feedback of zero_quantized_gradients, which is false: "
             "set it to true, or leave the section out"
         )
+    hpz = zero.zero_hpz_partition_size
     feedback = (loco.err_beta, loco.reset_T) if loco is not None else None
     return Quantizing(
         zero.zero_quantized_weights,
         zero.zero_quantized_gradients,
         feedback,
         frozen=zero.zero_quantized_nontrainable_weights,
+        inside=hpz if zero.zero_quantized_gradients and 1 < hpz < sharing else 0,
     )
 
 
