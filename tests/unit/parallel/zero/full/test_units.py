@@ -60,6 +60,19 @@ def test_a_registered_parameter_belongs_to_the_model():
     assert "blocks.1.0.weight" in by_path(units(model))[""]
 
 
+class Naming(Stack):
+    def forward(self, rows):
+        return rows @ self.blocks[1][0].weight
+
+
+def test_a_parameter_that_other_code_names_belongs_to_the_model():
+    found = by_path(units(Naming()))
+    assert "blocks.1.0.weight" in found[""]
+    assert "blocks.1.0.weight" not in found["blocks.1"]
+    pinned = by_path(units(nn.ModuleDict({"a": Naming(), "b": nn.Linear(2, 2)}), leaf_module={"classes": ["Naming"]}))
+    assert "a.blocks.1.0.weight" in pinned["a"]  # who names it is in the same unit
+
+
 def test_pinned_modules_are_units_and_containers_give_their_items():
     assert "tower.one" in by_path(units(Stack(), leaf_module={"names": ["tower"]}))
     model = Stack()
