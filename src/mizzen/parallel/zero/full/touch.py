@@ -39,8 +39,8 @@ class Touch:
             raise refusal(type(parameter).label, name)
         if torch.is_grad_enabled() and not place.is_backward:
             warn_once(
-                f"'{type(parameter).label}' is used outside of its unit '{self.unit.plan.title}', and others may be: it "
-                "is gathered for every such use. To gather it once, call mizzen.zero.register_external_parameter("
+                f"'{type(parameter).label}' is used outside of its unit '{self.unit.plan.title}', and others may be: "
+                "it is gathered for every such use. To gather it once, call mizzen.zero.register_external_parameter("
                 "module, parameter) before initialize, or pin a module around both in zero_optimization.leaf_module",
                 key="used outside of its unit",
             )

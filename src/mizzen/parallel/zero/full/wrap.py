@@ -9,6 +9,7 @@ comes first, with everything that belongs to other units ignored.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,25 @@ def wrap(
         ),
         ignored_params=set(module.parameters()) - set(wanted),
     )
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            each.free_unsharded_param = partial(_free, each)
+
+
+def _free(each: Any) -> None:
+    """Let go of a gathered parameter. Memory that somebody else has, such as a numpy array, is left to them."""
+    for place, tensors in (("all_gather_outputs", each.all_gather_outputs), ("", each._unsharded_inner_tensors)):
+        for number, old in enumerate(tensors):
+            if old.untyped_storage().size() and not old.untyped_storage().resizable():
+                new = torch.empty_like(old)
+                whole = each._unsharded_param
+                if whole.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
+                    whole.data = new.as_strided(whole.shape, whole.stride())
+                if place:
+                    each.all_gather_outputs[number] = new
+                else:
+                    each._unsharded_inner_tensors = (new,)
+    type(each).free_unsharded_param(each)
 
 
 def share_second_mesh(first: nn.Module, module: nn.Module) -> None:
@@ -237,6 +257,7 @@ def unwrap(module: Any, replace: Callable[[Tensor], nn.Parameter]) -> None:
     for group in fsdp_groups(state):
         for each in group.fsdp_params:
             each._setattr_on_modules(replace(each.sharded_param))
+            vars(each).pop("free_unsharded_param")
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     for key in (STATE_KEY, REGISTRY_KEY):
