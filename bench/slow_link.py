@@ -3,7 +3,7 @@
     python -m bench.slow_link                 # as root; 2 nodes of 2 ranks, 1 Gbit/s and 2 ms each way
     python -m bench.slow_link --inside 1      # one rank in each, so without hpZ and a second hop
 
-It makes two namespaces and a pair of devices, with the number of this process in their names, and takes them away again.
+It makes two namespaces and a pair of devices, named after the number of this process, and takes them away again.
 Nothing else on the machine is changed. It needs root and the commands `ip` and `tc` (`apt-get install iproute2`), and
 otherwise says so and measures nothing. The delay needs the kernel's netem; where it is not compiled in, the rate alone
 is shaped, by tbf, and the output says what the kernel has said.
