@@ -68,6 +68,16 @@ def test_the_model_computes_with_what_the_blocks_say(world, ranks):
         assert all(torch.equal(values[name], expected[2][name]) for name in expected[2])
 
 
+def test_blocks_that_run_again_in_backward(world):
+    """They are gathered once more, between what the first run has saved and its use."""
+    recomputed = world(2).run(train_recomputed)[0]
+    assert recomputed == pytest.approx(world(2).run(trained, KEY)[0][0], rel=1e-6)
+
+
+def train_recomputed():
+    return train(lora(), 3, zero=KEY, activation_checkpointing={"mode": "full"})[0]
+
+
 def held():
     """What is counted, and what is there: bytes of frozen shards."""
     plain, small = (load(config(3, 2, zero=keys)) for keys in ({}, KEY))
