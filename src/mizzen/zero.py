@@ -1,6 +1,6 @@
 """`mizzen.zero`: access to parameters, gradients and states by the parameter alone. A face: the work is elsewhere."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from mizzen.engine.access import (
 from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.init import Init as _Init
 from mizzen.parallel.zero.full.marks import find, is_pinned, pin, register_use, unregister_use
+from mizzen.rewrite.tiled import Tiled
 
 safe_get_full_fp32_param = full_value
 safe_get_full_grad = full_gradient
@@ -68,6 +69,46 @@ class Init(_Init):
             enabled=enabled,
             dtype=dtype,
         )
+
+
+class TiledLinear(Tiled):
+    """What `linear_cls(in_features, out_features)` computes, in tiles that stage 3 gathers one by one."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: Callable[..., nn.Module] = nn.Linear,
+        init_linear: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias,
+            splits=(in_splits, out_splits),
+            input_is_already_split=input_is_already_split,
+            combine_out_splits=combine_out_splits,
+            make=lambda columns, rows, has_bias: linear_cls(columns, rows, bias=has_bias, **kwargs),
+        )
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    def copy_params_from(self, other: nn.Module) -> None:
+        """Take the weight and bias of a layer that is not in tiles, sharded or not."""
+        with gathered(list(other.parameters()), None):
+            super().copy_params_from(other)
+
+
+class TiledLinearReturnBias(TiledLinear):
+    """The same over layers that return (output, bias) and leave the addition to whoever has called them."""
+
+    returns_bias = True
 
 
 @contextmanager
@@ -170,6 +211,8 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "OnDevice",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "facts_of",
     "get_z3_leaf_modules",
     "register_external_parameter",

@@ -23,6 +23,19 @@ PRECISION = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
     "autocast16": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": SCALE}},
 }
+FAMILY = {
+    "alone": {},
+    "copies": {"mics_shard_size": 2},
+    "hpz": {"zero_hpz_partition_size": 2},
+    "qwz": {"zero_quantized_weights": True},
+    "qgz": {"zero_quantized_gradients": True},
+    "zeropp": {
+        "zero_hpz_partition_size": 2,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64},
+    },
+}
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST = {"autocast": torch.bfloat16, "autocast16": torch.float16}
 
@@ -40,12 +53,14 @@ class Case:
     optimizer: str = "AdamW"
     deterministic: bool = False
     samples: int = 8
+    family: str = "alone"
 
     def __str__(self) -> str:
         clip = f"clip{self.clip:g}" if self.clip else "free"
         order = "-ordered" if self.deterministic else ""
         degrees = f"z{self.stage}-w{self.world}-a{self.accumulation}"
-        return f"{degrees}-{clip}-{self.variant}-{self.dtype}-{self.optimizer}{order}"
+        family = f"-{self.family}" if self.family != "alone" else ""
+        return f"{degrees}-{clip}-{self.variant}-{self.dtype}-{self.optimizer}{order}{family}"
 
     @property
     def config(self) -> dict:
@@ -58,6 +73,7 @@ class Case:
                 "stage": self.stage,
                 "reduce_bucket_size": 2000,
                 "stage3_param_persistence_threshold": 20,
+                **FAMILY[self.family],
             },
             "deterministic": self.deterministic,
             "progress": {"enabled": False},

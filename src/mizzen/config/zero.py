@@ -154,11 +154,11 @@ class ZeroConfig(Section):
     """Compare parameters over the ranks after each `GatheredParameters`, to find edits made on one rank only."""
 
     zero_hpz_partition_size: Count = 1
-    """Ranks, normally of one node, that together hold a second copy of the shards for the backward pass."""
+    """Ranks of a node that keep a second copy of the shards for backward, and sum quantized gradients first."""
     zero_quantized_weights: Flag = False
     """Gather parameters as 8-bit blocks."""
     zero_quantized_nontrainable_weights: Flag = False
-    """Keep parameters that are not trained as 8-bit blocks."""
+    """Keep matrices that are not trained as 8-bit blocks, and gather them as such."""
     zero_quantized_gradients: Flag = False
     """Reduce gradients as 4-bit blocks."""
     zeropp_loco_param: LocoConfig | None = None

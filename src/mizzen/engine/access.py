@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mizzen.ambient import AMBIENT
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare
 from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import UsageError
@@ -71,9 +71,16 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
     """One optimizer state of a parameter, whole, on every rank; None before the first step."""
     owner = _trainer_of(parameter)
-    if owner is None or owner.optimizer is None or not owner.optimizer.state:
+    if owner is None or owner.optimizer is None:
         return None
     known = {name for state in owner.optimizer.state.values() for name in state}
+    if owner.store.sharers is not None and owner.store.is_sharded:
+        # A rank that owns no whole parameter has not seen the states of those that others own.
+        every: list[set[str]] = [set() for _ in range(groups.get_world_size(owner.store.sharers))]
+        collectives.all_gather_object(every, known, group=owner.store.sharers)
+        known = set().union(*every)
+    if not known:
+        return None
     if key not in known:
         raise UsageError(f"the optimizer keeps no state '{key}'; it keeps {', '.join(sorted(known))}")
     return _gather(owner, owner.store.state_pieces(owner.optimizer.state, key))

@@ -18,6 +18,6 @@ def gpu_code(tensor: Tensor) -> Any | None:
         if error.name != "triton":
             raise
         raise DeviceError(
-            "the keys of 'fused' need Triton on a GPU, which torch brings along on Linux and which is not installed: "
-            "pip install triton, or leave them out"
+            "the keys of 'fused', and quantized weights and gradients, need Triton on a GPU, which torch brings along "
+            "on Linux and which is not installed: pip install triton, or leave them out"
         ) from None

@@ -182,3 +182,119 @@ def rotate(inputs: Tensor, cosine: Tensor, sine: Tensor, *, dtype: torch.dtype, 
         num_warps=4,
     )
     return found
+
+
+BLOCKS = 8
+"""Blocks of quantized numbers that one program sees to."""
+HALFWAY = tl.constexpr(12582912.0)
+"""1.5 x 2^23: the sum of it and a small number has no room for a fraction, and is rounded to the nearest, or even."""
+
+
+@triton.jit
+def _as_integers(values, scales, MOST: tl.constexpr):
+    found = (tl.div_rn(values, tl.where(scales == 0, 1.0, scales)[:, None]) + HALFWAY) - HALFWAY
+    found = tl.where(found == found, found, 0.0)
+    return tl.minimum(tl.maximum(found, -MOST), MOST)
+
+
+@triton.jit
+def _pack(
+    values, held, scales, count, blocks, in_stride, held_stride, scale_stride, scale_start,
+    BITS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    is_there = block < blocks
+    start = values + row * in_stride
+    if BITS == 8:
+        places = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        first = tl.load(start + places, mask=places < count, other=0.0).to(tl.float32)
+        second = first
+    else:
+        places = block[:, None] * BLOCK + 2 * tl.arange(0, BLOCK // 2)[None, :]
+        first = tl.load(start + places, mask=places < count, other=0.0).to(tl.float32)
+        second = tl.load(start + places + 1, mask=places + 1 < count, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+    # A maximum may leave NaN out.
+    strange = tl.maximum(tl.max((first != first).to(tl.int32), 1), tl.max((second != second).to(tl.int32), 1))
+    scale = tl.where(strange > 0, float("nan"), tl.div_rn(largest, tl.full([GROUP], MOST, tl.float32)))
+    tl.store(scales + row * scale_stride + scale_start + block, scale, mask=is_there)
+    if BITS == 8:
+        there = held + row * held_stride + places
+        tl.store(there, _as_integers(first, scale, MOST).to(tl.int8), mask=is_there[:, None] & (places >= 0))
+    else:
+        low = (_as_integers(first, scale, MOST) + 8.0).to(tl.int32)
+        high = (_as_integers(second, scale, MOST) + 8.0).to(tl.int32)
+        there = held + row * held_stride + places // 2
+        tl.store(there, (low | (high << 4)).to(tl.uint8), mask=is_there[:, None] & (places >= 0))
+
+
+@triton.jit
+def _unpack(
+    held, scales, values, count, blocks, held_stride, scale_stride, scale_start, out_stride,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    scale = tl.load(scales + row * scale_stride + scale_start + block, mask=block < blocks, other=0.0)[:, None]
+    start = values + row * out_stride
+    if BITS == 8:
+        places = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        whole = tl.load(held + row * held_stride + places, mask=places < count, other=0).to(tl.float32)
+        tl.store(start + places, whole * scale, mask=places < count)
+    else:
+        places = block[:, None] * BLOCK + 2 * tl.arange(0, BLOCK // 2)[None, :]
+        both = tl.load(held + row * held_stride + places // 2, mask=places < count, other=0).to(tl.int32)
+        tl.store(start + places, ((both & 15) - 8).to(tl.float32) * scale, mask=places < count)
+        tl.store(start + places + 1, ((both >> 4) - 8).to(tl.float32) * scale, mask=places + 1 < count)
+
+
+def pack(values: Tensor, messages: Tensor, *, bits: int, block: int) -> None:
+    """Fill rows of bytes with rows of numbers: the integers of all blocks, then their scales."""
+    values = values.contiguous()
+    rows, count = values.shape
+    if not values.numel():
+        return
+    blocks = triton.cdiv(count, block)
+    scales = messages.view(torch.float32)
+    _pack[(rows, triton.cdiv(blocks, BLOCKS))](
+        values,
+        messages.view(torch.int8) if bits == 8 else messages,
+        scales,
+        count,
+        blocks,
+        values.stride(0),
+        messages.stride(0),
+        scales.stride(0),
+        blocks * block * bits // 32,
+        BITS=bits,
+        MOST=float((1 << (bits - 1)) - 1),
+        BLOCK=block,
+        GROUP=BLOCKS,
+        num_warps=4,
+    )
+
+
+def unpack(messages: Tensor, values: Tensor, *, bits: int, block: int) -> None:
+    """The way back, into rows of fp32 numbers."""
+    messages = messages.contiguous()
+    rows, count = values.shape
+    if not values.numel():
+        return
+    blocks = triton.cdiv(count, block)
+    scales = messages.view(torch.float32)
+    _unpack[(rows, triton.cdiv(blocks, BLOCKS))](
+        messages.view(torch.int8) if bits == 8 else messages,
+        scales,
+        values,
+        count,
+        blocks,
+        messages.stride(0),
+        scales.stride(0),
+        blocks * block * bits // 32,
+        values.stride(0),
+        BITS=bits,
+        BLOCK=block,
+        GROUP=BLOCKS,
+        num_warps=4,
+    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
 from mizzen.model.head import HeadSketch, head_of
+from mizzen.model.uses import UseReader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,6 +53,8 @@ class ParameterSketch:
     """The optimizer group that trains it; None when none does."""
     is_external: bool = False
     """Whether a module that does not hold it has registered that it uses it."""
+    users: tuple[str, ...] = ()
+    """The paths of modules whose code names it although they do not hold it."""
     is_whole: bool = False
     """Whether the update rule of that group needs it whole."""
 
@@ -242,6 +245,7 @@ class _Found:
     tensor: "Tensor"
     owner: "nn.Module"
     aliases: list[str] = field(default_factory=list)
+    users: list[str] = field(default_factory=list)
 
 
 class _Reader:
@@ -258,6 +262,7 @@ class _Reader:
     def read(self, root: "nn.Module") -> Sketch:
         for path, module in root.named_modules(remove_duplicate=False):
             self._visit(path, module)
+        self._note_uses(root)
         return Sketch(
             tuple(_parameter(found) for found in self.parameters.values()),
             tuple(_buffer(found) for found in self.buffers.values()),
@@ -289,6 +294,13 @@ class _Reader:
         self.head = self.head or head_of(path, module)
         self.hints |= dict.fromkeys(_hints(module))
 
+    def _note_uses(self, root: "nn.Module") -> None:
+        reader = UseReader()
+        for path, module in root.named_modules():
+            for parameter in reader.used(module):
+                if (found := self.parameters.get(id(parameter))) is not None and path not in found.users:
+                    found.users.append(path)
+
 
 def _meet(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:
     found = seen.setdefault(id(tensor), _Found(name, tensor, module))
@@ -306,6 +318,7 @@ def _parameter(found: _Found) -> ParameterSketch:
         type(found.owner).__name__,
         _is_a(found.owner, EMBEDDINGS),
         is_external=AMBIENT.externals.get(found.tensor) is not None,
+        users=tuple(found.users),
     )
 
 

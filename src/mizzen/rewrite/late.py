@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mizzen.errors import UsageError
 from mizzen.model.inputs import change_tensors
+from mizzen.model.wrapper import without_memory
 
 SAMPLES: Final = 64
 """Elements of the weight that are compared, to see whether it has changed."""
@@ -36,7 +37,7 @@ class LateLogits(Tensor):
         """Shape, dtype and device of what the head would give now."""
         device = hidden.device.type
         is_autocast, lower = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        made: LateLogits = torch.Tensor._make_wrapper_subclass(
+        made: LateLogits = without_memory(
             cls,
             (*hidden.shape[:-1], len(weight)),
             dtype=lower if is_autocast else hidden.dtype,

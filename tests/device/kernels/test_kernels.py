@@ -8,9 +8,11 @@ import torch
 from mizzen.accelerator import get_accelerator
 from mizzen.kernels.gpu import gpu_code
 from mizzen.kernels.head_loss import head_loss, plain_head_loss
+from mizzen.kernels.quantize import pack, plain_pack, plain_unpack, unpack
 from mizzen.kernels.rms_norm import plain_rms_norm, rms_norm
 from mizzen.kernels.rotary import plain_rotary, rotary
 from mizzen.kernels.swiglu import plain_swiglu, swiglu
+from unit.kernels.compare import awkward_rows
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 DTYPES = list(BOUND)
@@ -135,3 +137,23 @@ def test_the_peak_of_memory_is_that_of_a_chunk():
     chunk, gradients = 1024 * 32768 * 2, 2 * (8192 + 32768) * 512 * 2
     assert fused < 2 * chunk + 2 * gradients
     assert fused < plain / 4
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("count", [1, 127, 128, 1001, 1 << 20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantized_messages_have_the_bits_of_the_plain_ones(bits, count, dtype):
+    values = awkward_rows(count).to(get_accelerator().device()).to(dtype)
+    values = torch.where(values.isfinite(), values, 0)  # what is beyond fp16
+    messages = pack(values, bits)
+    assert torch.equal(messages, plain_pack(values, bits))
+    assert torch.equal(unpack(messages, count, bits), plain_unpack(messages, count, bits))
+
+
+def test_quantized_blocks_that_are_not_finite_stay_so():
+    values = torch.zeros(2, 256, device=get_accelerator().device())
+    values[0, 3], values[1, 128] = float("nan"), float("inf")
+    for bits in (4, 8):
+        back = unpack(pack(values, bits), 256, bits)
+        assert not back[0, :128].isfinite().any() and not back[1, 128:].isfinite().any()
+        assert not back[0, 128:].any() and not back[1, :128].any()

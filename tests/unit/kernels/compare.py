@@ -17,3 +17,12 @@ def assert_close(found, expected, bound):
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype and one.shape == other.shape
         assert (one.double() - other.double()).abs().max() <= bound * other.double().abs().max()
+
+
+def awkward_rows(count):
+    """Rows to quantize: of all sizes, of zeros, and with numbers halfway between two integers of an 8-bit scale."""
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randn(6, count, generator=generator) * torch.tensor([[1e-30], [1e-3], [1.0], [1e3], [1e30], [0.0]])
+    halves = torch.randint(-253, 254, (1, count), generator=generator) / 2
+    halves[0, ::128] = 127.0
+    return torch.cat([rows, halves])

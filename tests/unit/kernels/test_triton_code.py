@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mizzen.kernels.head_loss import plain_slopes
+from mizzen.kernels.quantize import BLOCK, plain_pack, plain_unpack
 from mizzen.kernels.rotary import plain_rotary
 from mizzen.kernels.swiglu import plain_swiglu
-from unit.kernels.compare import assert_close, results
+from unit.kernels.compare import assert_close, awkward_rows, results
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +78,28 @@ def test_cross_entropy_with_forbidden_words_and_wrong_labels(code):
     code.cross_entropy_(logits.clone(), torch.tensor([9500, 20000, -1]), found, ignore_index=-100, writes=True)
     assert torch.allclose(found[0], torch.logsumexp(logits[0], 0) - logits[0, 9500])
     assert found[1:].isnan().all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("count", [1, 127, 128, 1001, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantized_messages_have_the_bits_of_the_plain_ones(code, bits, count, dtype):
+    values = awkward_rows(count).to(dtype)
+    expected = plain_pack(values, bits)
+    found = torch.full_like(expected, 77)
+    code.pack(values, found, bits=bits, block=BLOCK)
+    assert torch.equal(found, expected)
+    back = torch.full((len(values), count), 7.0)
+    code.unpack(found, back, bits=bits, block=BLOCK)
+    assert torch.equal(back, plain_unpack(expected, count, bits))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_not_finite_stays_so(code, bits):
+    values = torch.zeros(2, 2 * BLOCK)
+    values[0, 3], values[1, BLOCK] = float("nan"), float("inf")
+    messages, back = torch.empty_like(plain_pack(values, bits)), torch.empty(2, 2 * BLOCK)
+    code.pack(values, messages, bits=bits, block=BLOCK)
+    code.unpack(messages, back, bits=bits, block=BLOCK)
+    assert not back[0, :BLOCK].isfinite().any() and not back[1, BLOCK:].isfinite().any()
+    assert not back[0, BLOCK:].any() and not back[1, :BLOCK].any()

@@ -12,11 +12,22 @@ from torch.distributed.tensor import DTensor
 from mizzen.comm import collectives
 from mizzen.model.sketch import ParameterSketch
 from mizzen.parallel.zero.full.early import Early, recut, take_out
+from mizzen.parallel.zero.full.frozen import is_packed
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
+from mizzen.parallel.zero.full.owners import Owners
 from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.sharded import carry, move, unmark
 from mizzen.parallel.zero.full.units import Unit
-from mizzen.parallel.zero.full.wrap import Wrapping, padded, put_back, rehouse, sharded, share_second_mesh, wrap
+from mizzen.parallel.zero.full.wrap import (
+    Wrapping,
+    pack_frozen,
+    padded,
+    put_back,
+    rehouse,
+    sharded,
+    share_second_mesh,
+    wrap,
+)
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
 from mizzen.precision.policy import Policy, wider
 
@@ -33,6 +44,8 @@ class FullHolding:
     wrapping: Wrapping
     gain: float = 1.0
     quantizing: Quantizing = Quantizing()
+    owners: Owners = ()
+    """Who steps the parameters that their rule needs whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,8 @@ def _wrap(
         for name, parameter in early.items()
     }
     put_back(model, module, shards, ranks.mesh)
+    if holding.quantizing.frozen:
+        pack_frozen(model, module, {each.name for each in unit.parameters if is_packed(each, ranks.mesh.size())})
     for name, parameter in early.items():
         unmark(parameter)
         wanted[name] = nn.Parameter(torch.empty(0))  # a DTensor cannot be emptied; who holds it holds an old shard
@@ -132,18 +147,25 @@ def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy) -> Li
         plan=unit,
         module=module,
         parameters=found,
-        shares=tuple(_share(unit, module, group, each, policy) for group, each in trained.items()),
+        shares=tuple(
+            _share(unit, module, group, each, policy, is_whole=facts[each[0].name].is_whole)
+            for group, each in trained.items()
+        ),
         sums=sums,
         gradient=sums[:place],
         finite=torch.ones(count, dtype=torch.bool, device=device),
     )
 
 
-def _share(unit: Unit, module: nn.Module, group: int, trained: Sequence[Trained], policy: Policy) -> Share:
+def _share(
+    unit: Unit, module: nn.Module, group: int, trained: Sequence[Trained], policy: Policy, *, is_whole: bool
+) -> Share:
     """Move the shards of a group into one tensor."""
     first = local(trained[0].parameter)
     master = first.new_zeros(up(trained[-1].offset + trained[-1].length))
     for each in trained:
         rehouse(module, each.parameter, master[each.offset : each.offset + each.length])
     states = wider(policy.states, unit.master or "float32")
-    return Share(group, tuple(trained), master, master.to(torch_dtype(states)))
+    dtype = torch_dtype(states)
+    stepped = master.new_empty(0, dtype=dtype) if is_whole else master.to(dtype)
+    return Share(group, tuple(trained), master, stepped, is_whole)

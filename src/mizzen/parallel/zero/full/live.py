@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import collectives, groups
 from mizzen.comm.tags import Tag
-from mizzen.parallel.zero.full.units import Unit
+from mizzen.parallel.zero.full.units import Unit, shard_dim
 
 MULTIPLE: Final = 32
 """Elements; what the optimizer steps has a multiple of it, so that no element is computed by another kind of kernel
@@ -54,6 +54,8 @@ class Share:
     master: Tensor
     stepped: Tensor
     """What the optimizer steps: the master itself, or a wider copy of it that is empty between steps."""
+    is_whole: bool = False
+    """Whether its rule needs whole parameters, so that it steps these on their owners instead (`whole.py`)."""
 
     def gradient(self, flat: Tensor) -> Tensor:
         """The gradients of this share out of those of the unit."""
@@ -124,6 +126,24 @@ def gather_shards(
     mine.narrow(dim, 0, shard.shape[dim]).copy_(shard)
     every = mine.new_empty([ranks, *sizes])
     collectives.all_gather_into_tensor(every.view(-1), mine.view(-1), group=group, tag=tag)
+    return joined(every, shape, dim)
+
+
+def joined(rows: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """The tensor of this shape whose parts along `dim`, padded to one size, are these rows, one for each rank."""
+    sizes = list(shape)
+    sizes[dim] = -(-shape[dim] // len(rows))
+    every = rows.reshape(len(rows), *sizes)
     # Along the first dimension this is no copy.
     whole = every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(0), dim)
     return whole.narrow(dim, 0, shape[dim]).contiguous()
+
+
+def rows_of(whole: Tensor, ranks: int, length: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A whole tensor as one row of `length` elements for each rank: its part, and zeros where that is shorter."""
+    dim = shard_dim(whole.shape, ranks)
+    rows = whole.new_zeros([ranks, length], dtype=dtype or whole.dtype)
+    parts = torch.split(whole, -(-whole.shape[dim] // ranks), dim)
+    for row, part in zip(rows, parts, strict=False):
+        row[: part.numel()] = part.reshape(-1)
+    return rows

@@ -3,14 +3,15 @@
 Every rank, the owner included, computes with what the others get to see.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
+from mizzen.comm.communicator import Work
 from mizzen.kernels.quantize import pack, unpack
 from mizzen.parallel.zero.full.wires import Gather, Pending
 from mizzen.parallel.zero.reduce import Finish, Reducer, Reduction, sum_of_rows, wait_for
@@ -28,10 +29,19 @@ class Quantizing:
     gradients: bool = False
     feedback: tuple[float, int] | None = None
     """The share of the old error in the running one, and the steps after which it starts again from zero."""
+    frozen: bool = False
+    """Whether frozen weights rest, and travel, in blocks."""
+    inside: int = 0
+    """Ranks of a node, among which gradients are summed before they leave it; 0 sends them all in one hop."""
 
     def __str__(self) -> str:
-        kept = " with error feedback" if self.feedback else ""
-        words = {f"{WEIGHT_BITS}-bit weights": self.weights, f"{GRADIENT_BITS}-bit gradients{kept}": self.gradients}
+        kept = f" in two hops, the first among {self.inside} ranks" if self.inside else ""
+        kept += " with error feedback" if self.feedback else ""
+        words = {
+            f"{WEIGHT_BITS}-bit weights": self.weights,
+            f"{WEIGHT_BITS}-bit frozen weights": self.frozen,
+            f"{GRADIENT_BITS}-bit gradients{kept}": self.gradients,
+        }
         return " and ".join(word for word, is_on in words.items() if is_on)
 
 
@@ -53,7 +63,15 @@ class QuantizedGather(Gather):
 
 
 class QuantizedReducer(Reducer):
-    """Gradients travel as 4-bit blocks, and are summed in fp32 in the order of the ranks."""
+    """Gradients travel as 4-bit blocks, and are summed in fp32 in the order of the ranks.
+
+    [Note: two hops]
+    Rank (node, place) of `nodes` x `inside` ranks is to get row (node, place) of everybody. In one hop each rank sends
+    a row to each other rank. In two, it first sends to each rank of its own node the rows of that rank's place, one for
+    every node; these are summed, quantized again and sent to the ranks of the same place in other nodes. So a link
+    between nodes carries one row for `inside` of them. Both are exchanges in the group of all, most of whose parts are
+    empty: no further groups are needed.
+    """
 
     def __init__(
         self,
@@ -65,25 +83,32 @@ class QuantizedReducer(Reducer):
     ) -> None:
         super().__init__(reduction, group, stock)
         self.feedback = quantizing.feedback
+        self.inside = quantizing.inside or reduction.ranks
         self.step = step
-        self.errors: dict[int, Tensor] = {}
-        """What was lost of the messages of each chunk, by the place of the chunk."""
+        self.errors: dict[tuple[int, int], Tensor] = {}
+        """What was lost of the messages of each chunk, by the place of the chunk and the hop."""
 
     def to_owner(self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None) -> Finish:
         """The sum of this rank's chunk of the bucket, put into `chunk` or added to it."""
         if owner is not None:
             raise AssertionError("a unit has no single owner")
-        ranks, count = self.reduction.ranks, chunk.numel()
-        rows = bucket.view(ranks, -1).float()
+        count = chunk.numel()
+        nodes = self.reduction.ranks // self.inside
+        rows = bucket.view(self.reduction.ranks, -1).float()
         if self.reduction.before != 1:
             rows = rows * self.reduction.before
-        sent = self._message(rows, chunk)
-        received = torch.empty_like(sent)
-        work = collectives.all_to_all_single(received.view(-1), sent.view(-1), group=self.group, async_op=True)
+        # By receiver: the rows of one place in all nodes lie together.
+        rows = rows.view(nodes, self.inside, count).transpose(0, 1).reshape(-1, count)
+        received, work = self._exchange(self._message(rows, chunk, 0), self._neighbours())
 
         def finish() -> None:
             wait_for(work)
-            total = sum_of_rows(unpack(received, count, GRADIENT_BITS))
+            total = sum_of_rows(unpack(received, count, GRADIENT_BITS).view(self.inside, nodes, count))
+            if nodes > 1:
+                incoming, last = self._exchange(self._message(total, chunk, 1), self._counterparts())
+                wait_for(last)
+                total = sum_of_rows(unpack(incoming, count, GRADIENT_BITS))
+            total = total.view(-1)
             if add:
                 chunk.add_(total.to(chunk.dtype), alpha=self.reduction.after)
             else:
@@ -91,15 +116,35 @@ class QuantizedReducer(Reducer):
 
         return finish
 
-    def _message(self, rows: Tensor, chunk: Tensor) -> Tensor:
+    def _neighbours(self) -> list[int]:
+        """The ranks of this rank's node."""
+        first = groups.get_rank(self.group) // self.inside * self.inside
+        return list(range(first, first + self.inside))
+
+    def _counterparts(self) -> list[int]:
+        """The ranks of the same place in all nodes."""
+        return list(range(groups.get_rank(self.group) % self.inside, self.reduction.ranks, self.inside))
+
+    def _exchange(self, messages: Tensor, ranks: Sequence[int]) -> tuple[Tensor, Work | None]:
+        """Send some ranks their rows, as many to each, and get theirs."""
+        each = messages.numel() // len(ranks)
+        sizes = [each if rank in ranks else 0 for rank in range(self.reduction.ranks)]
+        received = torch.empty_like(messages)
+        work = collectives.all_to_all_single(
+            received.view(-1), messages.view(-1), sizes, sizes, group=self.group, async_op=True
+        )
+        return received, work
+
+    def _message(self, rows: Tensor, chunk: Tensor, hop: int) -> Tensor:
         if self.feedback is None:
             return pack(rows, GRADIENT_BITS)
         share, period = self.feedback
-        error = self.errors.get(chunk.data_ptr())
+        key = chunk.data_ptr(), hop
+        error = self.errors.get(key)
         if error is None or self.step() % period == 0:
             error = torch.zeros_like(rows, dtype=torch.bfloat16)
         rows = rows + error
         sent = pack(rows, GRADIENT_BITS)
         lost = rows - unpack(sent, rows.shape[1], GRADIENT_BITS)
-        self.errors[chunk.data_ptr()] = (error.float() * share).add_(lost, alpha=1 - share).bfloat16()
+        self.errors[key] = (error.float() * share).add_(lost, alpha=1 - share).bfloat16()
         return sent

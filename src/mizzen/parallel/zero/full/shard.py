@@ -11,6 +11,8 @@ from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch, bytes_per_element
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks
+from mizzen.parallel.zero.full.frozen import is_packed, packed_bytes
+from mizzen.parallel.zero.full.owners import choose_owners
 from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.units import Division, Unit, divide, shard_dim
@@ -35,7 +37,8 @@ class FullChoice:
     holding: FullHolding
     whole: Holding
     buffers: tuple[Buffer, ...]
-    states: int = 2
+    states: tuple[int, int] = (2, 2)
+    """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
 
     def __str__(self) -> str:
         sharing, copies = self.holding.reduction.ranks, self.holding.between.ranks
@@ -45,7 +48,8 @@ class FullChoice:
         quantized = f", {self.holding.quantizing}" if self.holding.quantizing != Quantizing() else ""
         keeps = self.holding.wrapping.keeps
         second = f", a second copy over {keeps} ranks for backward" if keeps else ""
-        return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}"
+        owned = f"; {len(self.holding.owners)} are stepped whole, each by one rank" if self.holding.owners else ""
+        return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}"
 
 
 class ZeroFull(Transform):
@@ -59,6 +63,7 @@ class ZeroFull(Transform):
         ranks, sharing = layout.dp * layout.sp, layout.dp_shard * layout.sp
         if zero.stage < 3 or ranks == 1:
             _refuse_at_other_stages(zero)
+            _refuse_alone(zero)
             if layout.dp_replicate > 1:
                 raise PlanError(
                     f"zero_optimization.stage {zero.stage} in {layout.dp_replicate} copies: sharding inside copies "
@@ -67,11 +72,10 @@ class ZeroFull(Transform):
             return None
         refuse_what_does_not_float(sketch)
         _refuse(config, sharing)
-        _refuse_whole(sketch)
         division = divide(sketch, zero, policy, sharing)
         _refuse_mixed(division, zero, policy)
         tenants = [
-            Tenant(p.name, p.shape, policy.held(p.dtype), p.group)
+            Tenant(p.name, p.shape, policy.held(p.dtype), p.group, is_whole=p.is_whole)
             for p in division.whole
             if p.is_trained and p.group is not None
         ]
@@ -89,40 +93,42 @@ class ZeroFull(Transform):
                     ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
                 ),
                 gain,
-                _quantizing(zero),
+                _quantizing(zero, sharing),
+                choose_owners((p for unit in division.units for p in unit.parameters), sharing),
             ),
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
             whole=Holding(2, mean_over(ranks, config, policy, early=True), policy, overlap=False, gain=gain),
             buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
-            states=states_per_parameter(config),
+            states=(states_per_parameter(config), states_per_parameter(config, is_whole=True)),
         )
 
     def price(self, choice: FullChoice, sketch: Sketch) -> Cost:
-        """What sharding saves on one rank at rest, and what is gathered and on its way at most."""
+        """What sharding saves on one rank at rest, and what is gathered and on its way at most.
+
+        Of ranks that own whole parameters it is the one that owns most.
+        """
         policy, ranks = choice.holding.policy, choice.holding.reduction.ranks
-        change = _transient(choice)
+        change = _transient(choice) + _owned(choice)
         for unit in choice.division.units:
             for parameter in unit.parameters:
                 dtype = policy.held(parameter.dtype)
                 share = _padded(parameter.shape, ranks)
                 if parameter.is_trained:
-                    price = partial(trained, dtype=dtype, policy=policy, states=choice.states)
+                    price = partial(trained, dtype=dtype, policy=policy, states=choice.states[parameter.is_whole])
                     kept = price(share)
                     shards = kept.masters or kept.parameters
                     is_apart = bool(kept.masters)
+                    states = 0 if parameter.is_whole else kept.states
                     change += Cost(
-                        0 if is_apart else shards, kept.gradients, shards if is_apart else 0, kept.states
+                        0 if is_apart else shards, kept.gradients, shards if is_apart else 0, states
                     ) - price(parameter.numel)
                 else:
                     size = bytes_per_element(dtype)
-                    change += Cost(parameters=(share - parameter.numel) * size)
-        for buffer in choice.buffers:
-            price = partial(trained, dtype=buffer.dtype, policy=policy, states=choice.states)
-            padded, share_of = price(buffer.numel), price(buffer.numel // choice.whole.chunks)
-            change += Cost(padded.parameters, share_of.gradients, share_of.masters, share_of.states)
-            change -= price(buffer.occupied)
-        return change
+                    is_small = choice.holding.quantizing.frozen and is_packed(parameter, ranks)
+                    kept_bytes = packed_bytes(share) if is_small else share * size
+                    change += Cost(parameters=kept_bytes - parameter.numel * size)
+        return change + max((_flat(choice, rank) for rank in range(choice.whole.chunks)), key=lambda cost: cost.total)
 
     def late(self, choice: FullChoice) -> Iterable[str]:
         """Whatever is sharded."""
@@ -162,20 +168,34 @@ def _refuse(config: Config, sharing: int) -> None:
             f"zero_optimization.zero_hpz_partition_size is {hpz}, which does not divide the {sharing} ranks that share "
             "the parameters: give a divisor"
         )
-
-
-def _refuse_whole(sketch: Sketch) -> None:
-    if whole := next((parameter for parameter in sketch.parameters if parameter.is_whole), None):
-        raise PlanError(
-            f"zero_optimization.stage 3 with an optimizer that needs whole parameters, such as '{whole.name}': "
-            "gathering them for a step is not built yet; use stage 2, or a rule that works element by element"
-        )
+    others = {"zero_quantized_weights": zero.zero_quantized_weights, "zero_hpz_partition_size": hpz > 1}
+    for key, is_on in others.items() if zero.zero_quantized_nontrainable_weights else ():
+        if is_on:
+            raise PlanError(
+                f"zero_optimization.zero_quantized_nontrainable_weights with {key}: frozen weights that rest in blocks "
+                "travel as these blocks, with nothing else to quantize and no second copy; leave one of the two out"
+            )
 
 
 def _refuse_at_other_stages(zero: ZeroConfig) -> None:
-    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param"):
-        if zero.stage < 3 and zero.__dict__[key] not in (1, False, None):
+    asked = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "zeropp_loco_param": zero.zeropp_loco_param is not None,
+    }
+    for key, is_on in asked.items():
+        if zero.stage < 3 and is_on:
             raise PlanError(f"zero_optimization.{key} is part of stage 3; zero_optimization.stage is {zero.stage}")
+
+
+def _refuse_alone(zero: ZeroConfig) -> None:
+    if zero.zero_quantized_nontrainable_weights:
+        raise PlanError(
+            "zero_optimization.zero_quantized_nontrainable_weights on one data-parallel rank: frozen weights rest in "
+            "blocks where they are sharded, and one rank has nobody to share with; leave the key out, or use more ranks"
+        )
 
 
 def _refuse_mixed(division: Division, zero: ZeroConfig, policy: Policy) -> None:
@@ -189,15 +209,22 @@ def _refuse_mixed(division: Division, zero: ZeroConfig, policy: Policy) -> None:
             )
 
 
-def _quantizing(zero: ZeroConfig) -> Quantizing:
+def _quantizing(zero: ZeroConfig, sharing: int) -> Quantizing:
     loco = zero.zeropp_loco_param
     if loco is not None and not zero.zero_quantized_gradients:
         raise PlanError(
             "zero_optimization.zeropp_loco_param is the error feedback of zero_quantized_gradients, which is false: "
             "set it to true, or leave the section out"
         )
+    hpz = zero.zero_hpz_partition_size
     feedback = (loco.err_beta, loco.reset_T) if loco is not None else None
-    return Quantizing(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
+    return Quantizing(
+        zero.zero_quantized_weights,
+        zero.zero_quantized_gradients,
+        feedback,
+        frozen=zero.zero_quantized_nontrainable_weights,
+        inside=hpz if zero.zero_quantized_gradients and 1 < hpz < sharing else 0,
+    )
 
 
 def _padded(shape: tuple[int, ...], ranks: int) -> int:
@@ -207,6 +234,31 @@ def _padded(shape: tuple[int, ...], ranks: int) -> int:
     for other, size in enumerate(shape):
         share *= size if other != dim else 1
     return share
+
+
+def _flat(choice: FullChoice, rank: int) -> Cost:
+    """What the sharing of flat buffers changes on a rank."""
+    change = Cost()
+    for buffer in choice.buffers:
+        price = partial(
+            trained, dtype=buffer.dtype, policy=choice.holding.policy, states=choice.states[buffer.is_whole]
+        )
+        padded, share_of = price(buffer.numel), price(buffer.share(rank, choice.whole.chunks))
+        change += Cost(padded.parameters, share_of.gradients, share_of.masters, share_of.states)
+        change -= price(buffer.occupied)
+    return change
+
+
+def _owned(choice: FullChoice) -> Cost:
+    """The states of the whole parameters of the rank that owns most, and in a step their values and gradients."""
+    policy, owners = choice.holding.policy, dict(choice.holding.owners)
+    costs = [Cost()] * choice.holding.reduction.ranks
+    for unit in choice.division.units:
+        for parameter in unit.parameters:
+            if parameter.name in owners and unit.master is not None:
+                size = parameter.numel * bytes_per_element(wider(policy.states, unit.master))
+                costs[owners[parameter.name]] += Cost(size, size, 0, size * choice.states[True])
+    return max(costs, key=lambda cost: cost.total)
 
 
 def _transient(choice: FullChoice) -> Cost:

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from mizzen.errors import UsageError
 from mizzen.model.inputs import change_tensors
-from mizzen.model.piece import copy_overlap, piece_of_whole
+from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
 from mizzen.model.placement import piece_of_tensor
+from mizzen.parallel.zero.full.frozen import Packed
 
 WAYS: Final = (
     "use it inside the model's forward, or in a method that is called on the engine; gather it with "
@@ -247,9 +248,20 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         raise UsageError(
             f"'{type(target).label}' has shape {list(target.shape)}; the value given has {list(source.shape)}"  # type: ignore[attr-defined]
         )
-    with torch.no_grad():
-        copy_overlap(piece_of_whole("", source), piece_of_tensor("", target))
+    write_shard(target, source)
     return target
+
+
+def write_shard(target: DTensor, source: Tensor) -> None:
+    """Give a shard its part of a whole value."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        packed = target.to_local()
+        if isinstance(packed, Packed):
+            part, values = piece_of_tensor("", target), packed.values()
+            copy_overlap(piece_of_whole("", source), Piece("", part.shape, part.boxes, values))
+            packed.write(values)
+        else:
+            copy_overlap(piece_of_whole("", source), piece_of_tensor("", target))
 
 
 def carry(old: Tensor, new: Tensor) -> None:

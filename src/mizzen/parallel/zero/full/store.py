@@ -18,12 +18,14 @@ from mizzen.model.piece import Piece
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
+from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local
 from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
-from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark
+from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark, write_shard
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit
+from mizzen.parallel.zero.full.whole import Wholes
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
 from mizzen.parallel.zero.full.wrap import connect, forget, held_open, recover, start, unwrap, whole
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
@@ -65,6 +67,7 @@ class FullStore:
                 holding.reduction, ranks.sharers, self.stock, holding.quantizing, lambda: self.place.step
             )
         copies = Reducer(holding.between, ranks.copies, self.stock)
+        self.wholes = Wholes(self.units, holding.owners, ranks.sharers)
         self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place)
         self._connect()
 
@@ -111,12 +114,12 @@ class FullStore:
 
     @property
     def shares(self) -> Iterator[Share]:
-        """What the optimizer steps, unit by unit."""
-        return (share for unit in self.units for share in unit.shares)
+        """What the optimizer steps as it lies here, unit by unit."""
+        return (share for unit in self.units for share in unit.shares if not share.is_whole)
 
     def masters(self) -> list[tuple[int, Tensor]]:
-        """(optimizer group, what the optimizer steps) for every share."""
-        return [(share.group, share.stepped) for share in self.shares]
+        """(optimizer group, what the optimizer steps) for every share, and for what is stepped whole by this rank."""
+        return [(share.group, share.stepped) for share in self.shares] + self.wholes.masters()
 
     def portions(self) -> dict[Tensor, list[Portion]]:
         """For each of these tensors, which ranges of it belong to which parameter."""
@@ -125,12 +128,15 @@ class FullStore:
                 Portion(each.name, each.offset, each.offset + local(each.parameter).numel()) for each in share.trained
             ]
             for share in self.shares
-        }
+        } | self.wholes.portions()
 
     def attach(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
+        self.wholes.attach(factor)
         for unit in self.units:
             for share in unit.shares:
+                if share.is_whole:
+                    continue
                 if share.stepped is not share.master:
                     share.stepped.data = share.master.to(share.stepped.dtype)
                 gradient = share.gradient(unit.sums).to(share.stepped.dtype)
@@ -138,6 +144,7 @@ class FullStore:
 
     def rest(self) -> None:
         """Let go of what only a step needs."""
+        self.wholes.rest()
         for share in self.shares:
             share.stepped.grad = None
             if share.stepped is not share.master:
@@ -154,6 +161,7 @@ class FullStore:
         for share in self.shares:
             if share.stepped is not share.master:
                 share.master.copy_(share.stepped)
+        self.wholes.publish()
         self.rest()
         self._forget()
         self.place.step += 1
@@ -177,7 +185,10 @@ class FullStore:
                 forget(unit.module)
 
     def follow(self, name: str, value: Tensor) -> None:
-        """A master was written to, which is the parameter itself."""
+        """A master was written to, which is the parameter itself, unless it rests in another form."""
+        parameter = self.everything[name]
+        if isinstance(parameter, DTensor) and isinstance(local(parameter), Packed):
+            write_shard(parameter, value)
         self._forget()
 
     def not_finite(self) -> list[str]:
@@ -209,7 +220,7 @@ class FullStore:
             state = states.get(share.stepped, {}).get(key)
             if isinstance(state, Tensor) and state.shape == share.master.shape:
                 found += [_piece(each, each.master(state)) for each in share.trained]
-        return found
+        return found + self.wholes.state_pieces(states, key)
 
     @contextmanager
     def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
@@ -254,7 +265,7 @@ class FullStore:
             plain = {name: _gathered(parameter) for name, parameter in unit.parameters.items()}
             names = {id(parameter): name for name, parameter in unit.parameters.items()}
             unwrap(unit.module, _replacement(unit, plain, names))
-        self.units = self.gradients.units = ()
+        self.units = self.gradients.units = self.wholes.all = ()
         self.parameters, self.everything = {}, {}
         self.replaced = ()
         self.stock.clear()

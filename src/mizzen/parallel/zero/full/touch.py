@@ -2,7 +2,7 @@
 
 This is how a forward pass may use a parameter of another module, call a block's method instead of the block, or run a
 part of a model on its own. It costs a gather for every use; a parameter that is registered with
-`register_external_parameter` belongs to the model itself and is gathered once.
+`register_external_parameter`, or that code names (`model/uses.py`), belongs to the model itself and is gathered once.
 """
 
 from typing import Any
@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 
 from mizzen.comm.communicator import meet
 from mizzen.errors import CommError
+from mizzen.log import warn_once
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Trained, gather_shards, local
+from mizzen.parallel.zero.full.live import LiveUnit, Trained, gather_shards, local, rows_of
 from mizzen.parallel.zero.full.sharded import refusal
 from mizzen.parallel.zero.full.units import shard_dim
 from mizzen.parallel.zero.full.wires import explained
@@ -36,6 +37,13 @@ class Touch:
         place = self.gradients.place
         if not place.calls and not place.is_backward:
             raise refusal(type(parameter).label, name)
+        if torch.is_grad_enabled() and not place.is_backward:
+            warn_once(
+                f"'{type(parameter).label}' is used outside of its unit '{self.unit.plan.title}', and others may be: "
+                "it is gathered for every such use. To gather it once, call mizzen.zero.register_external_parameter("
+                "module, parameter) before initialize, or pin a module around both in zero_optimization.leaf_module",
+                key="used outside of its unit",
+            )
         found: Tensor = _Whole.apply(parameter, self)  # type: ignore[no-untyped-call]
         return found
 
@@ -65,12 +73,7 @@ class Touch:
         slot = self.slot
         if slot is None:
             return
-        shape = list(gradient.shape)
-        dim = shard_dim(shape, self.ranks)
-        each = -(-shape[dim] // self.ranks)
-        rows = gradient.new_zeros([self.ranks, slot.length], dtype=self.unit.gradient.dtype)
-        for row, part in zip(rows, torch.split(gradient, each, dim), strict=False):
-            row[: part.numel()] = part.reshape(-1)
+        rows = rows_of(gradient, self.ranks, slot.length, self.unit.gradient.dtype)
         place = self.gradients.place
         meet(place.tag(f"{slot.name} outside of its unit"), self.group, rows)
         index = [one.name for one in self.unit.trained].index(slot.name)

@@ -4,7 +4,7 @@ A unit is a module whose parameters are gathered by one collective before it run
 is a unit too: it has what lies in no other, or in several of them, and stays gathered from forward to backward.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -17,6 +17,8 @@ from mizzen.precision.policy import FLOATING, Policy, wider
 
 UNCALLED: Final = ("ModuleList", "ModuleDict")
 """Containers that are never called, so that nothing happens before or after them."""
+TILED: Final = ("TiledLinear", "TiledLinearReturnBias")
+"""Layers whose tiles are units of their own, wherever they are but inside of a pinned module."""
 ROOT: Final = ""
 """The path of the model itself."""
 
@@ -113,7 +115,15 @@ def _paths(sketch: Sketch, leaves: LeafModuleConfig) -> list[str]:
     candidates = {*chosen, *(block.path for block in Blocks.of(sketch).units)}
     outermost = [module.path for module in sketch.modules if module.path in candidates]
     outermost = [path for path in outermost if candidates.isdisjoint(ancestors_of(path))]
-    return [called for path in outermost for called in _called(sketch, path)]
+    found = {called for path in outermost for called in _called(sketch, path)}
+    found |= set(_tiles(sketch, set(chosen)))
+    return [module.path for module in sketch.modules if module.path in found]
+
+
+def _tiles(sketch: Sketch, pinned: Collection[str]) -> Iterator[str]:
+    for module in sketch.modules:
+        if module.kind in TILED and set(pinned).isdisjoint((module.path, *ancestors_of(module.path))):
+            yield from _called(sketch, f"{module.path}.linears".lstrip("."))
 
 
 def _called(sketch: Sketch, path: str) -> list[str]:
@@ -125,7 +135,7 @@ def _called(sketch: Sketch, path: str) -> list[str]:
 
 
 def _homes(sketch: Sketch, paths: Iterable[str]) -> Mapping[str, str]:
-    """For every parameter the unit that all of its names lie in; the model itself where they lie in several."""
+    """For every parameter the unit that all of its names, and all who use it, lie in; the model itself otherwise."""
     units = set(paths)
     first = {module.path: module.same_as or module.path for module in sketch.modules}
 
@@ -135,6 +145,7 @@ def _homes(sketch: Sketch, paths: Iterable[str]) -> Mapping[str, str]:
     homes = {}
     for parameter in sketch.parameters:
         places = {around(name) for name in parameter.names}
+        places |= {around(f"{user}.".lstrip(".")) for user in parameter.users}
         homes[parameter.name] = places.pop() if len(places) == 1 and not parameter.is_external else ROOT
     return homes
 

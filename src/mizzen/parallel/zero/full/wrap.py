@@ -6,9 +6,10 @@ that two blocks share belongs to the model around them; wrapped last, the model 
 comes first, with everything that belongs to other units ignored.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mizzen.backport import fsdp_groups, fsdp_zeros_for_unused
 from mizzen.parallel.zero.full.absent import fill_absent
+from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.wires import Gather, Scatter
 from mizzen.parallel.zero.reduce import torch_dtype
@@ -70,6 +72,25 @@ def wrap(
         ),
         ignored_params=set(module.parameters()) - set(wanted),
     )
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            each.free_unsharded_param = partial(_free, each)
+
+
+def _free(each: Any) -> None:
+    """Let go of a gathered parameter. Memory that somebody else has, such as a numpy array, is left to them."""
+    for place, tensors in (("all_gather_outputs", each.all_gather_outputs), ("", each._unsharded_inner_tensors)):
+        for number, old in enumerate(tensors):
+            if old.untyped_storage().size() and not old.untyped_storage().resizable():
+                new = torch.empty_like(old)
+                whole = each._unsharded_param
+                if whole.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
+                    whole.data = new.as_strided(whole.shape, whole.stride())
+                if place:
+                    each.all_gather_outputs[number] = new
+                else:
+                    each._unsharded_inner_tensors = (new,)
+    type(each).free_unsharded_param(each)
 
 
 def share_second_mesh(first: nn.Module, module: nn.Module) -> None:
@@ -144,6 +165,17 @@ def rehouse(module: nn.Module, parameter: DTensor, memory: Tensor) -> None:
                 shard = memory.view(each.padded_sharded_param_size)
                 dim = each.fsdp_placement.dim
                 parameter._local_tensor = shard.narrow(dim, 0, parameter._local_tensor.shape[dim])
+
+
+def pack_frozen(model: nn.Module, module: nn.Module, names: Collection[str]) -> None:
+    """Let the shards of some frozen parameters rest in blocks."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            if known[id(each.sharded_param)] in names:
+                packed = Packed.of(each._sharded_param_data, each.sharded_param._local_tensor.shape)
+                each.sharded_param._local_tensor = packed
+                each._sharded_param_data = packed.held
 
 
 def put_back(model: nn.Module, module: nn.Module, shards: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
@@ -225,6 +257,7 @@ def unwrap(module: Any, replace: Callable[[Tensor], nn.Parameter]) -> None:
     for group in fsdp_groups(state):
         for each in group.fsdp_params:
             each._setattr_on_modules(replace(each.sharded_param))
+            vars(each).pop("free_unsharded_param")
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     for key in (STATE_KEY, REGISTRY_KEY):

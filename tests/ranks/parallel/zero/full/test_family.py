@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mizzen.comm import collectives
-from ranks.parallel.zero.full.models import start, train
+from ranks.parallel.zero.full.models import start, train, values_of
 
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64}}
 
@@ -69,6 +69,51 @@ BF16 = {"bf16": {"enabled": True}}
 def test_fewer_bytes_are_sent(world, keys, more, what, times):
     plain, quantized = world(2).run(counted, {}, **more)[0], world(2).run(counted, keys, **more)[0]
     assert plain[what] / quantized[what] == pytest.approx(times, rel=0.03)
+
+
+def crossing(keys):
+    """The bytes of a step's gradients that leave this rank's node, of two ranks."""
+    torch.manual_seed(0)
+    engine = start(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))), 3, zero=keys)
+    exchange, node, sent = collectives.all_to_all_single, engine.global_rank // 2, [0, 0]
+
+    def exchanging(received, message, incoming=None, outgoing=None, **options):
+        sizes = outgoing or [message.numel() // 4] * 4
+        for rank, size in enumerate(sizes):
+            sent[rank // 2 != node] += size * message.element_size() if rank != engine.global_rank else 0
+        return exchange(received, message, incoming, outgoing, **options)
+
+    collectives.all_to_all_single = exchanging
+    engine.backward(engine(torch.ones(2, 256)).mean())
+    engine.step()
+    return sent
+
+
+def test_in_two_hops_half_as_much_leaves_a_node_of_two(world):
+    one = {"zero_quantized_gradients": True}
+    plain, once, twice = (world(4).run(crossing, keys)[1] for keys in ({}, one, one | {"zero_hpz_partition_size": 2}))
+    assert plain[1] / once[1] == pytest.approx(7.5, rel=0.03)
+    assert once[1] / twice[1] == pytest.approx(2, rel=0.01)
+    assert twice[0] == pytest.approx(2 * once[0], rel=0.01)  # each neighbour gets the rows of two ranks
+
+
+def exact(keys):
+    """One step whose gradients are the same for all elements of a block, which blocks carry as they are."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.fill_(0.125)
+    engine = start(model, 3, zero=keys, optimizer={"type": "SGD", "params": {"lr": 0.5}}, gradient_clipping=0.0)
+    engine.backward(engine(torch.full((1, 16), 1.0 + engine.global_rank)).sum())
+    engine.step()
+    return values_of(engine)
+
+
+def test_every_row_finds_its_owner_in_two_hops(world):
+    keys = {"zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+    for found, expected in zip(world(4).run(exact, keys), world(4).run(exact, {}), strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
 
 
 def long_run(keys):

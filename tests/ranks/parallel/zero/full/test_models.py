@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from ranks.parallel.zero.full.models import MODELS, train
+from mizzen.parallel.zero.full import touch
+from mizzen.parallel.zero.full.touch import Touch
+from ranks.parallel.zero.full.models import MODELS, rows, start, train
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -27,3 +29,26 @@ def test_accumulation_gives_the_bits_of_stage_2(world, kind):
     assert found[0] == expected[0]
     assert found[1] == expected[1]
     assert all(torch.equal(found[2][name], expected[2][name]) for name in expected[2])
+
+
+def touched(kind):
+    """The parameters that a step gathers where they are touched, and what is said of them."""
+    engine, said, gathers = start(kind, 3), [], []
+    whole, warn = Touch.gather, touch.warn_once
+
+    def gather(self, parameter):
+        gathers.append(type(parameter).label)
+        return whole(self, parameter)
+
+    Touch.gather, touch.warn_once = gather, lambda message, key: said.append(message)
+    engine.backward(engine(rows(0, engine.global_rank)))
+    assert engine.step().applied
+    Touch.gather, touch.warn_once = whole, warn
+    return set(gathers), said
+
+
+def test_what_code_names_is_gathered_once_and_the_rest_is_said(world):
+    gathers, said = world(2).run(touched, "Outside")[0]
+    assert gathers == {"blocks.0.down.weight", "blocks.0.down.bias"}  # reached through a variable
+    assert "'blocks.0.down.weight' is used outside of its unit 'blocks.0'" in said[0]
+    assert world(2).run(touched, "Base")[0] == (set(), [])

@@ -60,6 +60,19 @@ def test_a_registered_parameter_belongs_to_the_model():
     assert "blocks.1.0.weight" in by_path(units(model))[""]
 
 
+class Naming(Stack):
+    def forward(self, rows):
+        return rows @ self.blocks[1][0].weight
+
+
+def test_a_parameter_that_other_code_names_belongs_to_the_model():
+    found = by_path(units(Naming()))
+    assert "blocks.1.0.weight" in found[""]
+    assert "blocks.1.0.weight" not in found["blocks.1"]
+    pinned = by_path(units(nn.ModuleDict({"a": Naming(), "b": nn.Linear(2, 2)}), leaf_module={"classes": ["Naming"]}))
+    assert "a.blocks.1.0.weight" in pinned["a"]  # who names it is in the same unit
+
+
 def test_pinned_modules_are_units_and_containers_give_their_items():
     assert "tower.one" in by_path(units(Stack(), leaf_module={"names": ["tower"]}))
     model = Stack()
@@ -128,3 +141,36 @@ def test_what_cannot_be_is_refused():
     config = load({"train_batch_size": 8, "sparse_gradients": True, "zero_optimization": {"stage": 3}})
     with pytest.raises(PlanError, match="sparse_gradients with zero_optimization.stage 3"):
         build(config, 2, Sketch.of(Stack()), ORDER)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "why"),
+    [
+        ({}, 1, "on one data-parallel rank"),
+        ({"stage": 2}, 2, "is part of stage 3; zero_optimization.stage is 2"),
+        ({"zero_quantized_weights": True}, 2, "with zero_quantized_weights: frozen weights"),
+        ({"zero_hpz_partition_size": 2}, 4, "with zero_hpz_partition_size: frozen weights"),
+    ],
+)
+def test_where_frozen_weights_cannot_rest_in_blocks(keys, ranks, why):
+    zero = {"stage": 3, "zero_quantized_nontrainable_weights": True} | keys
+    with pytest.raises(PlanError, match=f"zero_optimization.zero_quantized_nontrainable_weights {why}"):
+        build(load({"train_batch_size": 8, "zero_optimization": zero}), ranks, Sketch.of(Stack()), ORDER)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"zero_hpz_partition_size": 2},
+        {"zero_quantized_weights": True},
+        {"zero_quantized_gradients": True},
+        {"zeropp_loco_param": {}},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_is_part_of_stage_3(keys, stage):
+    with pytest.raises(PlanError, match=f"zero_optimization.{next(iter(keys))} is part of stage 3"):
+        build(
+            load({"train_batch_size": 8, "zero_optimization": {"stage": stage, **keys}}), 2, Sketch.of(Stack()), ORDER
+        )
