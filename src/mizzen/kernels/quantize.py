@@ -49,7 +49,8 @@ def plain_pack(values: Tensor, bits: int) -> Tensor:
     padded[:, :count] = values
     table = padded.view(rows, blocks, BLOCK)
     most = float((1 << (bits - 1)) - 1)
-    scales = table.abs().amax(2, keepdim=True) / most
+    largest = table.abs().amax(2, keepdim=True)
+    scales = largest / torch.full_like(largest, most)  # by a number, a GPU would multiply with its rounded inverse
     whole = torch.round(table / torch.where(scales == 0, 1.0, scales)).nan_to_num_(0).clamp_(-most, most)
     if bits == 8:
         held = whole.to(torch.int8).view(torch.uint8)
