@@ -134,9 +134,9 @@ class Reader:
         stored = self._stored.get((kind, name))
         return stored.entry if stored else None
 
-    def fill(self, kind: str, target: Piece) -> None:
-        """Write to a Piece what the checkpoint has for it, in the Piece's own dtype."""
-        stored = self._require(kind, target.name)
+    def fill(self, kind: str, target: Piece, name: str | None = None) -> None:
+        """Write to a Piece what the checkpoint has for it, under this name, in the Piece's own dtype."""
+        stored = self._require(kind, name or target.name)
         if stored.entry.shape != target.shape:
             raise CheckpointError(f"{self.folder}: {stored.entry} was asked for as {list(target.shape)}")
         with torch.no_grad():

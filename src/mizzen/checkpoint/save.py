@@ -127,13 +127,18 @@ def commit(
     try:
         team.all_well(failure, CALL)
     except CheckpointError:
-        discard(ticket.folder, ticket.id)
-        if leads:
-            unmark(ticket.folder, ticket.id)
+        give_up(ticket, team)
         raise
     if leads and manifest is not None:
         _tidy(ticket, manifest, terms)
     return manifest
+
+
+def give_up(ticket: Ticket, team: Team) -> None:
+    """A save that has begun will not be: leave nothing behind."""
+    discard(ticket.folder, ticket.id)
+    if _leads(ticket, team):
+        unmark(ticket.folder, ticket.id)
 
 
 def _make_it_exist(
