@@ -145,7 +145,10 @@ class Reader:
                 for file, part in stored.over(box):
                     overlap = box.intersection(part.box)
                     if not overlap.is_empty:
-                        self._copy(stored.entry, file, part, overlap, data[overlap.slices(box)])
+                        try:
+                            self._copy(stored.entry, file, part, overlap, data[overlap.slices(box)])
+                        except (CheckpointError, FileError) as error:
+                            raise CheckpointError(f"{error} (it holds {stored.entry})") from error
                         found += overlap.numel
                 if found != box.numel:
                     raise self._incomplete(stored.entry, box.numel - found)
@@ -172,7 +175,10 @@ class Reader:
     def _check_files(self, entry: TensorEntry) -> None:
         """Open what holds a tensor, so that its files are known to be as large as they should before there is room."""
         for file, _ in self._stored[entry.key].parts:
-            self._file(file, entry)
+            try:
+                self._file(file)
+            except (CheckpointError, FileError) as error:
+                raise CheckpointError(f"{error} (it holds {entry})") from error
 
     def _incomplete(self, entry: TensorEntry, missing: int) -> CheckpointError:
         here = f" on node {self.manifest.node}: it is on another node of {', '.join(self.manifest.nodes)}, and so "
@@ -183,7 +189,7 @@ class Reader:
     def _copy(self, entry: TensorEntry, file: FileEntry, part: Part, wanted: Box, target: Tensor) -> None:
         """The elements of a box that lies within a part, slab by slab."""
         dtype, inside = DTYPES[entry.dtype], wanted.shift([-at for at in part.box.start])
-        source = self._file(file, entry)
+        source = self._file(file)
         flat = flat_range_of(inside, part.box.shape)
         if flat is not None:
             self._copy_run(source, part.offset + flat[0] * dtype.itemsize, dtype, target)
@@ -215,12 +221,9 @@ class Reader:
             source.read_into(memory_of(slab), offset + start * dtype.itemsize)
             place.copy_(slab)
 
-    def _file(self, entry: FileEntry, tensor: TensorEntry) -> Verified:
+    def _file(self, entry: FileEntry) -> Verified:
         if entry.name not in self._open:
-            try:
-                self._open[entry.name] = Verified(self.folder, entry, self.manifest.chunk)
-            except (FileError, CheckpointError) as error:
-                raise CheckpointError(f"{error} (it holds {tensor})") from error
+            self._open[entry.name] = Verified(self.folder, entry, self.manifest.chunk)
         return self._open[entry.name]
 
     def close(self) -> None:

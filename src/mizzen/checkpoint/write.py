@@ -1,14 +1,15 @@
 """One rank's data file: Pieces as a safetensors file, hashed chunk by chunk as it is written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
 import xxhash
+from torch import Tensor
 
 from mizzen.checkpoint.manifest import CHUNK, FileEntry, Part, TensorEntry
-from mizzen.checkpoint.tensors import CODES, bytes_of, header_of, name_of
+from mizzen.checkpoint.tensors import CODES, DTYPES, bytes_of, header_of, name_of
 from mizzen.errors import CheckpointError
 from mizzen.files import write_chunks
 from mizzen.model.box import Box
@@ -86,24 +87,44 @@ def write_items(path: Path, items: Sequence[Item], *, metadata: dict[str, str] |
     """Write a new file with every box of some Pieces, durable but for its name."""
     check(items)
     tensors = {item.entry.key: item.entry for item in items}
-    places = {key: number for number, key in enumerate(tensors)}
-    boxes = [(item.entry, box, data) for item in items for box, data in item.piece.parts()]
+    boxes = [Boxed(item.entry, box, partial(_same, data)) for item in items for box, data in item.piece.parts()]
+    return write_boxes(path, tuple(tensors.values()), boxes, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Boxed:
+    """A box of a tensor, and how to get its elements when they are written."""
+
+    entry: TensorEntry
+    box: Box
+    load: Callable[[], Tensor]
+
+
+def write_boxes(
+    path: Path, tensors: Sequence[TensorEntry], boxes: Sequence[Boxed], *, metadata: dict[str, str] | None = None
+) -> Written:
+    """Write a new file with some boxes, of which one at a time is in memory."""
     if not boxes:
-        return Written(tuple(tensors.values()), None)
-    named = [(title(entry, box), data.dtype, box.shape) for entry, box, data in boxes]
+        return Written(tuple(tensors), None)
+    places = {entry.key: number for number, entry in enumerate(tensors)}
+    named = [(title(each.entry, each.box), DTYPES[each.entry.dtype], each.box.shape) for each in boxes]
     header = header_of(named, metadata)
     hasher, parts, place = ChunkHasher(), [], len(header)
-    for entry, box, data in boxes:
-        parts.append(Part(places[entry.key], place, box))
-        place += box.numel * data.element_size()
+    for each in boxes:
+        parts.append(Part(places[each.entry.key], place, each.box))
+        place += each.box.numel * DTYPES[each.entry.dtype].itemsize
 
     def passing() -> Iterator[memoryview]:
-        for chunk in _all(header, [data for _, _, data in boxes]):
+        for chunk in _all(header, boxes):
             hasher.update(chunk)
             yield chunk
 
     size = write_chunks(path, passing())
-    return Written(tuple(tensors.values()), FileEntry(path.name, size, hasher.finish(), tuple(parts)))
+    return Written(tuple(tensors), FileEntry(path.name, size, hasher.finish(), tuple(parts)))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def title(entry: TensorEntry, box: Box) -> str:
@@ -112,7 +133,7 @@ def title(entry: TensorEntry, box: Box) -> str:
     return f"{entry.kind}/{entry.name}{whole}"
 
 
-def _all(header: bytes, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+def _all(header: bytes, boxes: Sequence[Boxed]) -> Iterator[memoryview]:
     yield memoryview(header)
-    for tensor in tensors:
-        yield from bytes_of(tensor)
+    for each in boxes:
+        yield from bytes_of(each.load())

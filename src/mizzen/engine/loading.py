@@ -274,7 +274,7 @@ def _set_optimizer(engine: "Face", facts: Mapping[str, Any], wishes: Wishes) -> 
     if facts.get("scheduler") is None:
         warn_once("the checkpoint has no state of a learning-rate schedule: the schedule starts afresh")
         return
-    if facts["scheduler"]["type"] != type(scheduler).__name__:
+    if facts["scheduler"]["type"] not in ("", type(scheduler).__name__):
         warn_once(
             f"the checkpoint has the state of the schedule {facts['scheduler']['type']}, and the schedule is a "
             f"{type(scheduler).__name__}: it starts afresh"
