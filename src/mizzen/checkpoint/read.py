@@ -134,6 +134,11 @@ class Reader:
         stored = self._stored.get((kind, name))
         return stored.entry if stored else None
 
+    def any_of(self, kind: str) -> str:
+        """The name of some tensor of a kind that has something here; empty when there is none."""
+        found = (name for (of, name), stored in self._stored.items() if of == kind and stored.parts)
+        return next(found, "")
+
     def fill(self, kind: str, target: Piece, name: str | None = None) -> None:
         """Write to a Piece what the checkpoint has for it, under this name, in the Piece's own dtype."""
         stored = self._require(kind, name or target.name)

@@ -22,6 +22,7 @@ from mizzen.checkpoint.write import Item, Written, write_items
 from mizzen.errors import CheckpointError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
 from mizzen.log import get_logger
+from mizzen.model.box import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +121,16 @@ def commit(
     votes = (team.everyone if ticket.nodes else team.first)((written, failure), CALL)
     leads = _leads(ticket, team)
     manifest = None
+    failure = None
     if leads:
         manifest, failure = attempt(lambda: _make_it_exist(ticket, votes, facts, team, terms))
-    else:
-        failure = None
+    if manifest is not None:
+        _tidy(ticket, manifest, terms)
     try:
         team.all_well(failure, CALL)
     except CheckpointError:
         give_up(ticket, team)
         raise
-    if leads and manifest is not None:
-        _tidy(ticket, manifest, terms)
     return manifest
 
 
@@ -152,11 +152,11 @@ def _make_it_exist(
     if failures:
         raise CheckpointError(f"{ticket.folder}: nothing was saved: {in_words(failures)}")
     here = [
-        written
+        written if not ticket.nodes or ticket.nodes[rank] == team.node else replace(written, file=None)
         for rank, (written, _) in enumerate(votes)
-        if written and (not ticket.nodes or ticket.nodes[rank] == team.node)
+        if written
     ]
-    tensors, files = merge(here)
+    tensors, files = merge(here, once=bool(ticket.nodes))
     manifest = Manifest(
         id=ticket.id,
         run=terms.run,
@@ -188,10 +188,11 @@ def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
         get_logger().warning("%s is saved, but tidying up after it failed: %s", ticket.folder, failure)
 
 
-def merge(written: Sequence[Written]) -> tuple[tuple[TensorEntry, ...], tuple[FileEntry, ...]]:
-    """One list of tensors for all files, whose parts are counted in it."""
+def merge(written: Sequence[Written], *, once: bool = False) -> tuple[tuple[TensorEntry, ...], tuple[FileEntry, ...]]:
+    """One list of tensors for all files, whose parts are counted in it; with `once` a box that is twice counts once."""
     tensors: dict[tuple[str, str], tuple[int, TensorEntry]] = {}
     files = []
+    seen: set[tuple[int, Box]] = set()
     for each in written:
         places = []
         for entry in each.tensors:
@@ -203,6 +204,9 @@ def merge(written: Sequence[Written]) -> tuple[tuple[TensorEntry, ...], tuple[Fi
                 )
             places.append(number)
         if each.file is not None:
-            parts = tuple(replace(part, tensor=places[part.tensor]) for part in each.file.parts)
-            files.append(replace(each.file, parts=parts))
+            parts = [replace(part, tensor=places[part.tensor]) for part in each.file.parts]
+            if once:
+                parts = [part for part in parts if (part.tensor, part.box) not in seen]
+                seen.update((part.tensor, part.box) for part in parts)
+            files.append(replace(each.file, parts=tuple(parts)))
     return tuple(entry for _, entry in tensors.values()), tuple(files)

@@ -204,7 +204,7 @@ def _read(
     missing: list[str] = []
     optimizer = engine.basic_optimizer
     if with_states and optimizer is not None:
-        missing = fill_states(optimizer, engine.stores, reader, lambda name: match.names.get(name, name))
+        missing = fill_states(optimizer, engine.stores, reader, match.names)
         if missing and wishes.strict:
             raise CheckpointError(
                 f"{len(missing)} optimizer states are not in the checkpoint: {', '.join(missing[:SHOWN])}; "

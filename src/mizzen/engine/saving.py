@@ -176,10 +176,9 @@ def _collected(
         facts = facts_of(engine, weights, client_state, encoder)
         facts["excluded"] = sorted(skip)
         held = everything_held(engine, skip, weights)
-        first = (engine.mesh.ranks("dp_replicate", "dp_shard", "sp")[0],)
-        if engine.global_rank == first[0]:
-            held += [Held(Item(CLIENT, piece_of_whole(name, value)), first) for name, value in encoder.tensors.items()]
-        return held, facts
+        everyone = engine.mesh.ranks("dp_replicate", "dp_shard", "sp")
+        pieces = (piece_of_whole(name, value) for name, value in encoder.tensors.items())
+        return [*held, *(Held(Item(CLIENT, piece), everyone, is_joint=True) for piece in pieces)], facts
 
     return attempt(collect)
 

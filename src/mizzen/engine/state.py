@@ -28,6 +28,8 @@ class Held:
     holders: tuple[int, ...]
     is_joint: bool = False
     """Whether one rank writes all of what these hold together: buffers of two ranks need not fit each other."""
+    is_spare: bool = False
+    """Whether another rank writes it anyway, but perhaps on another node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +89,18 @@ def share_of(held: Iterable[Held], rank: int, nodes: Sequence[str]) -> list[Item
     """
     together: dict[tuple[int, ...], list[Held]] = defaultdict(list)
     for each in held:
+        if each.is_spare and not nodes:
+            continue
         here = tuple(holder for holder in each.holders if not nodes or nodes[holder] == nodes[rank])
         together[here].append(each)
     mine: list[Item] = []
     for holders, those in together.items():
         loads = dict.fromkeys(holders, 0)
-        for each in sorted(those, key=lambda each: (not each.is_joint, -each.item.nbytes)):
-            writer = holders[0] if each.is_joint else min(loads, key=lambda holder: (loads[holder], holder))
-            loads[writer] += each.item.nbytes
+        for each in sorted(those, key=lambda each: -each.item.nbytes):
+            writer = holders[0]
+            if not each.is_joint:
+                writer = min(loads, key=lambda holder: (loads[holder], holder))
+                loads[writer] += each.item.nbytes
             if writer == rank:
                 mine.append(each.item)
     return mine

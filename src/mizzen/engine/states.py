@@ -5,7 +5,7 @@ parameter in it. Any other shape belongs to a parameter that its rank holds whol
 mean, in fp32.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -39,7 +39,8 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
             whole = {piece.name for piece in pieces}
             yield from (Held(Item(key, piece), holders) for piece in pieces)
             for tensor, state in states.items():
-                names = [portion.name for portion in portions[tensor] if portion.name not in whole]
+                there = [portion for portion in portions[tensor] if portion.start < portion.stop]
+                names = [portion.name for portion in there if portion.name not in whole]
                 value = _as_tensor(state.get(key), key, names)
                 if value is None or not names:
                     continue
@@ -49,8 +50,7 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
                         f"parameters, {', '.join(names[:3])} and so on: it cannot be saved by parameter"
                     )
                 for name in names:
-                    if name in firsts:
-                        yield Held(Item(key, piece_of_whole(name, value)), holders)
+                    yield Held(Item(key, piece_of_whole(name, value)), holders, is_spare=name not in firsts)
 
 
 def plain_states(states: States, store: Store) -> dict[Tensor, dict[str, Any]]:
@@ -82,10 +82,11 @@ def _as_tensor(value: Any, key: str, names: Sequence[str]) -> Tensor | None:
     )
 
 
-def fill_states(
-    optimizer: Optimizer, stores: Sequence[Store], reader: Reader, resolve: Callable[[str], str]
-) -> list[str]:
-    """Read the states of an optimizer that has them; returns the names of those that the checkpoint lacks."""
+def fill_states(optimizer: Optimizer, stores: Sequence[Store], reader: Reader, names: Mapping[str, str]) -> list[str]:
+    """Read the states of an optimizer that has them; returns what the checkpoint lacks.
+
+    `names` has the parameters that are read, with what they are called in the checkpoint.
+    """
     missing: list[str] = []
     anyone = dict(reversed(list(reader.entries)))
     for store in stores:
@@ -93,29 +94,32 @@ def fill_states(
         for key in dict.fromkeys(key for state in states.values() for key in state):
             pieces = store.state_pieces(states, key)
             for piece in pieces:
-                if reader.find(key, resolve(piece.name)) is None:
+                stored = reader.find(key, names[piece.name]) if piece.name in names else None
+                if stored is None or stored.shape != piece.shape:
                     missing.append(f"{key} of {piece.name}")
                 else:
-                    reader.fill(key, piece, resolve(piece.name))
+                    reader.fill(key, piece, stored.name)
             whole = {piece.name for piece in pieces}
             for tensor, state in states.items():
                 held = [portion.name for portion in portions[tensor] if portion.start < portion.stop]
                 is_padding = not held and isinstance(state.get(key), Tensor) and state[key].dim() > 0
                 if key not in state or is_padding or whole.intersection(held):
                     continue
-                names = [resolve(name) for name in held] or [anyone.get(key, "")]
-                missing += _fill_small(optimizer.state[tensor], key, names, reader)
+                called = [names.get(name, "") for name in held] or [anyone.get(key, "")]
+                lost = [
+                    f"{key} of {name}" for name, there in zip(held, called, strict=False) if not reader.find(key, there)
+                ]
+                missing += lost
+                _fill_small(optimizer.state[tensor], key, [name for name in called if reader.find(key, name)], reader)
         _put_back(optimizer.state, states)
     return missing
 
 
-def _fill_small(state: Any, key: str, names: Sequence[str], reader: Reader) -> list[str]:
+def _fill_small(state: Any, key: str, names: Sequence[str], reader: Reader) -> None:
     """One value for all parameters of a stepped tensor."""
-    there = [name for name in names if reader.find(key, name) is not None]
-    lost = [f"{key} of {name}" for name in names if name not in there]
-    if not there:
-        return lost
-    found = [reader.whole(key, name) for name in there]
+    if not names:
+        return
+    found = [reader.whole(key, name) for name in names]
     value = found[0]
     if value.numel() == 1 and any(not torch.equal(other, value) for other in found):
         value = max(found, key=float)
@@ -125,12 +129,11 @@ def _fill_small(state: Any, key: str, names: Sequence[str], reader: Reader) -> l
         state[key] = type(before)(value.item())
     elif before.shape != value.shape:
         raise CheckpointError(
-            f"the optimizer state '{key}' of '{there[0]}' has shape {list(value.shape)} in the "
+            f"the optimizer state '{key}' of '{names[0]}' has shape {list(value.shape)} in the "
             f"checkpoint and {list(before.shape)} here"
         )
     else:
         before.copy_(value)
-    return lost
 
 
 def _put_back(states: Any, plain: Mapping[Tensor, Mapping[str, Any]]) -> None:

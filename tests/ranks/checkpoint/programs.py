@@ -1,7 +1,7 @@
 """Engines that save and load: tiny models with uneven shapes, and what they hold, gathered."""
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mizzen
+from mizzen.checkpoint.inspect import compare
+from mizzen.checkpoint.read import Reader
 from mizzen.engine.access import full_state, full_value
 
 WIDTH, CLASSES, TRAIN = 10, 7, 12
@@ -149,14 +151,33 @@ def differences(saved: dict[str, Tensor], loaded: dict[str, Tensor]) -> list[str
     ]
 
 
+def load_and_save(case: Case, folder: str, again: str, more: int = 0) -> list[float]:
+    """Load a checkpoint and save it again at once, then train."""
+    engine = build(case, seed=99)
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(again)
+    assert str(engine.load_report) == ""
+    return train(engine, more)
+
+
+def save_and_train(case: Case, folder: str, more: int = 0) -> list[float]:
+    engine = build(case)
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    return train(engine, more)
+
+
+def changed(one: str, other: str) -> list[str]:
+    """The tensors in which two checkpoints differ; random states belong to ranks and are left out."""
+    with Reader(Path(one) / "global_step3") as first, Reader(Path(other) / "global_step3") as second:
+        found = [each.what for each in compare(first, second)]
+    return [what for what in found if " '" in what and not what.startswith("rng")]
+
+
 def load_all(case: Case, saves: list[tuple[str, dict[str, Tensor]]]) -> list[tuple[str, list[str], dict[str, Any]]]:
     """Load several checkpoints into engines of one kind; for each what is not as it was saved, and the facts."""
     found = []
     for folder, saved in saves:
-        held, facts, losses = load_and_train(case, folder, more=2)
+        held, facts, losses = load_and_train(case, folder, more=1)
         found.append((folder, differences(saved, held), facts | {"losses": losses}))
     return found
-
-
-def other(case: Case, **changes: Any) -> Case:
-    return replace(case, **changes)

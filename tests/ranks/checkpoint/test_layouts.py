@@ -18,13 +18,17 @@ LAYOUTS = {
 }
 
 
+SAVED = [name for number, name in enumerate(LAYOUTS) if number in (0, 1, 4, 5, 7, 9)]
+
+
 @pytest.fixture(scope="module")
 def saves(world, tmp_path_factory):
     """One checkpoint of each layout: its folder, what was saved, and the losses that followed."""
     found = {}
-    for number, (name, (size, case)) in enumerate(LAYOUTS.items()):
+    for number, name in enumerate(SAVED):
+        size, case = LAYOUTS[name]
         folder = str(tmp_path_factory.mktemp(f"save{number}"))
-        held, losses = world(size).run(train_and_save, case, folder, more=2)[0]
+        held, losses = world(size).run(train_and_save, case, folder, more=1)[0]
         found[name] = (folder, held, losses)
     return found
 
