@@ -88,7 +88,6 @@ def fill_states(optimizer: Optimizer, stores: Sequence[Store], reader: Reader, n
     `names` has the parameters that are read, with what they are called in the checkpoint.
     """
     missing: list[str] = []
-    anyone = dict(reversed(list(reader.entries)))
     for store in stores:
         states, portions = plain_states(optimizer.state, store), store.portions()
         for key in dict.fromkeys(key for state in states.values() for key in state):
@@ -105,12 +104,10 @@ def fill_states(optimizer: Optimizer, stores: Sequence[Store], reader: Reader, n
                 is_padding = not held and isinstance(state.get(key), Tensor) and state[key].dim() > 0
                 if key not in state or is_padding or whole.intersection(held):
                     continue
-                called = [names.get(name, "") for name in held] or [anyone.get(key, "")]
-                lost = [
-                    f"{key} of {name}" for name, there in zip(held, called, strict=False) if not reader.find(key, there)
-                ]
-                missing += lost
-                _fill_small(optimizer.state[tensor], key, [name for name in called if reader.find(key, name)], reader)
+                called = {name: names.get(name, "") for name in held} or {"": reader.any_of(key)}
+                there = [name for name in called.values() if reader.find(key, name)]
+                missing += [f"{key} of {name}" for name, stored in called.items() if name and stored not in there]
+                _fill_small(optimizer.state[tensor], key, there, reader)
         _put_back(optimizer.state, states)
     return missing
 
