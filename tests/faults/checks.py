@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def kill(world: World, place: Path, budget: Budget, *, beside: bool, again: bool
         root = place / f"{victim}-{at}"
         if again:
             world(2).run(cut_short, str(root), 1, 0, None, False)
-        with suppress(RankFailed):
+        with suppress(RankFailed), redirect_stdout(StringIO()):
             world(2).run(cut_short, str(root), 2, victim, at, beside)
         trouble = judge(root, {1, 2} if again else {None, 2})
         if not trouble:
