@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.background import Background
-from mizzen.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry
+from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from mizzen.checkpoint.parts import Part, Parts
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.save import Terms, merge
 from mizzen.checkpoint.team import Team, attempt
@@ -90,9 +91,8 @@ class Theirs:
 
 
 def rank_main(rank: int, folder: str, millions: float, rounds: int, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     rows = max(2, int(millions * 1e6 / TENSORS / 1000) // 2 * 2)
     shards = {
@@ -150,7 +150,7 @@ def written_by(rank: int, ranks: int, tensors: int, kinds: Sequence[str]) -> Wri
             parts.append(Part(len(entries) - 1, offset, box))
             offset += box.numel * 4
     hashes = ("0" * 32,) * -(-offset // (1 << 22))
-    return Written(tuple(entries), FileEntry(f"{'0' * 16}-{rank:05d}.safetensors", offset, hashes, tuple(parts)))
+    return Written(tuple(entries), FileEntry(f"{'0' * 16}-{rank:05d}.safetensors", offset, hashes, Parts.of(parts)))
 
 
 def plan(
@@ -197,9 +197,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.planning:
         print("seconds to plan 1,000 tensors with both moments, every rank holding a slab of each")
-        print(
-            "| ranks | a rank's own list | merge, first rank | write manifest | manifest MB | read manifest | find parts |"
-        )
+        print("| ranks | own list | merge on the first rank | write manifest | its MB | read it | find parts |")
         print("|--:|--:|--:|--:|--:|--:|--:|")
         for ranks in options.ranks:
             row = plan(ranks)

@@ -1,14 +1,18 @@
 """Folders made by somebody who means harm, and a process that loads them while it is being watched."""
 
+import base64
 import json
 import os
 import pickle
 import resource
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from mizzen.checkpoint.manifest import digest
 
@@ -26,6 +30,10 @@ def sealed(body: Body) -> bytes:
     """A manifest whose hash is right."""
     text = json.dumps(body, separators=(",", ":")).encode()[:-1] + b","
     return text + f'\n"hash":"{digest(text)}"}}\n'.encode()
+
+
+def packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
 
 
 def opened(folder: Path) -> Body:
@@ -59,17 +67,26 @@ def changes() -> Iterator[tuple[str, Callable[[Body], None]]]:
         yield f"shape {str(shape)[:30]}", lambda body, shape=shape: body["tensors"][0].__setitem__(2, shape)
     for dtype in ("object", "float1024", None, "os.system"):
         yield f"dtype {dtype!r}", lambda body, dtype=dtype: body["tensors"][0].__setitem__(3, dtype)
-    for part in (
-        [0],
-        [10**9, 0, 0, 0, 1, 1],
-        [0, 2**62, 0, 0, 1, 1],
-        [0, 0, 0, 0, 10**9, 10**9],
-        [-1, 0, 0, 0, 1, 1],
-        "part",
-    ):
-        yield f"part {part!r}", lambda body, part=part: body["files"][0]["parts"].__setitem__(0, part)
-    yield "overlapping parts", lambda body: body["files"][0]["parts"].append(body["files"][0]["parts"][0])
-    yield "a part less", lambda body: body["files"][0]["parts"].pop()
+
+    def rows(change: Callable[[numpy.ndarray], Any]) -> Callable[[Body], None]:
+        def changed(body: Body) -> None:
+            parts = body["files"][0]["parts"]
+            table = numpy.frombuffer(zlib.decompress(base64.b64decode(parts["2"])), "<i8").reshape(-1, 6).copy()
+            found = change(table)
+            parts["2"] = packed((table if found is None else found).tobytes())
+
+        return changed
+
+    for place, value in ((0, 10**9), (0, -1), (1, 2**62), (1, -1), (2, -5), (4, 10**9), (4, 0), (5, 2**62)):
+        yield f"number {place} of a part is {value}", rows(lambda t, p=place, v=value: t.__setitem__((0, p), v))
+    yield "overlapping parts", rows(lambda table: numpy.concatenate([table, table[:1]]))
+    yield "a part less", rows(lambda table: table[1:])
+    yield "a part of another size", lambda body: body["files"][0]["parts"].update({"2": packed(b"x" * 47)})
+    yield "a table that swells", lambda body: body["files"][0]["parts"].update({"2": packed(bytes(48 << 24))})
+    for text in ("", "AAAA", "no base64", 7, None):
+        yield f"a table that is {text!r}", lambda body, text=text: body["files"][0]["parts"].update({"2": text})
+    yield "a thousand dimensions", lambda body: body["files"][0]["parts"].update({"1000": packed(bytes(16))})
+    yield "minus one dimensions", lambda body: body["files"][0]["parts"].update({"-1": packed(bytes(16))})
     yield "chunk of one byte", lambda body: body.update(chunk=1)
     yield "chunk of nothing", lambda body: body.update(chunk=0)
     yield "chunk beyond measure", lambda body: body.update(chunk=2**62)
@@ -144,7 +161,7 @@ def build(good: Path, place: Path) -> Iterator[tuple[str, Path]]:
     body["files"][0].update(size=1 << 40, hashes=["0" * 32] * (1 << 10), chunk=1 << 30)
     body["chunk"] = 1 << 30
     body["tensors"][0][2] = [1 << 36, 1]
-    body["files"][0]["parts"] = [[0, 0, 0, 0, 1 << 36, 1]]
+    body["files"][0]["parts"] = {"2": packed(numpy.array([0, 0, 0, 0, 1 << 36, 1], dtype="<i8").tobytes())}
     (folder / "manifest.json").write_bytes(sealed(body))
     yield "a tensor of a quarter terabyte without a file to match", folder
 

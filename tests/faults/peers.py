@@ -18,7 +18,9 @@ from faults.saves import tensors_of
 
 
 def save(folder: Path, number: int) -> None:
-    dcp.save(tensors_of(number), checkpoint_id=folder, no_dist=True)
+    """One file for each tensor, as many ranks would write."""
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+    dcp.save(tensors_of(number), storage_writer=writer, no_dist=True)
 
 
 def load(folder: Path) -> dict[str, torch.Tensor] | str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from mizzen.checkpoint.manifest import CHUNK, FileEntry, Part, TensorEntry
+from mizzen.checkpoint.manifest import CHUNK, FileEntry, TensorEntry
+from mizzen.checkpoint.parts import Part, Parts
 from mizzen.checkpoint.tensors import CODES, DTYPES, bytes_of, header_of, name_of
 from mizzen.errors import CheckpointError
 from mizzen.files import write_chunks
@@ -120,7 +121,7 @@ def write_boxes(
             yield chunk
 
     size = write_chunks(path, passing())
-    return Written(tuple(tensors), FileEntry(path.name, size, hasher.finish(), tuple(parts)))
+    return Written(tuple(tensors), FileEntry(path.name, size, hasher.finish(), Parts.of(parts)))
 
 
 def _same(tensor: Tensor) -> Tensor:
