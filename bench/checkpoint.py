@@ -142,15 +142,18 @@ def measure(millions: float, rounds: int, place: str | None) -> dict:
 
 def written_by(rank: int, ranks: int, tensors: int, kinds: Sequence[str]) -> Written:
     """What one rank of many would have written, without data: a slab of every tensor."""
-    rows, entries, parts, offset = 8 * ranks, [], [], 4096
-    for number in range(tensors):
-        for kind in kinds:
-            entries.append(TensorEntry(kind, f"layers.{number}.weight", (rows, 128), "float32"))
-            box = Box((rank * 8, 0), (rank * 8 + 8, 128))
-            parts.append(Part(len(entries) - 1, offset, box))
-            offset += box.numel * 4
-    hashes = ("0" * 32,) * -(-offset // (1 << 22))
-    return Written(tuple(entries), FileEntry(f"{'0' * 16}-{rank:05d}.safetensors", offset, hashes, Parts.of(parts)))
+    rows = 8 * ranks
+    entries = [
+        TensorEntry(kind, f"layers.{number}.weight", (rows, 128), "float32")
+        for number in range(tensors)
+        for kind in kinds
+    ]
+    box = Box((rank * 8, 0), (rank * 8 + 8, 128))
+    size = box.numel * 4
+    parts = Parts.of(Part(number, 4096 + number * size, box) for number in range(len(entries)))
+    end = 4096 + len(entries) * size
+    hashes = ("0" * 32,) * -(-end // (1 << 22))
+    return Written.of(entries, FileEntry(f"{'0' * 16}-{rank:05d}.safetensors", end, hashes, parts))
 
 
 def plan(

@@ -192,12 +192,12 @@ def merge(written: Sequence[Written], *, once: bool = False) -> tuple[tuple[Tens
     tensors: dict[tuple[str, str], tuple[int, TensorEntry]] = {}
     files: list[FileEntry] = []
     seen: set[tuple[int, ...]] = set()
-    places, counted = list[int](), tuple[TensorEntry, ...]()
+    places: dict[bytes, list[int]] = {}
     for each in written:
-        if each.tensors != counted:  # most ranks have parts of the same tensors
-            places, counted = [_place(tensors, entry) for entry in each.tensors], each.tensors
+        if each.table not in places:
+            places[each.table] = [_place(tensors, entry) for entry in each.tensors()]
         if each.file is not None:
-            parts = each.file.parts.counted_in(places)
+            parts = each.file.parts.counted_in(places[each.table])
             files.append(replace(each.file, parts=parts.without(seen) if once else parts))
     return tuple(entry for _, entry in tensors.values()), tuple(files)
 
