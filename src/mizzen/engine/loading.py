@@ -117,7 +117,9 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load one, or an older one where the configuration says so; (None, None) when there is none."""
     team, settings = engine.saving.team, engine.settings.checkpoint
-    engine.saving.background.wait()
+    _, unsaved = attempt(engine.saving.background.wait)
+    if unsaved:
+        get_logger().error("%s", unsaved)
     tried = team.by_first(lambda: candidates(root, tag, with_older=settings.on_corrupt == "previous"), CALL)
     if not tried:
         what = f"there is no checkpoint '{tag}' in {root}" if tag else f"there is no checkpoint in {root}"
