@@ -8,10 +8,10 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-torch docs bench clean
+.PHONY: help demo test lint test-torch docs faults bench bench-checkpoint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "PYTHON=python3.12 chooses the interpreter of a new environment; ARGS='tests/unit -x' goes to pytest."
 
@@ -48,6 +48,12 @@ test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERS
 docs: .venv/ready ## regenerate docs/config.md from the configuration's own words
 	$(BIN)/python -m mizzen.cli config docs > docs/config.md.new
 	mv docs/config.md.new docs/config.md
+
+faults: .venv/ready ## break saves in every way and show what is left of them, in about ten minutes; see docs/checkpoints.md
+	PYTHONPATH=src:tests $(BIN)/python -m faults.table $(ARGS)
+
+bench-checkpoint: .venv/ready ## saving and loading 200 M parameters beside torch's own checkpoints; needs 8 GB of memory
+	$(BIN)/python -m bench.checkpoint $(ARGS)
 
 bench: .venv/ready ## mizzen beside its peers on two CPU ranks, in about two minutes; see docs/bench.md
 	$(BIN)/python -m bench.cpu_ranks $(ARGS)

@@ -3,7 +3,6 @@
 The names and arguments are those that DeepSpeed's users know. Masters come before the model's own 16-bit values.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.source import Entry, Source
+from mizzen.checkpoint.sources import aliases_of, weights_of
 from mizzen.checkpoint.weights_out import Waiting, write_weights
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
@@ -76,21 +76,10 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: str | Pat
 
 def fp32_weights(source: Source, *, frozen: bool = True) -> dict[str, Waiting]:
     """Each weight and buffer once per name; fp32 if it has a fraction. Names that mean one weight share a Waiting."""
-    facts = source.facts()
-    entries = {(entry.kind, entry.name): entry for entry in source.names()}
-    shared, left_out = facts.get("shared"), facts.get("frozen")
-    owner = shared if isinstance(shared, Mapping) else {}
-    skipped = set(left_out) if isinstance(left_out, list) and not frozen else set()
-    found: dict[str, Waiting] = {}
-    known: dict[Entry, Waiting] = {}
-    names = dict.fromkeys(name for kind, name in entries if kind in ("model", "master"))
-    for name in names:
-        if name in skipped or owner.get(name) in skipped:
-            continue
-        entry = entries.get(("master", str(owner.get(name, name)))) or entries.get(("master", name))
-        entry = entry or entries.get(("model", str(owner.get(name, name)))) or entries[("model", name)]
-        found[name] = known.setdefault(entry, _waiting(source, entry))
-    return found
+    left_out = source.facts().get("frozen")
+    skipped = set(left_out) if isinstance(left_out, list | tuple) and not frozen else set()
+    found = {name: _waiting(source, entry) for name, entry in weights_of(source).items() if name not in skipped}
+    return found | {alias: found[name] for alias, name in aliases_of(source).items() if name in found}
 
 
 def _waiting(source: Source, entry: Entry) -> Waiting:

@@ -6,11 +6,12 @@ from typing import Final
 
 from mizzen.checkpoint import foreign
 from mizzen.checkpoint.source import Source
+from mizzen.checkpoint.sources import open_own
 from mizzen.errors import CheckpointError
 
 Opener = Callable[[Path, str | None], Source | None]
 
-OPENERS: Final[tuple[Opener, ...]] = (foreign.open,)
+OPENERS: Final[tuple[Opener, ...]] = (open_own, foreign.open)
 """Asked in this order; one that does not know the path answers None, and the last one raises."""
 
 

@@ -94,10 +94,8 @@ def size_of(size: int | str | None) -> float:
     """A number of bytes: 5000, "5GB", "5GiB"; None is no limit."""
     if size is None:
         return math.inf
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
-    if match is None or match[2] not in UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(size).upper())
+    if match is None or match[2] not in UNITS or not float(match[1]):
         raise UsageError(f"max_shard_size: {size!r} is no size; write it as 5GB, 500MB or 5GiB")
     return float(match[1]) * UNITS[match[2]]
 

@@ -47,6 +47,10 @@ def check(layout):
     assert {name: mesh.coordinate(name) for name in (*AXES, *EXPERT_AXES)} == layout.coordinates(dist.get_rank())
     assert mesh.devices.mesh_dim_names == AXES and tuple(mesh.devices.shape) == layout.shape
     assert mesh.expert.mesh_dim_names == layout.expert_axes and tuple(mesh.expert.shape) == layout.expert_shape
+    if layout.world > 1:  # all ranks once more, and in no other group's way
+        value = torch.ones(1)
+        comm.all_reduce(value, group=mesh.aside)
+        assert value.item() == layout.world and mesh.aside is not dist.group.WORLD
     after = dist.distributed_c10d._world.group_count
     assert mesh.axis("tp") is mesh.axes("tp")
     assert dist.distributed_c10d._world.group_count == after > 0
@@ -94,8 +98,8 @@ def threads():
 
 
 def test_axes_of_one_rank_share_one_group(world):
-    # One gloo group has three threads; five of the seven axes have one rank here.
-    assert max(world(2, init=False).run(threads)) <= 3
+    # One gloo group has three threads; five of the seven axes have one rank here, and all ranks meet aside once more.
+    assert max(world(2, init=False).run(threads)) <= 6
 
 
 def train():

@@ -8,13 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import mizzen
 from mizzen.checkpoint import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from mizzen.checkpoint.adopt import adopt
+from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.weights_out import size_of
 from mizzen.errors import CheckpointError, UsageError
+from mizzen.zero import safe_get_full_optimizer_state
 
 HERE = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 FROZEN = {"adapted.base.weight", "adapted.base.bias"}
@@ -150,7 +154,39 @@ def test_sizes(text, size):
     assert size_of(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1GB", "5IB"])
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1GB", "5IB", "0", 0, "0GB"])
 def test_sizes_that_are_none(text):
     with pytest.raises(UsageError, match="is no size; write it as 5GB"):
         size_of(text)
+
+
+@pytest.mark.parametrize("case", ["zero0", "zero1", "zero2", "zero3", "bf16", "universal3", "pipeline", "moe"])
+def test_what_is_imported_is_the_same(case, tmp_path):
+    source = open_source(HERE / case)
+    adopt(source, tmp_path, "imported")
+    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), expected(case))
+    ours = open_source(tmp_path)
+    states = {(entry.kind, entry.name) for entry in source.names()} - {("master", each) for each in expected(case)}
+    assert {kind for kind, _ in states} == {entry.kind for entry in ours.names()}
+    for entry in ours.names():
+        if entry.kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours.read(entry), source.read(entry)), entry
+
+
+def test_an_imported_run_goes_on(tmp_path):
+    adopt(open_source(HERE / "zero2"), tmp_path, "imported")
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "progress": {"enabled": False}}
+    model = Tiny()
+    model.adapted.base.requires_grad_(False)
+    engine, *_ = mizzen.initialize(model=model, config=config)
+    path, _ = engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    told = load_file(HERE / "zero2.safetensors")
+    assert path is not None
+    for name, value in expected("zero2").items():
+        assert torch.equal(engine.module.state_dict()[name], value), name
+    moments = {key.partition("/")[2]: value for key, value in told.items() if key.startswith("exp_avg/")}
+    assert moments
+    for name, value in moments.items():
+        parameter = dict(engine.module.named_parameters())[name]
+        assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), value), name
+    engine.destroy()

@@ -265,7 +265,7 @@ def _facts(reading: _Reading, stage: object) -> None:
         "config": head.get("ds_config"),
         "buffers": sorted(reading.buffers),
         "frozen": sorted(parameters - trained) if trained else [],
-        "shared": shared,
+        "aliases": shared,
         "client_state": {key: value for key, value in head.items() if key not in RESERVED},
     }
 

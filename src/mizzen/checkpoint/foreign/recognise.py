@@ -65,7 +65,7 @@ def _recognise(folder: Folder, inert: tuple[str, ...]) -> Collected:
     if (name := weights.find(folder)) is not None:
         return weights.open_folder(folder, name, inert)
     raise CheckpointError(
-        f"{folder.path}: no checkpoint that is known. Looked for mp_rank_XX_model_states.pt, "
+        f"{folder.path}: no checkpoint that is known. Looked for manifest.json (ours), mp_rank_XX_model_states.pt, "
         "zero_pp_rank_X_mp_rank_XX_model_states.pt and latest (DeepSpeed), .metadata (torch.distributed.checkpoint), "
         f"{', '.join((*weights.INDICES, *weights.SINGLES))} (weights); it has {_listing(folder)}"
     )

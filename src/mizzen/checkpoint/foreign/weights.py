@@ -47,7 +47,7 @@ def _state_dict(tree: object, file: Extent) -> Collected:
             source.left_out.append(f"model/{name}: not a tensor")
     if not source.table:
         raise CheckpointError(f"{where}: has no tensors at its top and none under {', '.join(MODELS)}")
-    source.notes["shared"] = shared_names(model, where)
+    source.notes["aliases"] = shared_names(model, where)
     if key is None:
         return source
     rest = {name: value for name, value in top.items() if name != key}

@@ -63,10 +63,11 @@ class FlatStore:
         self.bundles: Sequence[Sequence[str]] = (tuple(self.parameters),)
         self.replaced: Sequence[tuple[Tensor, str]] = ()
         self.sharers = group
+        self.copies = None if self.is_sharded else group
         self.scope: AbstractContextManager[None] = nullcontext()
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
-        self.buckets = self._by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)])
+        self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
         self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
@@ -110,11 +111,6 @@ class FlatStore:
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             parameter.data = alone(values[slot.start : slot.stop].view(slot.shape))
         return exact
-
-    def _by_arrival(self, buckets: list[LiveBucket]) -> tuple[LiveBucket, ...]:
-        """The buckets of all buffers in the order in which backward is likely to fill them: last parameters first."""
-        place = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
-        return tuple(sorted(buckets, key=lambda bucket: -min(place[id(parameter)] for parameter in bucket.parameters)))
 
     @property
     def is_sharded(self) -> bool:
@@ -184,10 +180,20 @@ class FlatStore:
 
     def publish(self) -> None:
         """Bring the new master values to the parameters of every rank."""
-        mine = [bucket.mine(bucket.values) for bucket in self.buckets]
         for bucket in self.buckets:
             for target in bucket.targets if bucket.is_widened else ():
                 target.place(bucket.master).copy_(target.tensor)
+        works = self._send_all()
+        self.rest()
+        wait_for(*works)
+
+    def spread(self) -> None:
+        """Bring master values that were written to the parameters of every rank."""
+        with torch.no_grad():
+            wait_for(*self._send_all())
+
+    def _send_all(self) -> list[Work | None]:
+        mine = [bucket.mine(bucket.values) for bucket in self.buckets]
         apart = [
             (values, bucket.master)
             for values, bucket in zip(mine, self.buckets, strict=True)
@@ -195,15 +201,9 @@ class FlatStore:
         ]
         if apart:
             copy_all([values for values, _ in apart], [master for _, master in apart])
-        if self.is_sharded:
-            wait_for(*[self._spread(bucket, values) for bucket, values in zip(self.buckets, mine, strict=True)])
-        self.rest()
-
-    def _spread(self, bucket: LiveBucket, mine: Tensor) -> Work | None:
-        if bucket.plan.is_whole:
-            owner = bucket.plan.owner
-            return collectives.broadcast(bucket.values, group=self.group, group_src=owner, async_op=True)
-        return collectives.all_gather_into_tensor(bucket.values, mine, group=self.group, async_op=True)
+        if not self.is_sharded:
+            return []
+        return [_sent(bucket, values, self.group) for bucket, values in zip(self.buckets, mine, strict=True)]
 
     def refresh(self) -> None:
         """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
@@ -253,6 +253,19 @@ class FlatStore:
             parameter.data = parameter.data.clone()
         self.buckets, self.parameters, self.everything = (), {}, {}
         self.stock.clear()
+
+
+def _by_arrival(buckets: list[LiveBucket], parameters: Mapping[str, nn.Parameter]) -> tuple[LiveBucket, ...]:
+    """The buckets of all buffers in the order in which backward is likely to fill them: last parameters first."""
+    place = {id(parameter): index for index, parameter in enumerate(parameters.values())}
+    return tuple(sorted(buckets, key=lambda bucket: -min(place[id(parameter)] for parameter in bucket.parameters)))
+
+
+def _sent(bucket: LiveBucket, mine: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Start to bring the owners' values of a bucket to every rank."""
+    if bucket.plan.is_whole:
+        return collectives.broadcast(bucket.values, group=group, group_src=bucket.plan.owner, async_op=True)
+    return collectives.all_gather_into_tensor(bucket.values, mine, group=group, async_op=True)
 
 
 def _targets(bucket: Bucket, master: Tensor, dtype: torch.dtype) -> Iterator[Target]:

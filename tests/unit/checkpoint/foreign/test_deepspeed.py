@@ -93,7 +93,7 @@ def test_facts_are_plain(case):
 @pytest.mark.parametrize("case", ["zero0", "half0"])
 def test_shared_bytes_tell_shared_names(case):
     facts = foreign.open(HERE / case).facts()
-    assert facts["shared"] == {"head.weight": "embed.weight"}
+    assert facts["aliases"] == {"head.weight": "embed.weight"}
     assert facts["frozen"] == []
 
 
@@ -102,7 +102,7 @@ def test_facts_tell_what_each_name_is(case):
     facts = foreign.open(HERE / case).facts()
     assert facts["buffers"] == ["scale", "seen"]
     assert facts["frozen"] == ["adapted.base.bias", "adapted.base.weight"]
-    assert facts["shared"] == {"head.weight": "embed.weight"}
+    assert facts["aliases"] == {"head.weight": "embed.weight"}
     assert facts["zero_stage"] == ({"bf16": 1, "elastic": 2}.get(case) or int(case[-1]))
     assert case.startswith("universal") == ("universal" in facts["format"])
 

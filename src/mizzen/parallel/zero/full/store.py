@@ -43,6 +43,7 @@ class FullStore:
         self.group: ProcessGroup | None = ranks.everyone
         self.sharers: ProcessGroup | None = ranks.sharers
         self.sharing = ranks.sharers
+        self.copies: ProcessGroup | None = ranks.copies
         self.counts = ranks.copies is None or groups.get_rank(ranks.copies) == 0
         """Whether this rank's shards count in a norm, of which each is counted once."""
         self.model: Any = model
@@ -177,6 +178,9 @@ class FullStore:
                         f"'{name}' is not the model's sharded parameter any more: load_state_dict with assign=True, or "
                         "an assignment, has replaced it. Copy values instead, with load_state_dict alone"
                     )
+
+    spread = refresh
+    """The masters are the shards: who has written to them has written to these."""
 
     def _forget(self, *_: Any) -> None:
         """Shard again whatever is gathered without need."""

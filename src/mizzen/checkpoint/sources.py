@@ -1,0 +1,65 @@
+"""Our own checkpoints as Sources, and what can be asked of any Source."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from mizzen.checkpoint.choose import candidates
+from mizzen.checkpoint.read import MANIFEST, Reader
+from mizzen.checkpoint.source import Entry, Source
+from mizzen.checkpoint.tagged import decode
+from mizzen.checkpoint.tensors import DTYPES
+
+OWN: Final = frozenset({"rng", "client"})
+"""Kinds that are ours alone, and mean nothing to others."""
+
+
+class Committed:
+    """A committed checkpoint of ours."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def names(self) -> Sequence[Entry]:
+        """Weights, buffers and optimizer states."""
+        return [
+            Entry(each.kind, each.name, each.shape, DTYPES[each.dtype])
+            for each in self.reader.entries.values()
+            if each.kind not in OWN
+        ]
+
+    def read(self, entry: Entry) -> Tensor:
+        """A whole tensor."""
+        return self.reader.whole(entry.kind, entry.name)
+
+    def facts(self) -> Mapping[str, object]:
+        """The facts of the manifest, and the client state as it was given."""
+        facts: dict[str, Any] = dict(self.reader.manifest.facts)
+        facts["client_state"] = decode(facts.pop("client", {}), lambda name: self.reader.whole("client", name))
+        return facts | {"format": "mizzen", "tag": self.reader.manifest.tag}
+
+
+def open_own(path: Path, tag: str | None) -> Source | None:
+    """A checkpoint of ours: the folder of a tag, or the folder of folders; None when there is none."""
+    if tag is None and (path / MANIFEST).exists():
+        return Committed(Reader(path))
+    tags = candidates(path, tag, with_older=False)
+    if tags and (path / tags[0] / MANIFEST).exists():
+        return Committed(Reader(path / tags[0]))
+    return None
+
+
+def aliases_of(source: Source) -> dict[str, str]:
+    """Further names of weights, each with the name under which the weight is there."""
+    found = source.facts().get("aliases")
+    return {str(alias): str(name) for alias, name in found.items()} if isinstance(found, Mapping) else {}
+
+
+def weights_of(source: Source) -> dict[str, Entry]:
+    """The weights and buffers by name, each once and with the most bits: the master where there is one."""
+    found = {entry.name: entry for entry in source.names() if entry.kind == "model"}
+    found |= {entry.name: entry for entry in source.names() if entry.kind == "master"}
+    twice = {alias for alias, name in aliases_of(source).items() if name in found}
+    return {name: entry for name, entry in found.items() if name not in twice}

@@ -1,0 +1,99 @@
+"""The same layout goes on bitwise, for every update rule and precision, with dropout, in the data where it was."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mizzen
+from mizzen.checkpoint.read import Reader
+from ranks.checkpoint.programs import Case, changed, load_and_save, save_and_train
+
+RULES = [
+    (2, Case(stage=2, dropout=0.3)),
+    (2, Case(stage=3, dropout=0.3)),
+    (1, Case(dropout=0.3)),
+    (2, Case(stage=1, dtype="bf16")),
+    (2, Case(stage=3, dtype="bf16")),
+    (2, Case(stage=2, dtype="fp16")),
+    (2, Case(stage=2, optimizer="Lamb")),
+    (2, Case(stage=3, optimizer="Lamb")),
+    (2, Case(stage=2, optimizer="Muon")),
+    (2, Case(stage=1, optimizer="Adafactor")),
+    (2, Case(stage=1, optimizer="SGD")),
+    (2, Case(stage=0, optimizer="Adagrad")),
+    (2, Case(stage=3, frozen=True, tied=True)),
+    (2, Case(stage=1, frozen=True, tied=True, scheduler=False)),
+]
+
+
+@pytest.mark.parametrize(("size", "case"), RULES, ids=str)
+def test_the_same_layout_goes_on_bitwise(world, tmp_path, size, case):
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    losses = world(size).run(save_and_train, case, one, more=3)
+    assert world(size).run(load_and_save, case, one, other, more=3) == losses
+    assert changed(one, other) == []
+
+
+@pytest.mark.parametrize("rule", ["Lamb", "Muon", "Adafactor", "SGD"])
+def test_states_of_every_rule_move_to_another_number_of_ranks(world, tmp_path, rule):
+    one = str(tmp_path / "one")
+    losses = world(3).run(save_and_train, Case(stage=2, optimizer=rule), one, more=1)
+    for size, stage in ((1, 0), (2, 1)):
+        other = str(tmp_path / f"{size}")
+        after = world(size).run(load_and_save, Case(stage=stage, optimizer=rule), one, other, more=1)
+        assert changed(one, other) == []
+        assert after[0] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_masters_keep_their_low_bits_between_precisions(world, tmp_path):
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    world(2).run(save_and_train, Case(stage=1, dtype="bf16"), one)
+    world(1).run(load_and_save, Case(), one, other)
+    assert changed(one, other) == []
+
+
+def low_bit(one, other, stage, resumed):
+    """States in eight bits, which a small model does not have: they start at 4,096 elements."""
+    torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes a minute
+    torch.manual_seed(1 + resumed)
+    model = nn.Sequential(nn.Linear(96, 192), nn.Linear(192, 96))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}},
+        "seed": 1,
+    }
+    engine = mizzen.initialize(model=model, config=config)[0]
+
+    def train(steps):
+        for step in range(steps):
+            torch.manual_seed(step)
+            engine.backward(engine(torch.randn(2, 96)).square().mean())
+            engine.step()
+
+    if resumed:
+        engine.load_checkpoint(one, tag="global_step3")
+        engine.save_checkpoint(other)
+    else:
+        train(3)
+        engine.save_checkpoint(one)
+    kinds = {type(value).__name__ for state in engine.basic_optimizer.state.values() for value in state.values()}
+    train(2)
+    engine.save_checkpoint(other if resumed else one)
+    return kinds
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_states_in_few_bits(world, tmp_path, stage):
+    pytest.importorskip("torchao")
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    assert "OptimState8bit" in world(2).run(low_bit, one, other, stage, False)[0]
+    assert "OptimState8bit" in world(2).run(low_bit, one, other, stage, True)[0]
+    with Reader(Path(one) / "global_step3") as first, Reader(Path(other) / "global_step3") as second:
+        for kind, name in first.entries:
+            if kind != "rng":  # a state is rounded once more, a weight never
+                bound = 0.01 if kind.startswith("exp") else 0.0
+                saved, loaded = first.whole(kind, name).double(), second.whole(kind, name).double()
+                assert (saved - loaded).abs().max() <= bound * saved.abs().max(), (kind, name)
