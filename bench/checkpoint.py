@@ -45,6 +45,7 @@ class Ours:
     def __init__(self, folder: Path, shards: dict[str, DTensor], rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.team, self.terms = Team(rank, 2), Terms(run="bench")
+        self.background = Background()
         self.items = []
         for name, tensor in shards.items():
             rows = tensor.shape[0] // 2
@@ -61,14 +62,12 @@ class Ours:
 
     def save_beside(self) -> tuple[float, float]:
         """Seconds until training goes on, and until all is committed."""
-        started, background = time.perf_counter(), Background()
+        started = time.perf_counter()
         ticket = protocol.begin(self.folder, "bench", self.team, self.terms)
-        copies = [
-            Item(i.kind, Piece(i.piece.name, i.piece.shape, i.piece.boxes, i.piece.data.clone())) for i in self.items
-        ]
-        background.start(lambda: self._finish(ticket, copies))
+        copies = self.background.staging.copies(self.items)
+        self.background.start(lambda: self._finish(ticket, copies))
         blocked = time.perf_counter() - started
-        background.wait()
+        self.background.wait()
         return blocked, time.perf_counter() - started
 
     def load(self) -> None:

@@ -2,11 +2,40 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
+from mizzen.checkpoint.write import Item
 from mizzen.errors import CheckpointError, MizzenError
 from mizzen.log import get_logger
+from mizzen.model.piece import Piece
+
+
+class Staging:
+    """Memory of the host for copies of what is saved, kept from one save to the next: new pages cost most of a copy."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def copies(self, items: Sequence[Item]) -> list[Item]:
+        """The same in memory that training does not change. That of the save before is used again."""
+        kept, self._kept = self._kept, {}
+        found = [self._copied(number, item, kept.get(number)) for number, item in enumerate(items)]
+        if any(item.piece.data.is_cuda for item in items):
+            torch.cuda.synchronize()
+        return found
+
+    def _copied(self, number: int, item: Item, place: Tensor | None) -> Item:
+        piece = item.piece
+        data = piece.data.detach()
+        if place is None or place.shape != data.shape or place.dtype != data.dtype:
+            place = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        self._kept[number] = place.copy_(data, non_blocking=data.is_cuda)
+        return replace(item, piece=Piece(piece.name, piece.shape, piece.boxes, place))
 
 
 class Background:
@@ -15,6 +44,7 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.staging = Staging()
 
     @property
     def is_busy(self) -> bool:

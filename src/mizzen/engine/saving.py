@@ -4,7 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +27,7 @@ from mizzen.engine.states import groups_of, held_states
 from mizzen.errors import CheckpointError, MizzenError, UsageError
 from mizzen.files import free_bytes
 from mizzen.log import get_logger, log_dist, warn_once
-from mizzen.model.piece import Piece, piece_of_whole
+from mizzen.model.piece import piece_of_whole
 from mizzen.monitor.report import StepReport
 from mizzen.rewrite.checkpointing import Checkpointing
 
@@ -144,7 +144,7 @@ def _save(
     try:
         items = share_of(held, team.rank, ticket.nodes)
         if beside:
-            items = [_copied(item) for item in items]
+            items = engine.saving.background.staging.copies(items)
     except BaseException:
         protocol.give_up(ticket, team)
         raise
@@ -244,13 +244,6 @@ def facts_of(engine: "Face", weights: Weights, client_state: Mapping[str, Any], 
             "state": encoder.encode(scheduler.state_dict(), "lr_scheduler"),
         }
     return facts
-
-
-def _copied(item: Item) -> Item:
-    """The same in memory of its own on the host, which training does not change."""
-    piece = item.piece
-    data = piece.data.detach().to("cpu", copy=True)
-    return replace(item, piece=Piece(piece.name, piece.shape, piece.boxes, data))
 
 
 def _version(package: str) -> str:
