@@ -85,6 +85,8 @@ class Facts:
     address: Callable[[str], str] = lambda name: name
     """A host's address as others know it."""
     is_root: bool = False
+    pid_file: str | None = None
+    """Where --save_pid writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,9 @@ class Launch:
     node: int = 0
     """The place of this machine, where it runs one supervisor of several itself."""
     checks_ssh: bool = False
+    has_fixed_port: bool = False
+    """Whether the user has named the meeting port, so that no other may be tried."""
+    pid_file: str | None = None
 
 
 def arrange(asked: Asked, facts: Facts) -> Launch:
@@ -133,8 +138,17 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         is_root=facts.is_root,
         environment=facts.env,
     )
-    checks = is_remote and not asked.no_ssh_check and asked.launcher.lower() != "slurm"
-    return Launch(job, way, backend, node=_node(asked, len(hosts)), checks_ssh=checks)
+    # The built-in ssh says by itself which host it could not reach, and Slurm needs none.
+    checks = is_remote and not asked.no_ssh_check and asked.launcher.lower() not in ("ssh", "slurm")
+    return Launch(
+        job,
+        way,
+        backend,
+        node=_node(asked, len(hosts)),
+        checks_ssh=checks,
+        has_fixed_port=asked.master_port is not None or asked.no_ssh,
+        pid_file=facts.pid_file if asked.save_pid else None,
+    )
 
 
 def again(launch: Launch, attempt: int) -> Launch:
@@ -147,6 +161,8 @@ def _refuse(asked: Asked) -> None:
     filters = [f"--{name}" for name, value in (("include", asked.include), ("exclude", asked.exclude)) if value]
     numbers = (("num_nodes", asked.num_nodes), ("num_gpus", asked.num_gpus))
     counts = [f"--{name}" for name, value in numbers if value is not None]
+    if asked.launcher.lower() == "slurm" and asked.hostfile is None:
+        counts = [name for name in counts if name != "--num_gpus"]  # it says what a node has, where no file does
     rows = (
         (asked.autotuning, f"--autotuning {asked.autotuning}: tuning is not built yet; leave it out"),
         (not asked.script, "nothing to run: name a script, as in mizzen run train.py"),
@@ -158,7 +174,10 @@ def _refuse(asked: Asked) -> None:
             filters and counts,
             f"{' and '.join(filters)} with {' and '.join(counts)}: filters and counts both choose; use one",
         ),
-        (asked.node_rank is not None and not asked.no_ssh, "--node_rank goes with --no_ssh: otherwise hosts are counted"),
+        (
+            asked.node_rank is not None and not asked.no_ssh,
+            "--node_rank goes with --no_ssh: otherwise hosts are counted",
+        ),
         (asked.bind_core_list and not asked.bind_cores_to_rank, "--bind_core_list goes with --bind_cores_to_rank"),
     )
     for is_wrong, message in rows:
@@ -236,7 +255,9 @@ def _range(asked: Asked, nodes: int) -> tuple[int, int]:
         return nodes, nodes
     least, most = least or 1, most or nodes
     if not 1 <= least <= most:
-        raise UsageError(f"--min_elastic_nodes {least} and --max_elastic_nodes {most}: the first is at least 1 and not above")
+        raise UsageError(
+            f"--min_elastic_nodes {least} and --max_elastic_nodes {most}: the first is at least 1 and not above"
+        )
     if most > nodes and not asked.no_ssh:
         raise UsageError(f"--max_elastic_nodes {most}: there are {nodes} hosts")
     return least, most
@@ -250,7 +271,9 @@ def _master(asked: Asked, facts: Facts, hosts: Hosts) -> str:
             return "127.0.0.1"
         raise UsageError("--no_ssh: say with --master_addr where the first node is")
     if hosts[0].name == LOCAL and len(hosts) > 1:
-        raise UsageError("the first host is 'localhost', which means another machine on each: name it as others know it")
+        raise UsageError(
+            "the first host is 'localhost', which means another machine on each: name it as others know it"
+        )
     return facts.address(hosts[0].name) if hosts[0].name else ""
 
 

@@ -41,16 +41,28 @@ class Way:
     """The environment of this process."""
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a back end needs to be installed here."""
+
+    programs: tuple[str, ...]
+    """Its names; the first that is found is used."""
+    package: str
+    """What to install where it is missing."""
+    sign: str = ""
+    """A word that its `--version` prints; empty where its name says enough."""
+
+
 class Backend(Protocol):
     """A remote program. `start.py` looks for it, then runs its commands; `mizzen run --dry-run` prints them."""
 
-    name: str
-    programs: tuple[str, ...]
-    """Its names, the first that is found is used."""
-    package: str
-    """What to install where it is missing."""
-    sign: str
-    """A word that its `--version` prints; empty where its name says enough."""
+    @property
+    def name(self) -> str:
+        """What `--launcher` calls it."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it needs."""
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -69,9 +81,7 @@ class Ssh:
     """One ssh per host. Its input is a line to the supervisor there: when it is cut, the ranks end."""
 
     name = "ssh"
-    programs = ("ssh",)
-    package = "openssh-client"
-    sign = ""
+    needs = Needs(("ssh",), "openssh-client")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -96,9 +106,7 @@ class Pdsh:
     """One pdsh for all hosts; a supervisor finds its place by the name that pdsh puts in for `%h`."""
 
     name = "pdsh"
-    programs = ("pdsh",)
-    package = "pdsh"
-    sign = ""
+    needs = Needs(("pdsh",), "pdsh")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -123,9 +131,7 @@ class OpenMpi:
     """One block of mpirun's command line per host, so that a supervisor knows its place whatever mpirun does."""
 
     name = "openmpi"
-    programs = ("mpirun.openmpi", "mpirun")
-    package = "openmpi-bin"
-    sign = "Open MPI"
+    needs = Needs(("mpirun.openmpi", "mpirun"), "openmpi-bin", "Open MPI")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -143,9 +149,7 @@ class Hydra:
     """MPICH and what was made from it share one launcher, hydra, and differ in names."""
 
     name: str
-    programs: tuple[str, ...]
-    package: str
-    sign: str
+    needs: Needs
     ssh_arguments: str
     """The variable that holds more words for ssh."""
 
@@ -163,9 +167,7 @@ class Slurm:
     """One srun for all hosts, inside an allocation or making its own; a supervisor is told its place by Slurm."""
 
     name = "slurm"
-    programs = ("srun",)
-    package = "slurm-client"
-    sign = ""
+    needs = Needs(("srun",), "slurm-client")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -196,9 +198,9 @@ BACKENDS: Final[tuple[Backend, ...]] = (
     Ssh(),
     Pdsh(),
     OpenMpi(),
-    Hydra("mpich", ("mpirun.mpich", "mpirun"), "mpich", "HYDRA", "HYDRA_LAUNCHER_EXTRA_ARGS"),
-    Hydra("impi", ("mpirun",), "Intel MPI", "Intel", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
-    Hydra("mvapich", ("mpirun",), "MVAPICH", "HYDRA", "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Hydra("mpich", Needs(("mpirun.mpich", "mpirun"), "mpich", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Hydra("impi", Needs(("mpirun",), "Intel MPI", "Intel"), "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
+    Hydra("mvapich", Needs(("mpirun",), "MVAPICH", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
     Slurm(),
 )
 NAMES: Final = tuple(backend.name for backend in BACKENDS)

@@ -1,4 +1,4 @@
-"""Which cores a rank is bound to, as the words of numactl. Pure, apart from `domains`, which reads the kernel's files."""
+"""Which cores a rank is bound to, as the words of numactl. Only `domains` and `physical` read the kernel's files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

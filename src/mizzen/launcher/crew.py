@@ -138,17 +138,23 @@ class Crew:
 
     def stacks(self, wait: float = 1.0) -> dict[int, str]:
         """What every rank is doing, by its own account: the stacks of all its threads, by global rank."""
-        asked = [member for member, _ in self.records()]
+        before = {member.order.rank: len(self._written(member)) for member, _ in self.records()}
+        asked = [member for member in self.members if member.order.rank in before]
+
+        def stack(member: Member) -> str:
+            return self._written(member)[before.get(member.order.rank, 0) :]
+
         for member in asked:
-            stacks_path(self.folder, member.order.local_rank).unlink(missing_ok=True)
             with suppress(ProcessLookupError):
                 os.kill(member.process.pid, STACKS)
         until = time.monotonic() + wait
-        while time.monotonic() < until and any(not self._stack(member) for member in asked):
+        while time.monotonic() < until and any(not stack(member) for member in asked):
             time.sleep(TICK)
-        return {member.order.rank: self._stack(member) or _state(member.process.pid) for member in self.members}
+        time.sleep(TICK)  # the last of them may still be writing
+        return {member.order.rank: stack(member) or _state(member.process.pid) for member in self.members}
 
-    def _stack(self, member: Member) -> str:
+    def _written(self, member: Member) -> str:
+        """All stacks that a rank has ever written."""
         with suppress(OSError):
             return stacks_path(self.folder, member.order.local_rank).read_text(errors="replace")
         return ""

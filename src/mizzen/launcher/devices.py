@@ -48,5 +48,7 @@ def count_devices(env: Mapping[str, str], root: Path = ROOT) -> int:
 
 
 def _numbers(kind: Devices, root: Path) -> list[Path]:
-    files = [path for path in root.glob(kind.files) if path.name != "gpu_id" or path.read_text().strip() not in ("", "0")]
+    files = [
+        path for path in root.glob(kind.files) if path.name != "gpu_id" or path.read_text().strip() not in ("", "0")
+    ]
     return sorted(files)

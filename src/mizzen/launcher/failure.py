@@ -47,8 +47,7 @@ class Failure:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        lines = [self.trace] if self.trace else []
-        return "\n".join([*lines, f"rank {self.rank} on {self.host} {self._end()}"])
+        return f"rank {self.rank} on {self.host} {self._end()}"
 
     def _end(self) -> str:
         if self.cause:

@@ -1,4 +1,4 @@
-"""Which hosts a job uses, and which devices of each: the hostfile, the filters, and Slurm's way to write names. Pure."""
+"""Which hosts a job uses, and which devices of each: the hostfile, the filters, and how Slurm writes names. Pure."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -64,6 +64,8 @@ class Care:
     level: str = "info"
     cores: tuple[int, ...] | None = None
     """Cores to share out among the ranks of a node; empty means all of them, None binds nothing."""
+    pid_file: str | None = None
+    """Where the supervisor notes its number, for as long as it runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,9 +56,9 @@ class Keeper:
         """The group is empty; its number may come to belong to somebody else."""
         self._tell(f"gone {group}")
 
-    def remove(self, folder: Path) -> None:
-        """Remove this folder at the end."""
-        self._tell(f"folder {folder}")
+    def remove(self, path: Path) -> None:
+        """Remove this folder, or file, at the end."""
+        self._tell(f"folder {path}")
 
     def _tell(self, line: str) -> None:
         with suppress(BrokenPipeError):
@@ -72,7 +72,9 @@ class Keeper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -100,6 +102,8 @@ def _keep(read: int) -> None:
         kill_group(group, signal.SIGKILL)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(folder)
     for group in groups:
         sweep_shared_memory(group)
     os._exit(0)

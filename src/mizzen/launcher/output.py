@@ -5,12 +5,11 @@ One thread reads all pipes. A line is written in one piece, so that lines of dif
 
 import os
 import selectors
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import IO, Final, Literal
 
 CHUNK: Final = 1 << 16
 KEPT: Final = 1 << 18
@@ -23,9 +22,11 @@ class Outlet:
     """Where the output of one rank goes."""
 
     prefix: bytes = b""
-    """Before each line on the terminal; empty passes everything through as it comes, progress bars included."""
+    """Before each line on the terminal."""
     is_shown: bool = False
-    file: BinaryIO | None = None
+    is_raw: bool = False
+    """Pass everything through as it comes, progress bars included: for one that has the terminal to itself."""
+    file: IO[bytes] | None = None
     kept: bytearray = field(default_factory=bytearray)
     """The end of what it wrote to standard error."""
     open_line: dict[Stream, bytes] = field(default_factory=dict)
@@ -35,12 +36,12 @@ class Outlet:
         if stream == "err" and data:
             self.kept += data
             del self.kept[:-KEPT]
-        if self.is_shown and not self.prefix and data:
+        if self.is_shown and self.is_raw and data:
             _write(stream, data)
         lines = self._whole_lines(data, stream)
         if not lines:
             return
-        if self.is_shown and self.prefix:
+        if self.is_shown and not self.is_raw:
             _write(stream, b"".join(self.prefix + line for line in lines))
         if self.file is not None:
             self.file.write(b"".join(lines))
@@ -76,7 +77,7 @@ class Pump:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="mizzen-output", daemon=True)
 
-    def add(self, pipe: BinaryIO, outlet: Outlet, stream: Stream) -> None:
+    def add(self, pipe: IO[bytes], outlet: Outlet, stream: Stream) -> None:
         """Read this pipe too."""
         os.set_blocking(pipe.fileno(), False)
         self._selector.register(pipe, selectors.EVENT_READ, (outlet, stream))
@@ -101,13 +102,13 @@ class Pump:
                     key.fileobj.close()  # type: ignore[union-attr]
 
 
-def say(text: str) -> None:
-    """A line of the launcher's own, in one piece."""
-    sys.stdout.flush()
-    _write("err", f"mizzen: {text}\n".encode(errors="backslashreplace"))
+def say(text: str, *, before: str = "") -> None:
+    """A line of the launcher's own, after what it speaks of, in one piece."""
+    shown = f"{before.rstrip()}\n" if before else ""
+    _write("err", f"{shown}mizzen: {text}\n".encode(errors="backslashreplace"))
 
 
-def open_log(folder: str, attempt: int, rank: int) -> BinaryIO:
+def open_log(folder: str, attempt: int, rank: int) -> IO[bytes]:
     """The file of one rank, which grows over the attempts; each begins with a line that says so."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
