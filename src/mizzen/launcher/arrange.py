@@ -117,15 +117,17 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         environment["PYTHONPATH"] = ":".join(filter(None, (facts.folder, environment.get("PYTHONPATH", ""))))
     backend = find_backend(asked.launcher) if is_remote else None
     least, most = _range(asked, len(hosts))
+    master, port = _master(asked, facts, hosts) if is_many else "", _port(asked, facts, is_many)
     job = Job(
-        id=facts.id,
+        # Nodes that are started one by one know nothing of each other but where they meet.
+        id=f"{zlib.crc32(f'{master}:{port}'.encode()):08x}" if asked.no_ssh else facts.id,
         program=_program(asked),
         hosts=hosts,
         folder=facts.folder,
         python=facts.python,
         environment=with_interface(environment),
-        master_addr=_master(asked, facts, hosts) if is_many else "",
-        master_port=_port(asked, facts, is_many),
+        master_addr=master,
+        master_port=port,
         min_nodes=least,
         max_nodes=most,
         care=_care(asked, facts),

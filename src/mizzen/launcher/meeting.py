@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -42,6 +43,8 @@ LAST_CALL: Final = timedelta(seconds=3)
 KEEP_ALIVE: Final = 1
 MISSES: Final = 4
 """A node that has not been heard of for so many seconds is gone."""
+FAREWELL: Final = 5.0
+"""Seconds for which the host of the store waits at the end for the others to have read it."""
 
 
 class PortTaken(LaunchError):
@@ -231,11 +234,12 @@ class Together:
         while True:
             try:
                 return self._join()
-            except (DistError, RuntimeError) as error:
+            except (DistError, RendezvousError) as error:
                 if isinstance(error, RendezvousError) or self._is_lost():
                     raise LaunchError(
-                        f"node {self._seat.index} cannot join the others at {self._seat.master_addr}:"
-                        f"{self._job.master_port} ({error}): see whether the first node runs and its port is open"
+                        f"node {self._seat.index} has not met {self._job.min_nodes} nodes at {self._seat.master_addr}:"
+                        f"{self._job.master_port} ({error or type(error).__name__}): see whether all of them run and "
+                        "can reach that port"
                     ) from error
                 # A node has left between the rendezvous and here: meet again without it.
 
@@ -325,20 +329,16 @@ class Together:
 
     def leave(self) -> None:
         """Take no further part; who hosts the store waits a moment, so that the others can read it."""
-        if self._own is not None:
-            self._wait_for_others()
-        else:
-            try:
-                self._root.add("left", 1)
-                if not self._job.is_elastic:
-                    self._handler.shutdown()
-            except RuntimeError:
-                return  # the host of the store has left already
-
-    def _wait_for_others(self, patience: float = 5.0) -> None:
-        until, others = time.monotonic() + patience, len(self._members) - 1
-        while int(self._root.add("left", 0)) < others and time.monotonic() < until:
-            time.sleep(0.05)
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._own is None:
+            with suppress(RuntimeError):  # the host of the store may have left already
+                self._root.set(f"left/{self._seat.index}", "")
+            return
+        others = [f"left/{member.index}" for member in self._members if member.index != self._seat.index]
+        until = time.monotonic() + FAREWELL
+        while others and not self._root.check(others) and time.monotonic() < until:
+            time.sleep(0.02)
 
 
 def _connect(address: str, port: int, timeout: timedelta) -> Any:
