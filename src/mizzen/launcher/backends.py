@@ -156,10 +156,10 @@ class Hydra:
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
         port = {self.ssh_arguments: f"-p {way.ssh_port}"} if way.ssh_port else {}
-        words = ["mpirun", "-launcher", "ssh", *way.arguments, "-genvlist", VARIABLE]
-        for node, host in enumerate(job.hosts):
-            block = ("-host", host.name, "-n", "1", *_interpreter(job, way), "--node", str(node))
-            words += [*((":",) if node else ()), *block]
+        words = ["mpirun", "-launcher", "ssh", "-hosts", ",".join(_names(job)), "-ppn", "1", "-genvlist", VARIABLE]
+        words += way.arguments
+        for node in range(len(job.hosts)):
+            words += [*((":",) if node else ()), "-n", "1", *_interpreter(job, way), "--node", str(node)]
         return (Command(tuple(words), _names(job), {VARIABLE: job.encode(), **port}),)
 
 
