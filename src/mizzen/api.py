@@ -92,6 +92,8 @@ def initialize(
         device=accelerator.device(),
         stream=stream_of(plan.resolved.config, seed, mesh),
         make_loader=loaders_of(plan, mesh, seed),
+        seed=seed,
+        groups=plan.sketch.groups,
     )
     engine = build_engine(
         parts,

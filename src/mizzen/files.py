@@ -7,6 +7,7 @@ or kill the process right before it (`watched`). What the files mean is the busi
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -187,6 +188,48 @@ def read_bytes(path: str | Path) -> bytes:
     """The whole content of a file."""
     path = Path(path)
     return _do("read", path, path.read_bytes)
+
+
+class Reading:
+    """A regular file that is open for reading at any place; a link, a pipe or a device in its stead is refused."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._descriptor = -1
+        self._descriptor = _do("open", self.path, _open_regular, self.path)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill a memory with the bytes from a place on; that there are fewer is an error."""
+        while target.nbytes:
+            count = _do("read", self.path, os.preadv, self._descriptor, [target], offset)
+            if not count:
+                raise FileError(f"read {self.path}: it ends at byte {offset:,}, before {target.nbytes:,} more bytes")
+            target, offset = target[count:], offset + count
+
+    def close(self) -> None:
+        """Let it go; a second time does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> "Reading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _open_regular(path: Path) -> int:
+    # Without O_NONBLOCK the open of a pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return descriptor
 
 
 def free_bytes(path: str | Path) -> int:

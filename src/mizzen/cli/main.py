@@ -44,6 +44,10 @@ GROUPS: Final = (
             Command("bench", "measure communication", "mizzen.cli.bench"),
         ),
     ),
+    (
+        "after training",
+        (Command("checkpoint", "list, check, compare, export and clean up checkpoints", "mizzen.cli.checkpoint"),),
+    ),
 )
 WRONG_INPUT: Final = (ConfigError, LayoutError, PlanError, UsageError)
 """Errors that the user's own words caused; they exit with 2, as wrong options do, all others with 1."""

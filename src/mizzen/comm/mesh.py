@@ -57,6 +57,8 @@ class Mesh:
     expert: DeviceMesh
     """The second view, whose axes are `layout.expert_axes`."""
     rank: int
+    aside: ProcessGroup | None
+    """All ranks once more, for what goes on beside training, such as a save: the two never mix. None for one rank."""
     _meshes: Mapping[tuple[str, ...], DeviceMesh] = field(repr=False, compare=False)
 
     @classmethod
@@ -72,7 +74,7 @@ class Mesh:
         builder = _Builder(layout, device_type, dist.get_rank(), limit)
         devices = builder.view(AXES, layout.shape, PRODUCTS)
         expert = builder.view(layout.expert_axes, layout.expert_shape, EXPERT_PRODUCTS)
-        return cls(layout, devices, expert, dist.get_rank(), builder.meshes)
+        return cls(layout, devices, expert, dist.get_rank(), builder.aside(), builder.meshes)
 
     def axis(self, name: str) -> DeviceMesh:
         """The one-dimensional mesh that this rank belongs to along one axis."""
@@ -130,6 +132,15 @@ class _Builder:
             if key not in self.meshes:
                 self.meshes[key] = self._flatten(view[key], tuple(self.layout.groups(product)))
         return view
+
+    def aside(self) -> ProcessGroup | None:
+        """A group of all ranks that only what goes on beside training uses, on the host."""
+        backends = dist.get_backend_config()
+        if self.layout.world == 1 or "fake" in backends:
+            return None
+        backend = None if "mpi" in backends else "gloo"
+        formed: ProcessGroup = new_group(None, self.timeout, backend=backend, group_desc="aside")
+        return formed
 
     def _flatten(self, mesh: DeviceMesh, partition: Partition) -> DeviceMesh:
         """The product of several axes. One of them all has no axis left beside it, and so needs no common root."""

@@ -45,14 +45,22 @@ class CheckpointConfig(Section):
     """What happens when ranks save under different tags."""
     use_node_local_storage: Flag = False
     """Save on the local drive of each node, for clusters without a shared filesystem."""
+    dir: Text | None = None
+    """Folder of saves and loads that name none; whether it has room is looked at when a run starts."""
     async_save: Flag = False
     """Return from a save once the state is copied, and write it while training goes on."""
+    async_policy: Literal["wait", "refuse"] = "wait"
+    """What a save does while the one before is still being written."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """When a save fails, such as on a full disk: raise the error, or say so and train on with the older checkpoints."""
     keep_last: Count | None = None
     """Newest checkpoints to keep; older ones are deleted after a save. Absent keeps all."""
     keep_every: Count | None = None
     """Checkpoints at a multiple of so many steps are kept in spite of `keep_last`."""
-    on_corrupt: Literal["fail", "fallback"] = "fail"
-    """When the newest checkpoint is damaged: name the damage, or load the newest undamaged one and warn."""
+    on_corrupt: Literal["fail", "previous"] = "fail"
+    """When the latest checkpoint is damaged: name the damage, or load the newest undamaged one and say so."""
+    pickled_client_state: Flag = False
+    """Keep client state that JSON cannot hold as pickle, and read such: it runs what the folder's writer wants."""
     writer: WriterConfig | None = no_effect(None, "there is one writer, which is safe and fast")
     """The file writer of old checkpoints."""
     load_universal: Flag = no_effect(False, "every checkpoint loads at any layout, without conversion")

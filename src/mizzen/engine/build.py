@@ -13,6 +13,7 @@ from mizzen.engine.face import Surroundings
 from mizzen.engine.optimizer import repoint
 from mizzen.engine.phases import Phases
 from mizzen.engine.runner import Accumulate
+from mizzen.engine.saving import Saving, folder_of, preflight, team_of
 from mizzen.engine.update import Updater
 from mizzen.monitor.report import Observer
 from mizzen.plan.parts import Parts, Store
@@ -45,8 +46,9 @@ def build_engine(
         )
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic)
-    observers = (*observers, *(observer for part in parts for observer in part.observers))
-    engine = Engine(parts, Driving(runner, updater, scheduler, phases, observers), surroundings)
+    saving = Saving(config.checkpoint, team_of(surroundings.mesh))
+    observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
+    engine = Engine(parts, Driving(runner, updater, scheduler, phases, saving, observers), surroundings)
     engine.owners = [
         Owner(name, store, optimizer, arithmetic.scaler, config.zero_optimization.enable_sanity_checks)
         for store in stores
@@ -58,6 +60,8 @@ def build_engine(
     for store in stores:
         for other, name in store.replaced:
             AMBIENT.owners.set(other, known[id(store), name])
+    if config.checkpoint.dir is not None:
+        preflight(engine, folder_of(config.checkpoint, None))
     return engine
 
 

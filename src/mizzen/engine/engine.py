@@ -12,6 +12,7 @@ from mizzen.engine.face import Face, Surroundings
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.phases import Phases
 from mizzen.engine.runner import LossFunction, Runner, to_device
+from mizzen.engine.saving import Saving
 from mizzen.engine.update import Outcome, Updater
 from mizzen.engine.window import Window
 from mizzen.errors import StepError, UsageError
@@ -31,6 +32,7 @@ class Driving:
     updater: Updater | None
     scheduler: Any
     phases: Phases
+    saving: Saving
     observers: tuple[Observer, ...] = ()
 
 
@@ -43,6 +45,7 @@ class Engine(Face):
         self.runner = driving.runner
         self.updater: Updater | None = driving.updater
         self.phases = driving.phases
+        self.saving = driving.saving
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
         self.monitor = monitor_of(driving.observers)
@@ -160,6 +163,12 @@ class Engine(Face):
         self._window.close()
         if self.updater is not None:
             self.updater.clear()
+
+    def moved(self) -> None:
+        """State was set from outside: nothing of the step under way counts any more."""
+        self.zero_grad()
+        self._stepper.forget()
+        self._consecutive_skips = 0
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""

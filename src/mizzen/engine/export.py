@@ -3,8 +3,6 @@
 All ranks walk together. Files for going on with training are checkpoints, and not made here.
 """
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mizzen.errors import UsageError
+from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.files import BESIDE, make_folder, remove, replace, write_chunks
 from mizzen.model.sketch import Sketch
 from mizzen.plan.parts import Store
 
 SAFETENSORS: Final = ".safetensors"
-_CODES: Final = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +94,7 @@ def save(path: Path, module: nn.Module, stores: Sequence[Store], *, skip: frozen
 
 
 def _chunks(contents: Contents) -> Iterator[Any]:
-    """A safetensors file: the length of a header, the header, and one tensor after the other."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for name, dtype, shape in contents.facts():
-        if dtype not in _CODES:
-            raise UsageError(f"'{name}' is {dtype}, which safetensors does not have: use a file name that ends in .bin")
-        end = place + dtype.itemsize * math.prod(shape)
-        entries[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [place, end]}
-        place = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    """A safetensors file."""
+    yield header_of(contents.facts())
     for _, value in contents:
-        if value.numel():
-            yield value.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield from bytes_of(value)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from inspect import ismethod
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +25,10 @@ from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import refresh_masters, set_full_value
 from mizzen.engine.export import save, state_dict
+from mizzen.engine.loading import LoadReport, Wishes, load_checkpoint
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
+from mizzen.engine.saving import Saving, folder_of, save_checkpoint
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
@@ -95,8 +98,6 @@ GETTERS: Final[Mapping[str, str]] = {
 NEGATED: Final = frozenset({"postscale_gradients"})
 
 UNBUILT: Final[Mapping[str, str]] = {
-    "save_checkpoint": "checkpoints",
-    "load_checkpoint": "checkpoints",
     "get_compile_time": "passes over the graph",
     "register_compile_pass": "passes over the graph",
     "offload_states": "offload",
@@ -123,6 +124,10 @@ class Surroundings:
     device: torch.device
     stream: RandomStream
     make_loader: Callable[..., Any] | None = None
+    seed: int = 0
+    """What all random numbers of the run derive from."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """The names of the trained parameters, by optimizer group."""
 
 
 class Face(nn.Module):
@@ -150,12 +155,15 @@ class Face(nn.Module):
         """Forward and backward passes on this rank."""
         self.skipped_steps = 0
         """Optimizer steps that were due and not taken."""
+        self.saving: Saving
         self.parts: Parts = ()
         self.observers: tuple[Observer, ...] = ()
         self.last_step: StepReport | None = None
         """What the last optimizer step reported."""
         self.step_was_due = False
         """Whether the last call of `step` was at a boundary."""
+        self.load_report = LoadReport()
+        """What did not fit in the last `load_checkpoint`."""
         self.owners: list[Any] = []
         """What `mizzen.zero` finds behind a parameter, for as long as this engine lives."""
         self.is_compiled = self.settings.compile.enabled
@@ -402,6 +410,69 @@ class Face(nn.Module):
         for owner in self.owners:  # a state dict may hold more bits than the module
             if owner.name in owner.store.parameters and isinstance(value := state.get(owner.name), Tensor):
                 set_full_value(owner.store.parameters[owner.name], value)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str] | None = None,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        async_save: bool | None = None,
+    ) -> bool:
+        """Save all that training needs to go on, under a tag (`global_stepN` when absent). Every rank calls this.
+
+        True once it is committed; with `async_save` (or `checkpoint.async_save`) once the state is copied, and the next
+        step, the next save or `finish_saving()` raises what went wrong after that.
+        """
+        settings = self.settings.checkpoint
+        return save_checkpoint(
+            self,
+            folder_of(settings, save_dir),
+            None if tag is None else str(tag),
+            client_state or {},
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            beside=settings.async_save if async_save is None else async_save,
+        )
+
+    def moved(self) -> None:
+        """State was set from outside: nothing of the step under way counts any more."""
+        raise NotImplementedError
+
+    def finish_saving(self) -> None:
+        """Wait until a save beside training is committed, and raise what went wrong with it."""
+        self.saving.background.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str] | None = None,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint that was saved at any layout; (its folder, client state), or (None, None) without one.
+
+        Every rank calls this. Without a tag the latest is taken. `load_report` then lists names that did not fit.
+        """
+        wishes = Wishes(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            module_only=load_module_only,
+            custom=custom_load_fn,
+        )
+        return load_checkpoint(self, folder_of(self.settings.checkpoint, load_dir), tag, wishes)
+
+    def resume_if_possible(
+        self, load_dir: str | PathLike[str] | None = None
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from the latest checkpoint of a folder; (None, None), without a warning, when there is none."""
+        return load_checkpoint(self, folder_of(self.settings.checkpoint, load_dir), None, Wishes(must_be_there=False))
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds per phase of the last step, with `wall_clock_breakdown`."""

@@ -6,9 +6,12 @@ set, the order of a sampler. So the stream is swapped in for the forward pass an
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -22,11 +25,30 @@ class RandomStream:
 
     def __init__(self, seed: int | None, place: Sequence[int] = ()) -> None:
         self._state: State | None = None
+        self._place = tuple(place)
         if seed is not None:
-            kept = _capture()
-            torch.manual_seed(_mixed(seed, place))
-            self._state = _capture()
-            _restore(kept)
+            self.restart(seed)
+
+    def restart(self, seed: int, *steps: int) -> None:
+        """Begin where the seed, this rank's place and further numbers say."""
+        kept = _capture()
+        torch.manual_seed(_mixed(seed, [*self._place, *steps]))
+        self._state = _capture()
+        _restore(kept)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is another stream than the process's."""
+        return self._state is not None
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Where it is; empty for the process's own, which is not kept here."""
+        return {} if self._state is None else {"host": self._state[0], "device": self._state[1]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        device = state["device"] if state["device"] is not None or self._state is None else self._state[1]
+        self._state = (state["host"], device)
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
@@ -41,6 +63,19 @@ class RandomStream:
         finally:
             self._state = _capture()
             _restore(kept)
+
+
+def process_state() -> dict[str, Any]:
+    """Where the random numbers of the process itself are: torch's, the device's, Python's and numpy's."""
+    host, device = _capture()
+    return {"host": host, "device": device, "python": random.getstate(), "numpy": numpy.random.get_state(legacy=False)}
+
+
+def restore_process(state: Mapping[str, Any]) -> None:
+    """Go on from there; a device that the saved process did not have keeps its own."""
+    _restore((state["host"], state["device"] if not get_accelerator().shares_host_memory else None))
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
 
 
 def _mixed(seed: int, place: Sequence[int]) -> int:

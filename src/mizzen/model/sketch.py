@@ -139,6 +139,13 @@ class Sketch:
         parameters = (replace(p, group=(group := groups.get(p.name)), is_whole=group in whole) for p in self.parameters)
         return replace(self, parameters=tuple(parameters))
 
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the trained parameters, by optimizer group."""
+        homes = [(parameter.name, parameter.group) for parameter in self.parameters if parameter.is_trained]
+        count = 1 + max((group for _, group in homes if group is not None), default=-1)
+        return tuple(tuple(name for name, group in homes if group == number) for number in range(count))
+
     @classmethod
     def of_shapes(
         cls, shapes: Mapping[str, tuple[int, ...]], *, dtype: str = "float32", kinds: Mapping[str, str] | None = None

@@ -47,13 +47,15 @@ class Store(Protocol):
     once              masters() for the optimizer, then rest()
     at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients
     after the step    publish(), gradients.clear()
-    any time          pieces(), state_pieces(), not_finite()
+    any time          pieces(), state_pieces(), not_finite(); spread() after pieces("master") were written to
     """
 
     group: ProcessGroup | None
     """The ranks over which gradients are summed; None when there is one."""
     sharers: ProcessGroup | None
     """Those of them among which masters and states are shared out, each element to one."""
+    copies: ProcessGroup | None
+    """The ranks that hold the very same as this one; None when no other does."""
     everything: Mapping[str, Tensor]
     """The trained parameters by name, and what is sharded beside them: frozen ones."""
     scope: AbstractContextManager[None]
@@ -100,6 +102,9 @@ class Store(Protocol):
 
     def publish(self) -> None:
         """Bring new master values to the parameters of every rank."""
+
+    def spread(self) -> None:
+        """Masters were written to, on every rank alike: let what the model computes with follow."""
 
     def refresh(self) -> None:
         """Take the parameters' values over as masters, after somebody has written to the parameters."""

@@ -63,6 +63,7 @@ class FlatStore:
         self.bundles: Sequence[Sequence[str]] = (tuple(self.parameters),)
         self.replaced: Sequence[tuple[Tensor, str]] = ()
         self.sharers = group
+        self.copies = None if self.is_sharded else group
         self.scope: AbstractContextManager[None] = nullcontext()
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
@@ -184,19 +185,29 @@ class FlatStore:
 
     def publish(self) -> None:
         """Bring the new master values to the parameters of every rank."""
-        works = []
         for bucket in self.buckets:
-            mine = bucket.mine(bucket.values)
             for target in bucket.targets if bucket.is_widened else ():
                 target.place(bucket.master).copy_(target.tensor)
-            if mine.data_ptr() != bucket.master.data_ptr():
-                mine.copy_(bucket.master)
-            if self.is_sharded:
-                works.append(self._spread(bucket, mine))
+        works = self._send_all()
         self.rest()
         wait_for(*works)
 
-    def _spread(self, bucket: LiveBucket, mine: Tensor) -> Work | None:
+    def spread(self) -> None:
+        """Bring master values that were written to the parameters of every rank."""
+        with torch.no_grad():
+            wait_for(*self._send_all())
+
+    def _send_all(self) -> list[Work | None]:
+        works = []
+        for bucket in self.buckets:
+            mine = bucket.mine(bucket.values)
+            if mine.data_ptr() != bucket.master.data_ptr():
+                mine.copy_(bucket.master)
+            if self.is_sharded:
+                works.append(self._send(bucket, mine))
+        return works
+
+    def _send(self, bucket: LiveBucket, mine: Tensor) -> Work | None:
         if bucket.plan.is_whole:
             owner = bucket.plan.owner
             return collectives.broadcast(bucket.values, group=self.group, group_src=owner, async_op=True)

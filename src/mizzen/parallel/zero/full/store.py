@@ -41,6 +41,7 @@ class FullStore:
         self.group: ProcessGroup | None = ranks.everyone
         self.sharers: ProcessGroup | None = ranks.sharers
         self.sharing = ranks.sharers
+        self.copies: ProcessGroup | None = ranks.copies
         self.counts = ranks.copies is None or groups.get_rank(ranks.copies) == 0
         """Whether this rank's shards count in a norm, of which each is counted once."""
         self.model: Any = model
@@ -157,6 +158,10 @@ class FullStore:
         self.rest()
         self._forget()
         self.place.step += 1
+
+    def spread(self) -> None:
+        """The masters are the shards: only what was gathered of them is old."""
+        self._forget()
 
     def refresh(self) -> None:
         """Somebody has written to the shards: forget what was gathered of them."""

@@ -1,0 +1,90 @@
+"""A committed checkpoint of ours out of any Source, one tensor at a time in memory."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from mizzen.checkpoint import save as protocol
+from mizzen.checkpoint.folder import data_name
+from mizzen.checkpoint.manifest import Manifest, TensorEntry
+from mizzen.checkpoint.save import Terms
+from mizzen.checkpoint.source import Entry, Source
+from mizzen.checkpoint.sources import weights_of
+from mizzen.checkpoint.tagged import Encoder
+from mizzen.checkpoint.team import Team, attempt
+from mizzen.checkpoint.tensors import name_of
+from mizzen.checkpoint.write import Boxed, write_boxes
+from mizzen.errors import CheckpointError
+from mizzen.files import fsync_folder
+from mizzen.model.box import Box
+
+COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+def adopt(source: Source, root: Path, tag: str, *, on_tensor: Any = None) -> Manifest:
+    """Write what a Source has as a checkpoint that `load_checkpoint` takes; `on_tensor(bytes)` is told of progress."""
+    weights = weights_of(source)
+    entries = [replace(entry, kind="model") for entry in weights.values()]
+    readers: dict[Entry, Entry] = dict(zip(entries, weights.values(), strict=True))
+    states = [entry for entry in source.names() if entry.kind not in ("model", "master")]
+    tensors = [TensorEntry(e.kind, e.name, e.shape, name_of(e.dtype)) for e in (*entries, *states)]
+    boxes = [
+        Boxed(tensor, Box.whole(tensor.shape), partial(_read, source, readers.get(entry, entry), on_tensor))
+        for tensor, entry in zip(tensors, (*entries, *states), strict=True)
+        if tensor.nbytes
+    ]
+    encoder = Encoder("facts")
+    facts = facts_of(source.facts(), encoder)
+    boxes += [_client(name, value) for name, value in encoder.tensors.items()]
+    tensors += [each.entry for each in boxes[len(boxes) - len(encoder.tensors) :]]
+    team, terms = Team(), Terms(run=os.urandom(8).hex())
+    ticket = protocol.begin(root, tag, team, terms)
+    path = ticket.folder / data_name(ticket.id, 0)
+    written, failure = attempt(lambda: write_boxes(path, tensors, boxes, metadata={"save": ticket.id, "tag": tag}))
+    fsync_folder(ticket.folder)
+    manifest = protocol.commit(ticket, written, failure, facts, team, terms)
+    if manifest is None:
+        raise AssertionError("a commit without a manifest")
+    return manifest
+
+
+def _read(source: Source, entry: Entry, on_tensor: Any) -> Tensor:
+    tensor = source.read(entry)
+    if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+        raise CheckpointError(
+            f"{entry.kind} '{entry.name}' was announced as {list(entry.shape)} {entry.dtype} and is "
+            f"{list(tensor.shape)} {tensor.dtype}"
+        )
+    if on_tensor is not None:
+        on_tensor(tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def _client(name: str, value: Tensor) -> Boxed:
+    entry = TensorEntry("client", name, tuple(value.shape), name_of(value.dtype))
+    return Boxed(entry, Box.whole(entry.shape), lambda: value)
+
+
+def facts_of(found: Mapping[str, object], encoder: Encoder) -> dict[str, Any]:
+    """What a Source says of its run, under our names; all of it also as it was said, for whoever looks."""
+    counters = {key: found[key] for key in COUNTERS if isinstance(found.get(key), int)}
+    nested = found.get("counters")
+    facts: dict[str, Any] = {
+        "counters": counters or (dict(nested) if isinstance(nested, Mapping) else {}),
+        "client": encoder.encode(dict(_mapping(found.get("client_state"))), "client_state"),
+        "aliases": dict(_mapping(found.get("aliases"))),
+        "imported": encoder.encode({key: value for key, value in found.items() if key != "client_state"}, "imported"),
+    }
+    if isinstance(found.get("lr_scheduler"), Mapping):
+        state = encoder.encode(dict(_mapping(found["lr_scheduler"])), "lr_scheduler")
+        facts["scheduler"] = {"type": "", "state": state}
+    return facts
+
+
+def _mapping(value: object) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,60 @@
+"""Which checkpoint to load: the one that was asked for, the latest, or an older one when that is damaged."""
+
+from pathlib import Path
+from typing import Final
+
+from mizzen.checkpoint.folder import check_tag, committed, latest
+from mizzen.checkpoint.read import MANIFEST, Reader
+from mizzen.checkpoint.team import Team, attempt
+from mizzen.errors import CheckpointError
+from mizzen.log import get_logger
+
+CALL: Final = "load_checkpoint()"
+
+
+def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
+    """Tags to try, best first; none when there is nothing to load. Called on one rank."""
+    if tag is not None:
+        return [check_tag(tag)] if (root / tag).is_dir() else []
+    named = latest(root)
+    first = [named] if named is not None and (root / named / MANIFEST).exists() else []
+    if first and not with_older:
+        return first
+    older = [each.folder.name for each in reversed(committed(root)) if each.folder.name not in first]
+    if older and not first:
+        what = f"names '{named}', which is not committed" if named is not None else "is missing"
+        get_logger().warning("%s/latest %s: the newest committed checkpoint, '%s', is taken", root, what, older[0])
+        return older if with_older else older[:1]
+    return [*first, *older]
+
+
+def open_together(folder: Path, team: Team) -> Reader:
+    """Open one checkpoint on all ranks, or on none: all must see the same save, on every node that has a part of it."""
+    reader, failure = attempt(lambda: Reader(folder))
+    manifest = reader.manifest if reader else None
+    said = team.everyone(
+        (team.node, manifest.id if manifest else "", manifest.nodes if manifest else (), failure), CALL
+    )
+    failures = {
+        rank: f"node {node}: {words}" if words and _is_local(said) else words
+        for rank, (node, _, _, words) in enumerate(said)
+    }
+    broken = {rank: words for rank, words in failures.items() if words}
+    ids = {node: save for node, save, _, _ in said if save}
+    lacking = sorted({node for _, _, nodes, _ in said for node in nodes} - {node for node, *_ in said})
+    if not broken and len(set(ids.values())) > 1:
+        shown = ", ".join(f"{node} has save {save}" for node, save in ids.items())
+        broken = {0: f"{folder}: the nodes do not show the same save: {shown}"}
+    if not broken and lacking:
+        broken = {0: f"{folder}: it was saved on {len(lacking)} nodes that are not here: {', '.join(lacking)}"}
+    if broken:
+        if reader:
+            reader.close()
+        raise CheckpointError(next(iter(broken.values())))
+    if reader is None:
+        raise AssertionError("a checkpoint that opened without a word is not there")
+    return reader
+
+
+def _is_local(said: list[tuple[str, str, tuple[str, ...], str | None]]) -> bool:
+    return any(nodes for _, _, nodes, _ in said)

@@ -1,0 +1,207 @@
+"""A folder of checkpoints: which tags are committed, which is the latest, what dead saves have left, what to keep.
+
+Only files whose names this library gives are ever removed, and only here.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mizzen.checkpoint.manifest import Manifest, is_plain
+from mizzen.checkpoint.read import MANIFEST, read_manifest
+from mizzen.comm.account import is_gone, this_process
+from mizzen.errors import CheckpointError, FileError, UsageError
+from mizzen.files import (
+    BESIDE,
+    commit_text,
+    fsync_folder,
+    list_folder,
+    make_folder,
+    read_bytes,
+    remove,
+    write_bytes,
+)
+from mizzen.log import get_logger
+
+LATEST: Final = "latest"
+_DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
+_MARK: Final = re.compile(r"([0-9a-f]{16})\.saving")
+_BESIDE: Final = re.compile(rf"{re.escape(MANIFEST)}\.[0-9a-f]+{re.escape(BESIDE)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """One checkpoint that exists."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def age(self) -> tuple[int, str, str]:
+        """Sorts older before newer."""
+        return self.manifest.step, self.manifest.created, self.folder.name
+
+
+def data_name(save: str, rank: int) -> str:
+    """The name of one rank's file."""
+    return f"{save}-{rank:05d}.safetensors"
+
+
+def check_tag(tag: str) -> str:
+    """A tag is the name of a folder, and not a way out of one."""
+    if not is_plain(tag):
+        raise UsageError(
+            f"the tag {str(tag)[:80]!r} cannot be used: a tag is a plain name of letters, digits, '.', '_' and '-' "
+            "that begins with a letter or digit"
+        )
+    return tag
+
+
+def latest(root: Path) -> str | None:
+    """The tag that the file `latest` names, if it names one."""
+    try:
+        tag = read_bytes(root / LATEST).decode().strip()
+    except (FileError, UnicodeDecodeError):
+        return None
+    return tag if is_plain(tag) else None
+
+
+def committed(root: Path) -> list[Committed]:
+    """Every checkpoint in a folder, oldest first; what is damaged or half written is none."""
+    found = []
+    for folder in _tags(root):
+        with suppress(CheckpointError, FileError):
+            found.append(Committed(folder, read_manifest(folder)))
+    return sorted(found, key=lambda each: each.age)
+
+
+def _tags(root: Path) -> list[Path]:
+    try:
+        return [path for path in list_folder(root) if is_plain(path.name) and (path / MANIFEST).exists()]
+    except FileError:
+        return []
+
+
+def mark(folder: Path, save: str) -> None:
+    """Say that a save is going on: until this is gone, or the process is, nobody removes its files."""
+    make_folder(folder)
+    write_bytes(folder / f"{save}.saving", json.dumps({"process": this_process()}).encode())
+    fsync_folder(folder)
+
+
+def unmark(folder: Path, save: str) -> None:
+    """It is over, well or badly."""
+    with suppress(FileError):
+        remove(folder / f"{save}.saving", missing_ok=True)
+
+
+def discard(folder: Path, save: str) -> None:
+    """Remove what was written for a save that failed; one whose manifest is in place may still come to be."""
+    with suppress(CheckpointError):
+        if read_manifest(folder).id == save:
+            return
+    for path in _listed(folder):
+        match = _DATA.fullmatch(path.name)
+        if match and match[1] == save:
+            with suppress(FileError):
+                remove(path, missing_ok=True)
+
+
+def sweep(folder: Path, keep: Manifest | None) -> list[Path]:
+    """Remove what older saves have left in a tag's folder, dead ones too; returns what is gone."""
+    listed = _listed(folder)
+    live = {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path)}
+    kept = {file.name for file in keep.files} if keep else set()
+    doomed = []
+    for path in listed:
+        match = _DATA.fullmatch(path.name) or _MARK.fullmatch(path.name)
+        is_ours = match is not None and match[1] not in live and path.name not in kept
+        if (is_ours or (_BESIDE.fullmatch(path.name) and not live)) and not path.is_dir():
+            remove(path, missing_ok=True)
+            doomed.append(path)
+    return doomed
+
+
+def sweep_all(root: Path) -> list[Path]:
+    """The same for every tag of a folder: of one that is not committed nothing is kept."""
+    gone: list[Path] = []
+    for folder in _folders(root):
+        try:
+            keep = read_manifest(folder) if (folder / MANIFEST).exists() else None
+        except CheckpointError:
+            continue  # damaged: somebody may still want to look at it
+        found = sweep(folder, keep)
+        gone += found
+        if found and keep is None:
+            _remove_if_empty(folder)
+    return gone
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    for path in _listed(root):
+        if is_plain(path.name) and path.is_dir() and not path.is_symlink():
+            yield path
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list_folder(folder)
+    except FileError:
+        return []
+
+
+def _is_live(path: Path) -> bool:
+    try:
+        process = json.loads(read_bytes(path))["process"]
+    except (FileError, ValueError, KeyError, TypeError):
+        return False  # torn: whoever wrote it did not live to finish
+    return not is_gone(str(process))
+
+
+def delete(each: Committed) -> None:
+    """Remove a checkpoint: first it does not exist any more, then its files go."""
+    remove(each.folder / MANIFEST)
+    fsync_folder(each.folder)
+    for file in each.manifest.files:
+        remove(each.folder / file.name, missing_ok=True)
+    sweep(each.folder, None)
+    _remove_if_empty(each.folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()  # somebody else's files may be there
+
+
+def surplus(
+    found: Collection[Committed], *, last: int | None, every: int | None, spare: Collection[str]
+) -> list[Committed]:
+    """What retention does not keep: neither among the newest, nor at a round step, nor spared by its tag."""
+    if last is None:
+        return []
+    ordered = sorted(found, key=lambda each: each.age)
+    return [
+        each
+        for each in ordered[: max(0, len(ordered) - last)]
+        if not (every and each.manifest.step % every == 0) and each.folder.name not in spare
+    ]
+
+
+def retain(root: Path, run: str, *, last: int | None, every: int | None, newest: str) -> None:
+    """Delete what a run does not want to keep. Checkpoints of other runs are not counted and not touched."""
+    if last is None:
+        return
+    own = [each for each in committed(root) if each.manifest.run == run]
+    spare = {newest, latest(root) or newest}
+    for each in surplus(own, last=last, every=every, spare=spare):
+        delete(each)
+        get_logger().info("checkpoint %s was deleted: keep_last is %d", each.folder, last)
+
+
+def set_latest(root: Path, tag: str) -> None:
+    """Name the tag that a load without one takes."""
+    commit_text(root / LATEST, tag + "\n")

@@ -1,0 +1,257 @@
+"""The manifest: what a committed checkpoint holds and where, as frozen values, and as JSON that carries its own hash.
+
+Whoever wrote it, nothing in it is believed before it is checked: names stay inside the folder, boxes inside their
+tensors, bytes inside their files. docs/checkpoint-format.md describes every byte.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import xxhash
+
+from mizzen.checkpoint.tensors import DTYPES
+from mizzen.errors import CheckpointError
+from mizzen.model.box import Box, coverage
+
+FORMAT: Final = "mizzen-checkpoint"
+VERSION: Final = 1
+CHUNK: Final = 1 << 22
+"""Bytes of a file that share one hash."""
+LARGEST: Final = 1 << 60
+"""No file, tensor or place is larger than this."""
+DIMENSIONS: Final = 64
+_PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_LAST: Final = re.compile(rb'\n"hash":"([0-9a-f]{32})"\}\n\Z')
+_DIGEST: Final = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of the run, as a whole."""
+
+    kind: str
+    """`model`, a state of the optimizer, `rng` or `client`."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch names it."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What it is found by."""
+        return self.kind, self.name
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.kind} '{self.name}' {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, as contiguous bytes of a file."""
+
+    tensor: int
+    """The place of its tensor in the list."""
+    offset: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One data file."""
+
+    name: str
+    size: int
+    hashes: tuple[str, ...]
+    """xxh3-128 of each chunk of the file, header included; the last chunk may be short."""
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A committed checkpoint."""
+
+    id: str
+    """Of the save; data files begin with it."""
+    run: str
+    """Of the run, the same after it is resumed."""
+    tag: str
+    step: int
+    created: str
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data: configuration, versions, counters, positions, client state."""
+    node: str = ""
+    """Where there is no shared filesystem, the node whose files these are."""
+    nodes: tuple[str, ...] = ()
+    """All nodes that have committed the same save."""
+    chunk: int = CHUNK
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all data files."""
+        return sum(file.size for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        """As JSON; the last line has the hash of all bytes before it."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": self.id,
+            "run": self.run,
+            "tag": self.tag,
+            "step": self.step,
+            "created": self.created,
+            "node": self.node,
+            "nodes": list(self.nodes),
+            "chunk": self.chunk,
+            "facts": self.facts,
+            "tensors": [[each.kind, each.name, list(each.shape), each.dtype] for each in self.tensors],
+            "files": [
+                {
+                    "name": file.name,
+                    "size": file.size,
+                    "hashes": file.hashes,
+                    "parts": [[part.tensor, part.offset, *part.box.start, *part.box.stop] for part in file.parts],
+                }
+                for file in self.files
+            ],
+        }
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        text = text[:-1] + b","
+        return text + f'\n"hash":"{digest(text)}"}}\n'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> "Manifest":
+        """Read and check one; `where` is what an error calls it."""
+        last = _LAST.search(data)
+        if last is None:
+            raise CheckpointError(f"{where}: no manifest, or a torn one: it does not end with its hash")
+        if digest(memoryview(data)[: last.start()]) != last.group(1).decode():
+            raise CheckpointError(f"{where}: damaged: its bytes do not have the hash that it ends with")
+        try:
+            body = json.loads(data, object_pairs_hook=_once)
+            return _manifest(body)
+        except RecursionError:
+            raise CheckpointError(f"{where}: no manifest: it is nested too deeply") from None
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else error
+            raise CheckpointError(f"{where}: no manifest of this format: {reason}") from None
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """The hash by which all bytes of a checkpoint are checked."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def is_plain(name: object) -> bool:
+    """Whether a name can only mean a file in the folder itself."""
+    return isinstance(name, str) and _PLAIN.fullmatch(name) is not None
+
+
+def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether boxes hold every element of a tensor exactly once."""
+    if sum(box.numel for box in boxes) != math.prod(shape):
+        return False
+    held = sorted(box for box in boxes if not box.is_empty)
+    if len(held) < 2:
+        return True  # the count was right
+    differing = [dim for dim in range(len(shape)) if len({(box.start[dim], box.stop[dim]) for box in held}) > 1]
+    if len(differing) == 1:  # slabs along one dimension, as of shards: quick for thousands of them
+        (dim,) = differing
+        return all(one.stop[dim] <= other.start[dim] for one, other in pairwise(held))
+    return coverage(held, shape).is_exact
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _manifest(body: Any) -> Manifest:
+    if body["format"] != FORMAT:
+        raise ValueError("another format")
+    if body["version"] != VERSION:
+        raise ValueError(f"version {body['version']!r}, and this program reads version {VERSION}: use a newer one")
+    chunk = _whole(body["chunk"], low=1 << 12, high=1 << 30)
+    tensors = tuple(_tensor(row) for row in body["tensors"])
+    if len({each.key for each in tensors}) != len(tensors):
+        raise ValueError("a tensor is there twice")
+    files = tuple(_file(row, tensors, chunk) for row in body["files"])
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("a file is there twice")
+    if not isinstance(body["facts"], dict):
+        raise ValueError("facts is not a dict")
+    return Manifest(
+        id=_text(body["id"]),
+        run=_text(body["run"]),
+        tag=_text(body["tag"]),
+        step=_whole(body["step"], high=LARGEST),
+        created=_text(body["created"]),
+        tensors=tensors,
+        files=files,
+        facts=body["facts"],
+        node=_text(body["node"]),
+        nodes=tuple(_text(node) for node in body["nodes"]),
+        chunk=chunk,
+    )
+
+
+def _tensor(row: Any) -> TensorEntry:
+    kind, name, shape, dtype = row
+    if dtype not in DTYPES:
+        raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
+    if len(shape) > DIMENSIONS:
+        raise ValueError(f"{name!r} has {len(shape)} dimensions")
+    entry = TensorEntry(_text(kind), _text(name), tuple(_whole(size, high=LARGEST) for size in shape), dtype)
+    if entry.nbytes > LARGEST:
+        raise ValueError(f"{entry} is larger than anything")
+    return entry
+
+
+def _file(row: Any, tensors: Sequence[TensorEntry], chunk: int) -> FileEntry:
+    name, size, hashes = row["name"], _whole(row["size"], high=LARGEST), row["hashes"]
+    if not is_plain(name):
+        raise ValueError(f"{str(name)[:80]!r} is not a plain file name")
+    if len(hashes) != -(-size // chunk) or not all(isinstance(h, str) and _DIGEST.fullmatch(h) for h in hashes):
+        raise ValueError(f"{name}: {len(hashes)} hashes for {size} bytes in chunks of {chunk}")
+    return FileEntry(name, size, tuple(hashes), tuple(_part(part, tensors, name, size) for part in row["parts"]))
+
+
+def _part(row: Any, tensors: Sequence[TensorEntry], name: str, size: int) -> Part:
+    number, offset, *corners = (_whole(value, high=LARGEST) for value in row)
+    tensor = tensors[number]
+    dims = len(tensor.shape)
+    if len(corners) != 2 * dims:
+        raise ValueError(f"{name}: a part of {tensor} has {len(corners)} coordinates")
+    start, stop = tuple(corners[:dims]), tuple(corners[dims:])
+    if not all(a < b <= extent for a, b, extent in zip(start, stop, tensor.shape, strict=True)):
+        raise ValueError(f"{name}: a part from {start} to {stop} does not lie in {tensor}")
+    box = Box(start, stop)
+    if offset + box.numel * DTYPES[tensor.dtype].itemsize > size:
+        raise ValueError(f"{name}: {box} of {tensor} at byte {offset} ends behind the file's {size} bytes")
+    return Part(number, offset, box)
+
+
+def _whole(value: Any, *, low: int = 0, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{str(value)[:40]} is not a whole number from {low} to {high}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 4096:
+        raise ValueError(f"{str(value)[:40]!r} is not a text of at most 4096 characters")
+    return value

@@ -1,0 +1,261 @@
+"""Reading a committed checkpoint: any box of any tensor, from whatever boxes were written, each byte verified first."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mizzen.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, digest, is_plain, tiles
+from mizzen.checkpoint.tensors import DTYPES, SLAB, memory_of
+from mizzen.errors import CheckpointError, FileError
+from mizzen.files import Reading, list_folder
+from mizzen.model.box import Box, flat_range_of
+from mizzen.model.piece import Piece, piece_of_whole
+
+MANIFEST: Final = "manifest.json"
+ROOM: Final = 1 << 23
+"""Bytes that a manifest may have beside those of the data it describes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where the boxes of one tensor are, in the order of their corners."""
+
+    entry: TensorEntry
+    parts: tuple[tuple[FileEntry, Part], ...]
+    slabs: int | None
+    """The dimension along which they are cut, where it is one: then those that are wanted are found quickly."""
+
+    def over(self, box: Box) -> tuple[tuple[FileEntry, Part], ...]:
+        """Those that may have something of a box."""
+        if self.slabs is None or box.is_empty:
+            return self.parts
+        dim = self.slabs
+        first = bisect_right(self.parts, box.start[dim], key=lambda each: each[1].box.start[dim]) - 1
+        last = bisect_right(self.parts, box.stop[dim] - 1, key=lambda each: each[1].box.start[dim])
+        return self.parts[max(first, 0) : last]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder, or a CheckpointError that says why there is none."""
+    where = str(folder / MANIFEST)
+    try:
+        with Reading(folder / MANIFEST) as file:
+            allowed = ROOM + sum(entry.stat().st_blocks * 512 for entry in _data_files(folder))
+            if file.size > allowed:
+                raise CheckpointError(f"{where}: {file.size:,} bytes, more than data of this size could need")
+            data = bytearray(file.size)
+            file.read_into(memoryview(data), 0)
+    except FileError as error:
+        raise CheckpointError(f"{folder}: no checkpoint is committed here: {error}") from error
+    return Manifest.from_bytes(bytes(data), where)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return [path for path in list_folder(folder) if is_plain(path.name) and path.is_file() and not path.is_symlink()]
+
+
+class Verified:
+    """One data file, of which nothing is handed out before its chunk has the right hash."""
+
+    def __init__(self, folder: Path, entry: FileEntry, chunk: int) -> None:
+        self._entry = entry
+        self._chunk = chunk
+        self._file = Reading(folder / entry.name)
+        self._path = folder / entry.name
+        self._kept: tuple[int, memoryview] | None = None
+        if self._file.size != entry.size:
+            self._file.close()
+            raise CheckpointError(
+                f"{self._path}: damaged: it has {self._file.size:,} bytes, and was written with {entry.size:,}"
+            )
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill a memory with the bytes from a place on."""
+        end = offset + target.nbytes
+        while offset < end:
+            number, begin = divmod(offset, self._chunk)
+            length = self._length(number)
+            count = min(length - begin, end - offset)
+            into, target = target[:count], target[count:]
+            if count == length:
+                self._file.read_into(into, offset)
+                self._verify(number, into)
+            else:
+                into[:] = self._cached(number)[begin : begin + count]
+            offset += count
+
+    def _length(self, number: int) -> int:
+        return min(self._chunk, self._entry.size - number * self._chunk)
+
+    def _cached(self, number: int) -> memoryview:
+        """A chunk of which only a part is wanted: the next tensor is likely to want the rest."""
+        if self._kept is None or self._kept[0] != number:
+            data = memoryview(bytearray(self._length(number)))
+            self._file.read_into(data, number * self._chunk)
+            self._verify(number, data)
+            self._kept = number, data
+        return self._kept[1]
+
+    def _verify(self, number: int, data: memoryview) -> None:
+        if digest(data) != self._entry.hashes[number]:
+            start = number * self._chunk
+            raise CheckpointError(
+                f"{self._path}: damaged: bytes {start:,} to {start + data.nbytes:,} are not those that were written"
+            )
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._file.close()
+
+
+class Reader:
+    """A committed checkpoint. A tensor is looked for by kind and name; files are opened when they are needed."""
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.folder = folder
+        self.manifest = manifest or read_manifest(folder)
+        self._open: dict[str, Verified] = {}
+        self._stored = _stored(self.manifest)
+        self._checked: set[tuple[str, str]] = set()
+
+    @property
+    def entries(self) -> Mapping[tuple[str, str], TensorEntry]:
+        """Every tensor by kind and name."""
+        return {key: stored.entry for key, stored in self._stored.items()}
+
+    def find(self, kind: str, name: str) -> TensorEntry | None:
+        """One tensor; None where there is none."""
+        stored = self._stored.get((kind, name))
+        return stored.entry if stored else None
+
+    def any_of(self, kind: str) -> str:
+        """The name of some tensor of a kind that has something here; empty when there is none."""
+        found = (name for (of, name), stored in self._stored.items() if of == kind and stored.parts)
+        return next(found, "")
+
+    def fill(self, kind: str, target: Piece, name: str | None = None) -> None:
+        """Write to a Piece what the checkpoint has for it, under this name, in the Piece's own dtype."""
+        stored = self._require(kind, name or target.name)
+        if stored.entry.shape != target.shape:
+            raise CheckpointError(f"{self.folder}: {stored.entry} was asked for as {list(target.shape)}")
+        with torch.no_grad():
+            for box, data in target.parts():
+                found = 0
+                for file, part in stored.over(box):
+                    overlap = box.intersection(part.box)
+                    if not overlap.is_empty:
+                        try:
+                            self._copy(stored.entry, file, part, overlap, data[overlap.slices(box)])
+                        except (CheckpointError, FileError) as error:
+                            raise CheckpointError(f"{error} (it holds {stored.entry})") from error
+                        found += overlap.numel
+                if found != box.numel:
+                    raise self._incomplete(stored.entry, box.numel - found)
+
+    def whole(self, kind: str, name: str) -> Tensor:
+        """A whole tensor on the CPU."""
+        entry = self._require(kind, name).entry
+        self._check_files(entry)
+        found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.fill(kind, piece_of_whole(name, found))
+        return found
+
+    def _require(self, kind: str, name: str) -> Stored:
+        stored = self._stored.get((kind, name))
+        if stored is None:
+            raise CheckpointError(f"{self.folder}: there is no {kind} '{name}' in this checkpoint")
+        if stored.entry.key not in self._checked:
+            if not self.manifest.node and not tiles([part.box for _, part in stored.parts], stored.entry.shape):
+                held = sum(part.box.numel for _, part in stored.parts)
+                raise self._incomplete(stored.entry, math.prod(stored.entry.shape) - held)
+            self._checked.add(stored.entry.key)
+        return stored
+
+    def _check_files(self, entry: TensorEntry) -> None:
+        """Open what holds a tensor, so that its files are known to be as large as they should before there is room."""
+        for file, _ in self._stored[entry.key].parts:
+            try:
+                self._file(file)
+            except (CheckpointError, FileError) as error:
+                raise CheckpointError(f"{error} (it holds {entry})") from error
+
+    def _incomplete(self, entry: TensorEntry, missing: int) -> CheckpointError:
+        here = f" on node {self.manifest.node}: it is on another node of {', '.join(self.manifest.nodes)}, and so "
+        here += "needs the layout that it was saved with, or a shared filesystem"
+        what = f"{missing:,} elements are" if missing > 0 else "elements are twice, or more are"
+        return CheckpointError(f"{self.folder}: {entry}: {what} not there{here if self.manifest.node else ''}")
+
+    def _copy(self, entry: TensorEntry, file: FileEntry, part: Part, wanted: Box, target: Tensor) -> None:
+        """The elements of a box that lies within a part, slab by slab."""
+        dtype, inside = DTYPES[entry.dtype], wanted.shift([-at for at in part.box.start])
+        source = self._file(file)
+        flat = flat_range_of(inside, part.box.shape)
+        if flat is not None:
+            self._copy_run(source, part.offset + flat[0] * dtype.itemsize, dtype, target)
+            return
+        rows = math.prod(part.box.shape[1:])
+        step = max(1, SLAB // (rows * dtype.itemsize))
+        for first in range(inside.start[0], inside.stop[0], step):
+            count = min(step, inside.stop[0] - first)
+            slab = torch.empty((count, *part.box.shape[1:]), dtype=dtype)
+            source.read_into(memory_of(slab), part.offset + first * rows * dtype.itemsize)
+            columns = tuple(slice(a, b) for a, b in zip(inside.start[1:], inside.stop[1:], strict=True))
+            target[first - inside.start[0] : first - inside.start[0] + count].copy_(slab[(slice(None), *columns)])
+
+    @staticmethod
+    def _copy_run(source: Verified, offset: int, dtype: torch.dtype, target: Tensor) -> None:
+        """Elements that lie one after the other in the file; into their place at once where it looks the same."""
+        if target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype:
+            source.read_into(memory_of(target), offset)
+            return
+        if not target.is_contiguous():
+            whole = torch.empty(target.shape, dtype=dtype)
+            source.read_into(memory_of(whole), offset)
+            target.copy_(whole)
+            return
+        flat, step = target.view(-1), max(1, SLAB // dtype.itemsize)
+        for start in range(0, len(flat), step):
+            place = flat[start : start + step]
+            slab = torch.empty(place.shape, dtype=dtype)
+            source.read_into(memory_of(slab), offset + start * dtype.itemsize)
+            place.copy_(slab)
+
+    def _file(self, entry: FileEntry) -> Verified:
+        if entry.name not in self._open:
+            self._open[entry.name] = Verified(self.folder, entry, self.manifest.chunk)
+        return self._open[entry.name]
+
+    def close(self) -> None:
+        """Let all files go."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _stored(manifest: Manifest) -> dict[tuple[str, str], Stored]:
+    found: list[list[tuple[FileEntry, Part]]] = [[] for _ in manifest.tensors]
+    for file in manifest.files:
+        for part in file.parts:
+            found[part.tensor].append((file, part))
+    return {entry.key: _index(entry, parts) for entry, parts in zip(manifest.tensors, found, strict=True)}
+
+
+def _index(entry: TensorEntry, parts: list[tuple[FileEntry, Part]]) -> Stored:
+    parts.sort(key=lambda each: each[1].box)
+    corners = [part.box for _, part in parts]
+    differing = [
+        dim for dim in range(len(entry.shape)) if len({(box.start[dim], box.stop[dim]) for box in corners}) > 1
+    ]
+    return Stored(entry, tuple(parts), differing[0] if len(differing) == 1 else None)

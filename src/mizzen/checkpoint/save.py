@@ -1,0 +1,212 @@
+"""A save: every rank writes its own file, all vote, and one rename commits. Until then nothing has happened.
+
+    begin     all ranks agree on a tag; the first marks the folder
+    write     each rank writes its data, durably; nothing of an older save of the tag is touched
+    commit    all vote; the first renames the manifest into place, then `latest`, then old files go
+
+`begin` is called where training stands still. `write` and `commit` may run in a thread beside it, on copies.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from mizzen.checkpoint.folder import check_tag, data_name, discard, mark, retain, set_latest, sweep, unmark
+from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from mizzen.checkpoint.read import MANIFEST
+from mizzen.checkpoint.team import Team, attempt, in_words
+from mizzen.checkpoint.write import Item, Written, write_items
+from mizzen.errors import CheckpointError
+from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
+from mizzen.log import get_logger
+from mizzen.model.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a run saves."""
+
+    run: str
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = "Warn"
+    is_local: bool = False
+    """Whether each node has a filesystem of its own."""
+    keep_last: int | None = None
+    keep_every: int | None = None
+    latest: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A save that has begun."""
+
+    root: Path
+    tag: str
+    id: str
+    nodes: tuple[str, ...] = ()
+    """By rank, where each node has a filesystem of its own."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written."""
+        return self.root / self.tag
+
+
+CALL: Final = "save_checkpoint()"
+
+
+def begin(root: Path, tag: str, team: Team, terms: Terms) -> Ticket:
+    """Agree on where to save. All ranks come here together, or find out that they do not."""
+    said = team.everyone((str(tag), team.node), CALL)
+    tags = {rank: words for rank, (words, _) in enumerate(said)}
+    if len(set(tags.values())) > 1 and terms.tag_validation != "Ignore":
+        words = f"the ranks save under different tags: {in_words(tags)}"
+        if terms.tag_validation == "Fail":
+            raise CheckpointError(f"{words}; give every rank the same one")
+        if team.is_first:
+            get_logger().warning("%s; the first rank's is taken", words)
+    tag = check_tag(tags[0])
+    nodes = tuple(node for _, node in said) if terms.is_local else ()
+    ticket = Ticket(root, tag, team.from_first(os.urandom(8).hex(), CALL), nodes)
+    if _leads(ticket, team):
+        _, failure = attempt(lambda: mark(ticket.folder, ticket.id))
+    else:
+        failure = None
+    team.all_well(failure, CALL)
+    return ticket
+
+
+def _leads(ticket: Ticket, team: Team) -> bool:
+    """Whether this rank commits: the first of all, or of its node."""
+    return team.rank == (ticket.nodes.index(team.node) if ticket.nodes else 0)
+
+
+def write(ticket: Ticket, items: Sequence[Item], team: Team) -> Written:
+    """This rank's file."""
+    make_folder(ticket.folder)
+    metadata = {"save": ticket.id, "tag": ticket.tag, "rank": str(team.rank)}
+    written = write_items(ticket.folder / data_name(ticket.id, team.rank), items, metadata=metadata)
+    fsync_folder(ticket.folder)
+    return written
+
+
+def check_room(ticket: Ticket, items: Sequence[Item], team: Team) -> None:
+    """Fail before anything is written where there is no room for it; ranks that share a filesystem add up."""
+    mine = sum(item.nbytes for item in items)
+    free, failure = attempt(lambda: free_bytes(ticket.folder))
+    needs = [
+        each
+        for each in team.everyone((mine, free, failure, team.node), CALL)
+        if not ticket.nodes or each[3] == team.node
+    ]
+    needed, least = (
+        sum(need for need, *_ in needs),
+        min((room for _, room, *_ in needs if room is not None), default=None),
+    )
+    lacking = least is not None and needed > least
+    team.all_well(
+        f"{ticket.folder}: the checkpoint needs {needed:,} bytes, and the filesystem has {least:,} free"
+        if lacking
+        else None,
+        CALL,
+    )
+
+
+def commit(
+    ticket: Ticket, written: Written | None, failure: str | None, facts: Mapping[str, Any], team: Team, terms: Terms
+) -> Manifest | None:
+    """Vote, and make the checkpoint exist if all is well; returns its manifest on the rank that commits."""
+    votes = (team.everyone if ticket.nodes else team.first)((written, failure), CALL)
+    leads = _leads(ticket, team)
+    manifest = None
+    failure = None
+    if leads:
+        manifest, failure = attempt(lambda: _make_it_exist(ticket, votes, facts, team, terms))
+    if manifest is not None:
+        _tidy(ticket, manifest, terms)
+    try:
+        team.all_well(failure, CALL)
+    except CheckpointError:
+        give_up(ticket, team)
+        raise
+    return manifest
+
+
+def give_up(ticket: Ticket, team: Team) -> None:
+    """A save that has begun will not be: leave nothing behind."""
+    discard(ticket.folder, ticket.id)
+    if _leads(ticket, team):
+        unmark(ticket.folder, ticket.id)
+
+
+def _make_it_exist(
+    ticket: Ticket,
+    votes: Sequence[tuple[Written | None, str | None]],
+    facts: Mapping[str, Any],
+    team: Team,
+    terms: Terms,
+) -> Manifest:
+    failures = {rank: words for rank, (_, words) in enumerate(votes) if words}
+    if failures:
+        raise CheckpointError(f"{ticket.folder}: nothing was saved: {in_words(failures)}")
+    here = [
+        written if not ticket.nodes or ticket.nodes[rank] == team.node else replace(written, file=None)
+        for rank, (written, _) in enumerate(votes)
+        if written
+    ]
+    tensors, files = merge(here, once=bool(ticket.nodes))
+    manifest = Manifest(
+        id=ticket.id,
+        run=terms.run,
+        tag=ticket.tag,
+        step=int(facts.get("counters", {}).get("global_steps", 0)),
+        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        tensors=tensors,
+        files=files,
+        facts=facts,
+        node=team.node if ticket.nodes else "",
+        nodes=tuple(dict.fromkeys(ticket.nodes)),
+    )
+    commit_bytes(ticket.folder / MANIFEST, manifest.to_bytes())
+    return manifest
+
+
+def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
+    """What follows a commit; that it fails does not undo the commit."""
+    unmark(ticket.folder, ticket.id)
+
+    def tidy() -> None:
+        if terms.latest:
+            set_latest(ticket.root, ticket.tag)
+        sweep(ticket.folder, manifest)
+        retain(ticket.root, terms.run, last=terms.keep_last, every=terms.keep_every, newest=ticket.tag)
+
+    _, failure = attempt(tidy)
+    if failure:
+        get_logger().warning("%s is saved, but tidying up after it failed: %s", ticket.folder, failure)
+
+
+def merge(written: Sequence[Written], *, once: bool = False) -> tuple[tuple[TensorEntry, ...], tuple[FileEntry, ...]]:
+    """One list of tensors for all files, whose parts are counted in it; with `once` a box that is twice counts once."""
+    tensors: dict[tuple[str, str], tuple[int, TensorEntry]] = {}
+    files = []
+    seen: set[tuple[int, Box]] = set()
+    for each in written:
+        places = []
+        for entry in each.tensors:
+            number, known = tensors.setdefault(entry.key, (len(tensors), entry))
+            if known != entry:
+                raise CheckpointError(
+                    f"{entry.kind} '{entry.name}' is {list(entry.shape)} {entry.dtype} on one rank and "
+                    f"{list(known.shape)} {known.dtype} on another"
+                )
+            places.append(number)
+        if each.file is not None:
+            parts = [replace(part, tensor=places[part.tensor]) for part in each.file.parts]
+            if once:
+                parts = [part for part in parts if (part.tensor, part.box) not in seen]
+                seen.update((part.tensor, part.box) for part in parts)
+            files.append(replace(each.file, parts=tuple(parts)))
+    return tuple(entry for _, entry in tensors.values()), tuple(files)

@@ -1,0 +1,220 @@
+"""Plain Python values as JSON and back, with what JSON would lose: tuples, keys that are no strings, paths, dates.
+
+A value that JSON has is itself; any other is `{"$word": ...}`. Arrays and tensors are not in the JSON: they are data,
+found by a name. What cannot be kept is refused by its path and type.
+"""
+
+import base64
+import binascii
+import datetime
+import json
+import math
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any, Final
+
+import numpy
+import torch
+from torch import Tensor
+
+from mizzen.checkpoint.tensors import CODES, DTYPES, memory_of, name_of
+from mizzen.errors import CheckpointError, UsageError
+
+DEPTH: Final = 200
+"""Values nested deeper than this are taken for one that contains itself."""
+_NUMBERS: Final = "biuf"
+"""The kinds of numpy's dtypes that are kept: truth values, whole numbers with and without sign, fractions."""
+
+
+class Encoder:
+    """Turns values into JSON, and collects their arrays by name."""
+
+    def __init__(self, root: str, *, allow_pickle: bool = False) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._root = root
+        self._pickles = allow_pickle
+
+    def encode(self, value: Any, path: str = "", depth: int = 0) -> Any:
+        """The value as JSON. `path` is where it is, for errors."""
+        path = path or self._root
+        if depth > DEPTH:
+            raise UsageError(f"{path[:200]}: nested deeper than {DEPTH}, or it contains itself")
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is list:
+            return [self.encode(each, f"{path}[{n}]", depth + 1) for n, each in enumerate(value)]
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(each, f"{path}.{key}", depth + 1) for key, each in value.items()}
+        return self._tagged(value, path, depth)
+
+    def _tagged(self, value: Any, path: str, depth: int) -> dict[str, Any]:
+        simple = _simple(value)
+        if simple is not None:
+            return simple
+        if isinstance(value, Tensor) or (isinstance(value, numpy.ndarray) and value.dtype.kind in _NUMBERS):
+            return self._array(value, path)
+        if type(value) in (tuple, torch.Size, set, frozenset):
+            rows = [self.encode(each, f"{path}[{n}]", depth + 1) for n, each in enumerate(value)]
+            word = "tuple" if isinstance(value, tuple) else type(value).__name__
+            return {f"${word}": rows}
+        if type(value) in (dict, OrderedDict):
+            word = "dict" if type(value) is dict else "ordered"
+            return {f"${word}": self._pairs(value, path, depth)}
+        if type(value) is Namespace:
+            return {"$namespace": self._pairs(vars(value), path, depth)}
+        if self._pickles:
+            return {"$pickle": _base64(pickle.dumps(value))}
+        raise UsageError(
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not keep. It "
+            "keeps None, truth values, numbers, strings, bytes, lists, tuples, sets, dicts, paths, dates, arrays and "
+            "tensors: give it as one of these, or set checkpoint.pickled_client_state"
+        )
+
+    def _pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Any]:
+        return [
+            [self.encode(key, f"{path} (a key)", depth + 1), self.encode(each, f"{path}[{key!r}]", depth + 1)]
+            for key, each in value.items()
+        ]
+
+    def _array(self, value: Any, path: str) -> dict[str, Any]:
+        if isinstance(value, Tensor):
+            word, tensor = "tensor", value.detach()
+            if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+                raise UsageError(f"{path} is a {type(value).__name__}: give a plain tensor, with .full_tensor() or so")
+        else:
+            native = numpy.ascontiguousarray(value.astype(value.dtype.newbyteorder("="))).reshape(value.shape)
+            word, tensor = "array", torch.from_numpy(native)
+        if tensor.dtype not in CODES:
+            raise UsageError(f"{path} is a tensor of {tensor.dtype}, which a checkpoint does not keep")
+        self.tensors[path] = tensor.to("cpu", copy=True).contiguous()
+        return {f"${word}": path}
+
+
+def _simple(value: Any) -> dict[str, Any] | None:
+    """Values without others inside."""
+    found: dict[str, Any] | None = None
+    if isinstance(value, numpy.generic) and value.dtype.kind in _NUMBERS:
+        number = value.item()
+        found = {"$numpy": [value.dtype.name, number if not isinstance(number, float) else repr(number)]}
+    elif type(value) in (bytes, bytearray):
+        found = {f"${type(value).__name__}": _base64(value)}
+    elif type(value) is complex:
+        found = {"$complex": [repr(value.real), repr(value.imag)]}
+    elif isinstance(value, PurePath):
+        found = {"$path": str(value)}
+    elif type(value) in (datetime.datetime, datetime.date, datetime.time):
+        found = {f"${type(value).__name__}": value.isoformat()}
+    elif type(value) is datetime.timedelta:
+        found = {"$timedelta": [value.days, value.seconds, value.microseconds]}
+    elif isinstance(value, torch.dtype):
+        found = {"$dtype": name_of(value)}
+    elif isinstance(value, torch.device):
+        found = {"$device": str(value)}
+    return found
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def pack(value: Any) -> Tensor:
+    """A value, arrays and all, as bytes in a tensor."""
+    encoder = Encoder("value")
+    body = encoder.encode(value)
+    arrays = {
+        name: [name_of(tensor.dtype), list(tensor.shape), _base64(memory_of(tensor).tobytes())]
+        for name, tensor in encoder.tensors.items()
+    }
+    text = json.dumps({"value": body, "arrays": arrays}, allow_nan=False).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> Any:
+    """What was packed."""
+    try:
+        found = json.loads(memory_of(packed).tobytes())
+        arrays = {
+            name: torch.frombuffer(bytearray(base64.b64decode(data)), dtype=DTYPES[dtype]).view(shape)
+            for name, (dtype, shape, data) in found["arrays"].items()
+        }
+        value = found["value"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"a value of the checkpoint cannot be read: {type(error).__name__}: {error}") from error
+    return decode(value, lambda name: arrays[name])
+
+
+def decode(value: Any, read: Callable[[str], Tensor], *, allow_pickle: bool = False) -> Any:
+    """What was encoded. `read` gives arrays by their name."""
+    try:
+        return _Decoder(read, allow_pickle).decode(value)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, binascii.Error) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"a value of the checkpoint cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Decoder:
+    def __init__(self, read: Callable[[str], Tensor], allow_pickle: bool) -> None:
+        self._read = read
+        self._pickles = allow_pickle
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        if len(value) == 1 and (word := next(iter(value))).startswith("$"):
+            return self._tagged(word[1:], value[word])
+        return {key: self.decode(each) for key, each in value.items()}
+
+    def _tagged(self, word: str, value: Any) -> Any:
+        if word in _SIMPLE:
+            return _SIMPLE[word](value)
+        if word in _ROWS:
+            return _ROWS[word](self.decode(each) for each in value)
+        if word in ("dict", "ordered", "namespace"):
+            pairs = [(self.decode(key), self.decode(each)) for key, each in value]
+            if word == "namespace":
+                return Namespace(**dict(pairs))
+            return dict(pairs) if word == "dict" else OrderedDict(pairs)
+        if word in ("tensor", "array"):
+            tensor = self._read(str(value))
+            return tensor if word == "tensor" else tensor.numpy()
+        if word == "pickle":
+            if not self._pickles:
+                raise CheckpointError(
+                    "the client state has a pickled value, and reading one runs whatever it says: set "
+                    "checkpoint.pickled_client_state to true if you trust whoever wrote this checkpoint"
+                )
+            return pickle.loads(base64.b64decode(value))  # noqa: S301  asked for by a key
+        raise CheckpointError(f"a value of the checkpoint is of the unknown kind {word[:40]!r}")
+
+
+_ROWS: Final[Mapping[str, Callable[[Any], Any]]] = {"tuple": tuple, "Size": tuple, "set": set, "frozenset": frozenset}
+_SIMPLE: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "float": float,
+    "numpy": lambda pair: _number(*pair),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
+    "complex": lambda pair: complex(float(pair[0]), float(pair[1])),
+    "path": Path,
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda parts: datetime.timedelta(*parts),
+    "dtype": lambda name: DTYPES[name],
+    "device": torch.device,
+}
+
+
+def _number(name: str, value: Any) -> Any:
+    dtype = numpy.dtype(name)
+    if dtype.kind not in _NUMBERS:
+        raise ValueError(f"{name!r} is no dtype of numbers")
+    return dtype.type(float(value) if dtype.kind == "f" else value)

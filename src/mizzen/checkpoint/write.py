@@ -1,0 +1,139 @@
+"""One rank's data file: Pieces as a safetensors file, hashed chunk by chunk as it is written."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import xxhash
+from torch import Tensor
+
+from mizzen.checkpoint.manifest import CHUNK, FileEntry, Part, TensorEntry
+from mizzen.checkpoint.tensors import CODES, DTYPES, bytes_of, header_of, name_of
+from mizzen.errors import CheckpointError
+from mizzen.files import write_chunks
+from mizzen.model.box import Box
+from mizzen.model.piece import Piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """Something to be saved."""
+
+    kind: str
+    piece: Piece
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The tensor that it is a part of."""
+        return TensorEntry(self.kind, self.piece.name, self.piece.shape, name_of(self.piece.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in a file."""
+        return self.piece.numel * self.piece.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one rank has written: its tensors, and its file; no file where it had nothing to write."""
+
+    tensors: tuple[TensorEntry, ...]
+    """Those that the parts of the file are counted in."""
+    file: FileEntry | None
+
+
+class ChunkHasher:
+    """The hashes of bytes that pass by, one for each chunk."""
+
+    def __init__(self, chunk: int = CHUNK) -> None:
+        self._chunk = chunk
+        self._room = chunk
+        self._open = xxhash.xxh3_128()
+        self._done: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Some more bytes."""
+        while data.nbytes:
+            part = data[: self._room]
+            self._open.update(part)
+            self._room -= part.nbytes
+            data = data[part.nbytes :]
+            if not self._room:
+                self._close()
+
+    def _close(self) -> None:
+        self._done.append(self._open.hexdigest())
+        self._open, self._room = xxhash.xxh3_128(), self._chunk
+
+    def finish(self) -> tuple[str, ...]:
+        """All hashes, of the last and shorter chunk too."""
+        if self._room < self._chunk:
+            self._close()
+        return tuple(self._done)
+
+
+def check(items: Sequence[Item]) -> None:
+    """Refuse what the format cannot hold, before anything is written."""
+    for item in items:
+        if item.piece.dtype not in CODES:
+            raise CheckpointError(
+                f"{item.kind} '{item.piece.name}' is {item.piece.dtype}, which a checkpoint cannot hold; it can hold "
+                f"{', '.join(map(name_of, CODES))}"
+            )
+
+
+def write_items(path: Path, items: Sequence[Item], *, metadata: dict[str, str] | None = None) -> Written:
+    """Write a new file with every box of some Pieces, durable but for its name."""
+    check(items)
+    tensors = {item.entry.key: item.entry for item in items}
+    boxes = [Boxed(item.entry, box, partial(_same, data)) for item in items for box, data in item.piece.parts()]
+    return write_boxes(path, tuple(tensors.values()), boxes, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Boxed:
+    """A box of a tensor, and how to get its elements when they are written."""
+
+    entry: TensorEntry
+    box: Box
+    load: Callable[[], Tensor]
+
+
+def write_boxes(
+    path: Path, tensors: Sequence[TensorEntry], boxes: Sequence[Boxed], *, metadata: dict[str, str] | None = None
+) -> Written:
+    """Write a new file with some boxes, of which one at a time is in memory."""
+    if not boxes:
+        return Written(tuple(tensors), None)
+    places = {entry.key: number for number, entry in enumerate(tensors)}
+    named = [(title(each.entry, each.box), DTYPES[each.entry.dtype], each.box.shape) for each in boxes]
+    header = header_of(named, metadata)
+    hasher, parts, place = ChunkHasher(), [], len(header)
+    for each in boxes:
+        parts.append(Part(places[each.entry.key], place, each.box))
+        place += each.box.numel * DTYPES[each.entry.dtype].itemsize
+
+    def passing() -> Iterator[memoryview]:
+        for chunk in _all(header, boxes):
+            hasher.update(chunk)
+            yield chunk
+
+    size = write_chunks(path, passing())
+    return Written(tuple(tensors), FileEntry(path.name, size, hasher.finish(), tuple(parts)))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def title(entry: TensorEntry, box: Box) -> str:
+    """The name of a box among the tensors of a safetensors file."""
+    whole = "" if box == Box.whole(entry.shape) else str(box)
+    return f"{entry.kind}/{entry.name}{whole}"
+
+
+def _all(header: bytes, boxes: Sequence[Boxed]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    for each in boxes:
+        yield from bytes_of(each.load())

@@ -1,0 +1,287 @@
+"""`load_checkpoint`: the state of an engine out of a checkpoint of any layout."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from mizzen.checkpoint.choose import CALL, candidates, open_together
+from mizzen.checkpoint.read import Reader
+from mizzen.checkpoint.tagged import decode, unpack
+from mizzen.checkpoint.team import attempt, in_words
+from mizzen.data.loader import Loader
+from mizzen.engine.access import refresh_masters
+from mizzen.engine.randomness import restore_process
+from mizzen.engine.saving import CLIENT, RANDOM, preflight, role_of
+from mizzen.engine.state import WEIGHT, Weights, set_extra_states
+from mizzen.engine.states import fill_states, make_states, set_groups
+from mizzen.errors import CheckpointError
+from mizzen.log import get_logger, log_dist, warn_once
+from mizzen.optim.rules import has_stepped
+from mizzen.rewrite.checkpointing import Checkpointing
+
+if TYPE_CHECKING:
+    from mizzen.engine.face import Face
+
+SHOWN: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What of a checkpoint is wanted."""
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+    custom: Callable[..., None] | None = None
+    must_be_there: bool = True
+    """Whether it deserves a warning that there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How the names of a checkpoint and of a model fit."""
+
+    missing: tuple[str, ...] = ()
+    """In the model, not in the checkpoint: they keep their values."""
+    unexpected: tuple[str, ...] = ()
+    """In the checkpoint, not in the model."""
+    misshaped: tuple[str, ...] = ()
+    """In both, with another shape: they keep their values."""
+    states: tuple[str, ...] = ()
+    """Optimizer states that the checkpoint lacks: they start from zero."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every name of the model was found, and no other."""
+        return not (self.missing or self.unexpected or self.misshaped)
+
+    def __str__(self) -> str:
+        rows = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.misshaped),
+            ("optimizer states missing", self.states),
+        )
+        return "; ".join(
+            f"{len(names)} {what}: {', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}"
+            for what, names in rows
+            if names
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A checkpoint laid beside a model."""
+
+    weights: Weights
+    names: Mapping[str, str]
+    """Of the model's names those that are read, with what they are called in the checkpoint."""
+    report: LoadReport
+
+    @classmethod
+    def of(cls, weights: Weights, reader: Reader) -> "Match":
+        """Find every name, under another name of the same tied tensor if need be."""
+        stored = {name: entry for (kind, name), entry in reader.entries.items() if kind == WEIGHT}
+        aliases: dict[str, str] = dict(_facts(reader, "aliases"))
+        excluded = set(_facts(reader, "excluded"))
+        others: dict[str, list[str]] = {}
+        for alias, name in weights.aliases.items():
+            others.setdefault(name, []).append(alias)
+        names, missing, misshaped = {}, [], []
+        for name, shape in weights.shapes.items():
+            tried = [name, aliases.get(name, name), *others.get(name, [])]
+            found = next((each for each in tried if each in stored), None)
+            if found is None:
+                missing += [] if name in excluded else [name]
+            elif stored[found].shape != shape:
+                misshaped.append(f"{name} {list(stored[found].shape)} instead of {list(shape)}")
+            else:
+                names[name] = found
+        known = {*names.values(), *weights.shapes, *weights.aliases}
+        unexpected = [name for name in stored if name not in known]
+        return cls(weights, names, LoadReport(tuple(missing), tuple(unexpected), tuple(misshaped)))
+
+
+def _facts(reader: Reader, key: str) -> Any:
+    found = reader.manifest.facts.get(key)
+    return found if isinstance(found, dict | list) else ()
+
+
+def load_checkpoint(
+    engine: "Face", root: Path, tag: str | None, wishes: Wishes
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load one, or an older one where the configuration says so; (None, None) when there is none."""
+    team, settings = engine.saving.team, engine.settings.checkpoint
+    engine.saving.background.wait()
+    tried = team.by_first(lambda: candidates(root, tag, with_older=settings.on_corrupt == "previous"), CALL)
+    if not tried:
+        what = f"there is no checkpoint '{tag}' in {root}" if tag else f"there is no checkpoint in {root}"
+        if wishes.must_be_there:
+            log_dist(f"{what}: nothing was loaded", level=30)
+        return None, None
+    for number, chosen in enumerate(tried):
+        folder = root / chosen
+        try:
+            with open_together(folder, team) as reader:
+                match = Match.of(Weights.of(engine.module, engine.stores), reader)
+                if wishes.strict and not match.report.is_exact and wishes.custom is None:
+                    raise Unfit(
+                        f"{folder} does not fit the model: {match.report}. load_module_strict=False loads the rest"
+                    )
+                client = _load(engine, reader, match, wishes)
+                engine.saving.run = reader.manifest.run
+        except Unfit as error:
+            raise CheckpointError(str(error)) from None
+        except CheckpointError as error:
+            if number + 1 == len(tried):
+                raise
+            get_logger().error("%s. The checkpoint before it, '%s', is tried", error, tried[number + 1])
+            continue
+        if not match.report.is_exact or engine.load_report.states:
+            log_dist(f"{folder} was loaded, but not all fitted: {engine.load_report}", level=30)
+        preflight(engine, root)
+        return str(folder), client
+    raise AssertionError(f"none of {tried} was loaded, and none has failed")
+
+
+class Unfit(CheckpointError):
+    """A checkpoint of another model: older ones will not fit either."""
+
+
+def _load(engine: "Face", reader: Reader, match: Match, wishes: Wishes) -> dict[str, Any]:
+    """Read everything on every rank, then set what is no tensor; where one rank fails, all do."""
+    team = engine.saving.team
+    optimizer = engine.basic_optimizer
+    has_states = any(kind not in (WEIGHT, RANDOM, CLIENT) for kind, _ in reader.entries)
+    wants_states = wishes.optimizer and optimizer is not None
+    if wants_states and has_states and optimizer is not None and not (optimizer.state and has_stepped(optimizer)):
+        make_states(optimizer, engine.stores)
+    read, failure = attempt(lambda: _read(engine, reader, match, wishes, wants_states and has_states))
+    failures = {rank: words for rank, words in enumerate(team.everyone(failure, CALL)) if words}
+    if failures:
+        raise CheckpointError(
+            f"{reader.folder}: {in_words(failures)}. The engine's state is now a mixture: load another checkpoint"
+        )
+    if read is None:
+        raise AssertionError("what was read without a word is not there")
+    client, extra, missing, whole = read
+    if wants_states and not has_states:
+        warn_once(f"{reader.folder} has no optimizer states: the optimizer starts afresh")
+    if wishes.custom is not None:
+        wishes.custom(src=whole, dst=engine.module)
+        refresh_masters(engine.module)
+    else:
+        for store in engine.stores:
+            store.spread()
+    set_extra_states(engine.module, extra)
+    _set_facts(engine, reader, wishes)
+    report = match.report
+    engine.load_report = LoadReport(report.missing, report.unexpected, report.misshaped, tuple(missing))
+    engine.moved()
+    return client
+
+
+def _read(
+    engine: "Face", reader: Reader, match: Match, wishes: Wishes, with_states: bool
+) -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Tensor]]:
+    """What this rank needs. Nothing here waits for another rank."""
+    facts, trusts = reader.manifest.facts, engine.settings.checkpoint.pickled_client_state
+    client = decode(facts.get("client", {}), lambda name: reader.whole(CLIENT, name), allow_pickle=trusts)
+    extra = decode(facts.get("extra", {}), lambda name: reader.whole(CLIENT, name))
+    whole = {}
+    if wishes.custom is not None:
+        whole = {name: reader.whole(kind, name) for kind, name in reader.entries if kind == WEIGHT}
+    else:
+        with torch.no_grad():
+            for piece in match.weights.pieces:
+                if piece.name in match.names:
+                    reader.fill(WEIGHT, piece, match.names[piece.name])
+    missing: list[str] = []
+    optimizer = engine.basic_optimizer
+    if with_states and optimizer is not None:
+        missing = fill_states(optimizer, engine.stores, reader, match.names)
+        if missing and wishes.strict:
+            raise CheckpointError(
+                f"{len(missing)} optimizer states are not in the checkpoint: {', '.join(missing[:SHOWN])}; "
+                "load_optimizer_states=False starts the optimizer afresh, load_module_strict=False only those"
+            )
+    if not wishes.module_only:
+        _restore_random(engine, reader)
+    return client, extra, missing, whole
+
+
+def _restore_random(engine: "Face", reader: Reader) -> None:
+    """Random numbers go on where the same role left them.
+
+    [Note: ranks that did not exist]
+    A role that was not saved gets a stream of its own, from the run's seed, its place and the step, so that it draws
+    what no other rank draws. The process's own numbers, by which scripts choose alike on all ranks, are the first's.
+    """
+    facts, stream = reader.manifest.facts, engine.surroundings.stream
+    role = role_of(engine.mesh)
+    roles = [name for kind, name in reader.entries if kind == RANDOM]
+    if not roles:
+        return
+    mine = unpack(reader.whole(RANDOM, role if role in roles else min(roles)))
+    try:
+        restore_process(mine["process"])
+        if stream.is_own and role in roles and mine["stream"]:
+            stream.load_state_dict(mine["stream"])
+        elif stream.is_own:
+            stream.restart(int(facts["seed"]), int(reader.manifest.step))
+        if role in roles and mine["named"]:
+            Checkpointing.current().streams.set_states(mine["named"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{reader.folder}: the random states of '{role}' cannot be used: {error}") from error
+
+
+def _set_facts(engine: "Face", reader: Reader, wishes: Wishes) -> None:
+    """Counters, settings, schedule, scaler and data position."""
+    if wishes.module_only:
+        return
+    facts = reader.manifest.facts
+    try:
+        counters, accumulation = facts.get("counters", {}), int(facts.get("batch", {}).get("accumulation", 1))
+        engine.global_steps = int(counters.get("global_steps", 0))
+        engine.global_samples = int(counters.get("global_samples", 0))
+        engine.skipped_steps = int(counters.get("skipped_steps", 0))
+        engine.micro_steps = int(counters.get("micro_steps", 0)) // accumulation * engine.batch.accumulation
+        _set_optimizer(engine, facts, wishes)
+        loader, position = engine.training_dataloader, facts.get("data")
+        if isinstance(loader, Loader) and position is not None:
+            loader.load_state_dict(position)
+            engine.set_dataloader(loader)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{reader.folder}: its facts cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _set_optimizer(engine: "Face", facts: Mapping[str, Any], wishes: Wishes) -> None:
+    optimizer, scheduler, names = engine.basic_optimizer, engine.lr_scheduler, engine.surroundings.groups
+    saved = facts.get("optimizer")
+    if wishes.optimizer and optimizer is not None and saved is not None:
+        padded = [*names, *[()] * (len(optimizer.param_groups) - len(names))]
+        set_groups(optimizer, padded, decode(saved["groups"], _none), with_rates=wishes.scheduler)
+        if engine.optimizer is not None and facts.get("scaler") is not None:
+            engine.optimizer.loss_scaler.has_scaled = False
+            engine.optimizer.loss_scaler.load_state_dict(facts["scaler"])
+    if not wishes.scheduler or scheduler is None or "load_state_dict" not in dir(scheduler):
+        return
+    if facts.get("scheduler") is None:
+        warn_once("the checkpoint has no state of a learning-rate schedule: the schedule starts afresh")
+        return
+    if facts["scheduler"]["type"] not in ("", type(scheduler).__name__):
+        warn_once(
+            f"the checkpoint has the state of the schedule {facts['scheduler']['type']}, and the schedule is a "
+            f"{type(scheduler).__name__}: it starts afresh"
+        )
+        return
+    scheduler.load_state_dict(decode(facts["scheduler"]["state"], _none))
+
+
+def _none(name: str) -> Tensor:
+    raise CheckpointError(f"'{name}' should be a number, and is an array")

@@ -1,0 +1,124 @@
+"""The weights of an engine by name, as Pieces: what this rank holds of them, and who else holds the same.
+
+Everything here asks stores, and none of it asks for a stage. Optimizer states are in `states.py`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from mizzen.checkpoint.write import Item
+from mizzen.comm import groups
+from mizzen.model.piece import Piece, piece_of_whole
+from mizzen.model.sketch import Sketch
+from mizzen.plan.parts import Store
+
+WEIGHT: Final = "model"
+"""The kind under which weights and buffers are saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Something to save, and the ranks that hold the very same."""
+
+    item: Item
+    holders: tuple[int, ...]
+    is_joint: bool = False
+    """Whether one rank writes all of what these hold together: buffers of two ranks need not fit each other."""
+    is_spare: bool = False
+    """Whether another rank writes it anyway, but perhaps on another node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights and buffers of a model."""
+
+    pieces: tuple[Piece, ...]
+    """What this rank holds, with the most bits that there are: masters where there are any."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """All of them, also those of which this rank holds nothing."""
+    aliases: Mapping[str, str]
+    """Further names of a tied parameter, with the one under which it is saved."""
+    frozen: frozenset[str]
+    """Parameters that nobody trains."""
+    buffers: frozenset[str]
+    stored: Mapping[str, Store]
+    """Those that a store holds."""
+
+    @classmethod
+    def of(cls, module: nn.Module, stores: Sequence[Store]) -> "Weights":
+        """Look at a model in training."""
+        sketch = Sketch.of(module)
+        stored = {name: store for store in stores for name in store.everything}
+        own: dict[str, Tensor] = dict(module.named_parameters())
+        persistent = {buffer.name for buffer in sketch.buffers if buffer.persistent}
+        own |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+        plain = {name: tensor for name, tensor in own.items() if name not in stored}
+        pieces = [piece for store in stores for piece in store.pieces("master")]
+        return cls(
+            pieces=(*pieces, *(piece_of_whole(name, tensor) for name, tensor in plain.items())),
+            shapes={name: tuple(tensor.shape) for name, tensor in own.items()},
+            aliases={alias: p.name for p in sketch.parameters for alias in p.aliases}
+            | {alias: b.name for b in sketch.buffers for alias in b.aliases},
+            frozen=frozenset(each.name for each in sketch.parameters if not each.requires_grad),
+            buffers=frozenset(persistent),
+            stored=stored,
+        )
+
+    def held(self, rank: int, everyone: Sequence[int], skip: frozenset[str]) -> Iterator[Held]:
+        """What to save of them. `everyone` are the ranks that hold what no store has."""
+        for piece in self.pieces:
+            if piece.name not in skip:
+                store = self.stored.get(piece.name)
+                holders = holders_of(store, rank) if store else tuple(everyone)
+                yield Held(Item(WEIGHT, piece), holders, is_joint=piece.name in self.buffers)
+
+
+def holders_of(store: Store, rank: int) -> tuple[int, ...]:
+    """The ranks that hold the same of a store as this one."""
+    return tuple(groups.get_all_ranks_from_group(store.copies)) if store.copies is not None else (rank,)
+
+
+def share_of(held: Iterable[Held], rank: int, nodes: Sequence[str]) -> list[Item]:
+    """What this rank writes, so that all is written once, or once on each node, by ranks that have about as much each.
+
+    Ranks that hold the same come to the same answer without asking each other.
+    """
+    together: dict[tuple[int, ...], list[Held]] = defaultdict(list)
+    for each in held:
+        if each.is_spare and not nodes:
+            continue
+        here = tuple(holder for holder in each.holders if not nodes or nodes[holder] == nodes[rank])
+        together[here].append(each)
+    mine: list[Item] = []
+    for holders, those in together.items():
+        loads = dict.fromkeys(holders, 0)
+        for each in sorted(those, key=lambda each: -each.item.nbytes):
+            writer = holders[0]
+            if not each.is_joint:
+                writer = min(loads, key=lambda holder: (loads[holder], holder))
+                loads[writer] += each.item.nbytes
+            if writer == rank:
+                mine.append(each.item)
+    return mine
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """What modules want to have saved beside tensors."""
+    return {name: found.get_extra_state() for name, found in _with_extras(module)}
+
+
+def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give it back to them."""
+    for name, found in _with_extras(module):
+        if name in states:
+            found.set_extra_state(states[name])
+
+
+def _with_extras(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, found in module.named_modules():
+        if type(found).get_extra_state is not nn.Module.get_extra_state:
+            yield name, found

@@ -1,0 +1,485 @@
+"""`save_checkpoint` and `load_checkpoint` with their arguments, their rules, and their errors."""
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mizzen
+from mizzen.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from mizzen.checkpoint.folder import committed
+from mizzen.comm.communicator import set_patience
+from mizzen.errors import CheckpointError, CommError, UsageError
+from mizzen.files import watched
+from ranks.checkpoint.programs import Case, build, differences, train, whole
+
+
+def warnings_of(call):
+    """What a call returns, and what it warns of."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("mizzen")
+    logger.addHandler(handler)
+    try:
+        return call(), records
+    finally:
+        logger.removeHandler(handler)
+
+
+def nothing_there(folder):
+    engine = build(Case())
+    before = whole(engine)
+    found, said = warnings_of(lambda: engine.load_checkpoint(folder))
+    resumed, quiet = warnings_of(lambda: engine.resume_if_possible(folder))
+    wrong, told = warnings_of(lambda: engine.load_checkpoint(folder, tag="no-such-tag"))
+    return found, said, resumed, quiet, wrong, told, differences(before, whole(engine))
+
+
+def test_a_folder_without_a_checkpoint_is_a_warning(world, tmp_path):
+    found, said, resumed, quiet, wrong, told, changed = world(1).run(nothing_there, str(tmp_path / "none"))[0]
+    assert found == resumed == wrong == (None, None)
+    assert len(said) == 1 and "there is no checkpoint in" in said[0]
+    assert quiet == [] and changed == []
+    assert "no-such-tag" in told[0]
+
+
+def different_tags(folder, validation):
+    engine = build(Case(checkpoint={"tag_validation": validation}))
+    try:
+        engine.save_checkpoint(folder, tag=f"tag{engine.global_rank}")
+    except CheckpointError as error:
+        return str(error)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_ranks_that_save_under_different_tags(world, tmp_path):
+    assert world(2).run(different_tags, str(tmp_path / "a"), "Warn")[1] == ["latest", "tag0"]
+    for said in world(2).run(different_tags, str(tmp_path / "b"), "Fail"):
+        assert "different tags" in said and "rank 0: tag0" in said and "rank 1: tag1" in said
+    assert not (tmp_path / "b").exists()
+
+
+def bad_tags(folder):
+    engine, said = build(Case()), []
+    for tag in ("../up", "/absolute", "a/b", "", ".", "a\nb"):
+        try:
+            engine.save_checkpoint(folder, tag=tag)
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_tag_is_a_plain_name(world, tmp_path):
+    assert len(world(1).run(bad_tags, str(tmp_path))[0]) == 5  # the empty one means the default
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "global_step0"}
+
+
+class Other(nn.Module):
+    """Shares some names with the model of the other tests."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(10, 13)
+        self.down = nn.Linear(13, 9)
+        self.extra = nn.Linear(2, 2)
+
+
+def other_model(folder, strict):
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
+    engine, *_ = mizzen.initialize(model=Other(), config=config)
+    kept = engine.module.extra.weight.clone()
+    try:
+        engine.load_checkpoint(folder, load_module_strict=strict)
+    except CheckpointError as error:
+        return str(error)
+    report = engine.load_report
+    assert torch.equal(kept, engine.module.extra.weight)
+    return report.missing, report.misshaped, len(report.unexpected), engine.module.up.weight.detach().clone()
+
+
+def save_some(folder, case, steps=2, **options):
+    engine = build(case)
+    train(engine, steps)
+    engine.save_checkpoint(folder, **options)
+    return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+
+
+def test_names_that_do_not_fit_are_listed(world, tmp_path):
+    state = world(2).run(save_some, str(tmp_path), Case())[0]
+    for said in world(2).run(other_model, str(tmp_path), True):
+        assert "2 missing: extra.weight, extra.bias" in said
+        assert "down.weight [7, 13] instead of [9, 13]" in said and "blocks.0.weight" in said
+    for missing, misshaped, unexpected, weight in world(2).run(other_model, str(tmp_path), False):
+        assert missing == ("extra.weight", "extra.bias") and len(misshaped) == 2 and unexpected == 9
+        assert torch.equal(weight, state["up.weight"])
+
+
+def parts_of_a_checkpoint(folder):
+    saver = build(Case(stage=1))
+    train(saver, 3)
+    saver.save_checkpoint(folder)
+    found = {}
+    for name, options in {
+        "module": {"load_module_only": True},
+        "no states": {"load_optimizer_states": False},
+        "no schedule": {"load_lr_scheduler_states": False},
+    }.items():
+        engine = build(Case(stage=1), seed=4)
+        engine.load_checkpoint(folder, **options)
+        state = next(iter(engine.basic_optimizer.state.values()), {})
+        weight = mizzen.zero.safe_get_full_fp32_param(engine.module.up.weight)
+        same = torch.equal(weight, mizzen.zero.safe_get_full_fp32_param(saver.module.up.weight))
+        found[name] = (
+            engine.global_steps,
+            float(state["step"]) if state else 0,
+            engine.lr_scheduler.last_batch_iteration,
+            same,
+        )
+    return found
+
+
+def test_parts_of_a_checkpoint(world, tmp_path):
+    for found in world(2).run(parts_of_a_checkpoint, str(tmp_path)):
+        assert found == {"module": (0, 0, -1, True), "no states": (3, 0, 2, True), "no schedule": (3, 3, -1, True)}
+
+
+def without_frozen(folder, stage):
+    case = Case(stage=stage, frozen=True)
+    engine = build(case)
+    train(engine, 1)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    fresh = build(case, seed=8)
+    kept = mizzen.zero.safe_get_full_fp32_param(fresh.module.up.weight)
+    kept = fresh.module.up.weight.detach().clone() if kept is None else kept
+    fresh.load_checkpoint(folder)
+    now = mizzen.zero.safe_get_full_fp32_param(fresh.module.up.weight)
+    now = fresh.module.up.weight.detach().clone() if now is None else now
+    names = sorted(get_fp32_state_dict_from_zero_checkpoint(folder))
+    return names, torch.equal(kept, now), str(fresh.load_report)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_can_be_left_out(world, tmp_path, stage):
+    for names, is_same, report in world(2).run(without_frozen, str(tmp_path), stage):
+        assert "up.weight" not in names and "down.weight" in names
+        assert is_same and report == ""
+
+
+def custom(folder):
+    engine = build(Case(stage=1, dtype="bf16"))
+    engine.save_checkpoint(folder)
+    fresh = build(Case(stage=1, dtype="bf16"), seed=3)
+    seen = []
+
+    def load(src, dst):
+        seen.extend(src)
+        dst.up.bias.data.copy_(torch.full((13,), 0.25))
+
+    fresh.load_checkpoint(folder, custom_load_fn=load)
+    return len(seen), mizzen.zero.safe_get_full_fp32_param(fresh.module.up.bias).unique().tolist()
+
+
+def test_a_function_of_the_user_may_load(world, tmp_path):
+    for count, values in world(2).run(custom, str(tmp_path)):
+        assert count == 13 and values == [0.25]
+
+
+def client_states(folder):
+    engine, said = build(Case()), []
+    state = {"args": (1, 2), 3: {"path": Path("a/b")}, "array": torch.arange(3)}
+    engine.save_checkpoint(folder, tag="fine", client_state=state)
+    try:
+        engine.save_checkpoint(folder, tag="bad", client_state={"a": {"b": [1, object()]}})
+    except CheckpointError as error:
+        said.append(str(error))
+    trusting = build(Case(checkpoint={"pickled_client_state": True}))
+    trusting.save_checkpoint(folder, tag="pickled", client_state={"kind": complex, "error": ValueError})
+    try:
+        engine.load_checkpoint(folder, tag="pickled")
+    except CheckpointError as error:
+        said.append(str(error))
+    return engine.load_checkpoint(folder, tag="fine")[1], trusting.load_checkpoint(folder, tag="pickled")[1], said
+
+
+def test_client_state(world, tmp_path):
+    fine, pickled, said = world(1).run(client_states, str(tmp_path))[0]
+    assert fine["args"] == (1, 2) and fine[3] == {"path": Path("a/b")} and fine["array"].tolist() == [0, 1, 2]
+    assert pickled == {"kind": complex, "error": ValueError}
+    assert "client_state.a.b[1] is a builtins.object" in said[0]
+    assert "pickled_client_state" in said[1]
+    assert not (tmp_path / "bad").exists()
+
+
+def beside_training(folder, policy):
+    engine = build(Case(stage=1, checkpoint={"async_save": True, "async_policy": policy}))
+    train(engine, 2)
+    held = whole(engine)
+    gate, started = threading.Event(), threading.Event()
+
+    def slow(operation, path):
+        if operation == "write" and path.suffix == ".safetensors":
+            started.set()
+            gate.wait(60)
+
+    refused = ""
+    with watched(slow):
+        engine.save_checkpoint(folder, tag="one")
+        started.wait(60)
+        seen = [each.folder.name for each in committed(Path(folder))]
+        losses = train(engine, 2)  # goes on while nothing is written
+        if policy == "refuse":
+            try:
+                engine.save_checkpoint(folder, tag="two")
+            except CheckpointError as error:
+                refused = str(error)
+        gate.set()
+        engine.save_checkpoint(folder, tag="three") if policy == "wait" else None
+        engine.finish_saving()
+    fresh = build(Case(stage=1), seed=5)
+    fresh.load_checkpoint(folder, tag="one")
+    return seen, differences(held, whole(fresh)), losses == train(fresh, 2), refused
+
+
+@pytest.mark.parametrize("policy", ["wait", "refuse"])
+def test_a_save_beside_training_holds_the_state_of_its_call(world, tmp_path, policy):
+    for seen, differing, is_same, refused in world(2).run(beside_training, str(tmp_path), policy):
+        assert seen == [] and differing == [] and is_same
+        assert bool(refused) == (policy == "refuse")
+    names = {each.folder.name for each in committed(tmp_path)}
+    assert names == ({"one", "three"} if policy == "wait" else {"one"})
+
+
+def failing(folder, on_error):
+    engine = build(Case(stage=1, checkpoint={"on_save_error": on_error}))
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="good")
+
+    def full(operation, path):
+        if operation == "write" and path.suffix == ".safetensors" and engine.global_rank == 1:
+            raise OSError(28, "No space left on device")
+
+    said = []
+    with watched(full):
+        for beside in (False, True):
+            try:
+                said.append(engine.save_checkpoint(folder, tag="bad", async_save=beside))
+                engine.saving.background._thread.join() if beside else None
+                train(engine, 1)
+                said.append("trained")
+            except CheckpointError as error:
+                said.append(str(error))
+    fresh = build(Case(stage=1), seed=5)
+    return said, fresh.load_checkpoint(folder)[0], sorted(path.name for path in Path(folder).rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_full_disk(world, tmp_path, on_error):
+    for said, path, files in world(2).run(failing, str(tmp_path), on_error):
+        assert Path(path).name == "good" and len(files) == 2
+        if on_error == "continue":
+            assert said == [False, "trained", True, "trained"]
+        else:
+            assert "rank 1" in said[0] and "bytes were still to be written" in said[0] and "free" in said[0]
+            assert said[1] is True and "was not saved" in said[2] and "No space left" in said[2]
+
+
+def retained(folder):
+    other = build(Case())
+    other.save_checkpoint(folder, tag="of-another-run")
+    engine = build(Case(checkpoint={"keep_last": 2, "keep_every": 3}))
+    for _ in range(7):
+        train(engine, 1)
+        engine.save_checkpoint(folder)
+    return [each.folder.name for each in committed(Path(folder))]
+
+
+def test_retention(world, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    steps = [f"global_step{step}" for step in (3, 6, 7)]
+    assert world(1).run(retained, str(tmp_path))[0] == ["of-another-run", *steps]
+    assert {path.name for path in tmp_path.iterdir()} == {"of-another-run", *steps, "latest", "mine.txt"}
+
+
+def alone(folder):
+    set_patience(look=0.5, beat=0.2)
+    engine = build(Case(stage=1))
+    train(engine, 1)
+    started = time.monotonic()
+    try:
+        if engine.global_rank == 0:
+            engine.save_checkpoint(folder)
+        else:
+            train(engine, 1)
+    except CommError as error:
+        return str(error), time.monotonic() - started
+    return None
+
+
+def test_a_save_on_one_rank_only_is_named(world, tmp_path):
+    said = [found[0] for found in world(2).run(alone, str(tmp_path)) if found]
+    assert any("save_checkpoint(): every rank has to make this call" in words and "rank 1" in words for words in said)
+
+
+def late(folder):
+    set_patience(look=0.5, beat=0.2)
+    engine = build(Case(stage=1))
+    if engine.global_rank == 1:
+        time.sleep(2)
+    return engine.save_checkpoint(folder)
+
+
+def test_a_rank_that_is_late_is_no_error(world, tmp_path):
+    assert world(2).run(late, str(tmp_path)) == [True, True]
+
+
+def on_nodes(root, stage, lose):
+    engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
+    node = f"node{engine.global_rank // 2}"
+    engine.saving.team.node = node
+    folder = Path(root) / node
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    held = whole(engine)
+    fresh = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}), seed=3)
+    fresh.saving.team.node = node
+    if lose and engine.global_rank == 2:
+        os.unlink(folder / "global_step1" / "manifest.json")
+    mizzen.comm.barrier()
+    try:
+        fresh.load_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error)
+    return differences(held, whole(fresh))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_node_keeps_its_own(world, tmp_path, stage):
+    assert world(4).run(on_nodes, str(tmp_path), stage, False) == [[]] * 4
+    assert {path.name for path in tmp_path.iterdir()} == {"node0", "node1"}
+
+
+def test_a_node_without_its_part_is_named(world, tmp_path):
+    for said in world(4).run(on_nodes, str(tmp_path), 2, True):
+        assert "node node1" in said and "no checkpoint is committed here" in said
+
+
+def damaged(folder, policy):
+    engine = build(Case(stage=1, checkpoint={"on_corrupt": policy}))
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    held = whole(engine)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    if engine.global_rank == 0:
+        path = max((Path(folder) / "global_step2").glob("*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+    mizzen.comm.barrier()
+    fresh = build(Case(stage=1, checkpoint={"on_corrupt": policy}), seed=3)
+    try:
+        path, _ = fresh.load_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error)
+    return Path(path).name, differences(held, whole(fresh))
+
+
+def test_a_damaged_checkpoint(world, tmp_path):
+    for said in world(2).run(damaged, str(tmp_path / "a"), "fail"):
+        assert "damaged" in said and ".safetensors" in said and "it holds" in said
+    assert world(2).run(damaged, str(tmp_path / "b"), "previous") == [("global_step1", [])] * 2
+
+
+def own_optimizer(folder):
+    torch.manual_seed(0)
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        groups = [
+            {"params": model[0].parameters(), "lr": 0.1, "momentum": 0.5},
+            {"params": model[1].parameters(), "weight_decay": 0.2},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "seed": 1}
+        made.append(mizzen.initialize(model=model, optimizer=optimizer, config=config)[0])
+    first, second = made
+
+    def step(engine):
+        engine.backward(engine(torch.ones(2, 5)).square().mean())
+        engine.step()
+
+    step(first)
+    first.set_lr(0.03)
+    first.save_checkpoint(folder)
+    step(second)
+    second.load_checkpoint(folder)
+    rates = second.get_lr(), [group["momentum"] for group in second.basic_optimizer.param_groups]
+    step(first)
+    step(second)
+    return rates, [
+        torch.equal(a, b) for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True)
+    ]
+
+
+def test_an_optimizer_of_the_user(world, tmp_path):
+    for rates, same in world(2).run(own_optimizer, str(tmp_path)):
+        assert rates == ([0.03, 0.03], [0.5, 0.9]) and all(same)
+
+
+def half_way(folder):
+    """Gradients from before a load must not be in the next step, and the schedule may be moved by a load."""
+    engine = build(Case(stage=1))
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    expected = train(engine, 2)
+    batch = next(engine.data_iterator())
+    engine.backward(engine(*batch))
+    engine.load_checkpoint(folder)
+    return expected == train(engine, 2), engine.global_steps
+
+
+def test_a_load_forgets_what_was_under_way(world, tmp_path):
+    assert world(2).run(half_way, str(tmp_path)) == [(True, 4)] * 2
+
+
+def grown(folder, size):
+    engine = build(Case(stage=1, dropout=0.5))
+    if size == 1:
+        train(engine, 2)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    with engine.surroundings.stream.drawn():
+        mine = torch.rand(3).tolist()
+    return mine, torch.rand(2).tolist()
+
+
+def test_ranks_that_did_not_exist_draw_numbers_of_their_own(world, tmp_path):
+    ((first, process),) = world(1).run(grown, str(tmp_path), 1)
+    ranks = world(3).run(grown, str(tmp_path), 3)
+    assert ranks[0][0] == first
+    assert len({tuple(mine) for mine, _ in ranks}) == 3
+    assert all(own == process for _, own in ranks)
+    assert ranks == world(3).run(grown, str(tmp_path), 3)
+
+
+def configured_folder(folder):
+    engine = build(Case(checkpoint={"dir": folder}))
+    train(engine, 1)
+    engine.save_checkpoint()
+    try:
+        build(Case()).save_checkpoint()
+    except UsageError as error:
+        return engine.load_checkpoint()[0], str(error)
+
+
+def test_the_folder_may_come_from_the_configuration(world, tmp_path):
+    path, said = world(1).run(configured_folder, str(tmp_path))[0]
+    assert Path(path) == tmp_path / "global_step1" and "checkpoint.dir" in said
