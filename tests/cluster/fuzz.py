@@ -12,7 +12,13 @@ PIECES = [
 def words(seed, count, canary):
     """So many arguments, some of which would make the canary if a shell saw them."""
     chance = random.Random(seed)
-    traps = [f"$(touch {canary})", f"`touch {canary}`", f";touch {canary};", f"\ntouch {canary}\n", f"'; touch {canary} #"]
+    traps = [
+        f"$(touch {canary})",
+        f"`touch {canary}`",
+        f";touch {canary};",
+        f"\ntouch {canary}\n",
+        f"'; touch {canary} #",
+    ]
     made = []
     for _ in range(count):
         pieces = chance.choices(PIECES, k=chance.randint(0, 8))

@@ -42,7 +42,12 @@ def launch(cluster, name, tmp_path, *options, seed=0):
     found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(4)]
     assert [one["sum"] for one in found] == [6.0] * 4
     assert [one["world"] for one in found] == [4] * 4
-    assert [one["local"] for one in found] == [["0", "2", "0", "2"], ["1", "2", "0", "2"], ["0", "2", "1", "2"], ["1", "2", "1", "2"]]
+    assert [one["local"] for one in found] == [
+        ["0", "2", "0", "2"],
+        ["1", "2", "0", "2"],
+        ["0", "2", "1", "2"],
+        ["1", "2", "1", "2"],
+    ]
     assert [one["host"] for one in found] == ["node1", "node1", "node2", "node2"]
     for one in found:
         assert one["folder"] == str(tmp_path)
@@ -70,4 +75,9 @@ def test_a_command_on_all_hosts(cluster):
         *("sh", "-c", 'hostname; echo "$1"; exit 3', "x", "a  b;c"),
     )
     assert ran.returncode == 3
-    assert sorted(ran.stdout.decode().splitlines()) == ["node1  a  b;c", "node1  node1", "node2  a  b;c", "node2  node2"]
+    assert sorted(ran.stdout.decode().splitlines()) == [
+        "node1  a  b;c",
+        "node1  node1",
+        "node2  a  b;c",
+        "node2  node2",
+    ]
