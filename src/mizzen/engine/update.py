@@ -105,7 +105,7 @@ class Updater:
             store.gradients.clear()
 
     def _sum_over_ranks(self, tally: Tally) -> list[float]:
-        """Squares, losses, their count, and who has losses, gradients from elsewhere or a request to stop, over all ranks.
+        """Squares, losses, their count, who has losses or gradients from elsewhere, and who is asked to stop; all ranks.
 
         It is the one reduction of a step, and its one wait for the device: numbers get there without a copy.
         """

@@ -151,7 +151,7 @@ class Crew:
         while time.monotonic() < until and any(not stack(member) for member in asked):
             time.sleep(TICK)
         time.sleep(TICK)  # the last of them may still be writing
-        return {member.order.rank: stack(member) or _state(member.process.pid) for member in self.members}
+        return {member.order.rank: _main_thread(stack(member)) or _state(member.process.pid) for member in self.members}
 
     def _written(self, member: Member) -> str:
         """All stacks that a rank has ever written."""
@@ -197,6 +197,12 @@ def _is_of(group: int, path: Path) -> bool:
         fields = path.read_text(errors="replace").rpartition(")")[2].split()
         return int(fields[2]) == group and fields[0] not in "ZX"
     return False
+
+
+def _main_thread(stacks: str) -> str:
+    """Of all threads the one that the signal has reached, which is the one that trains."""
+    before, mark, after = stacks.partition("Current thread")
+    return mark + after.partition("\n\n")[0] if mark else before
 
 
 def _state(pid: int) -> str:

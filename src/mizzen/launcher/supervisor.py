@@ -104,10 +104,13 @@ class Supervisor:
                 return self._leave(
                     SAVED if has_saved else UNSAVED, "" if has_saved else "stopped before the ranks started"
                 )
-            crew = Crew(self._seat.host.name, self._folder, self._keeper)
+            # A folder for each attempt: a record that a dead rank has left must not speak for a living one.
+            folder = self._folder / f"attempt-{place.attempt}"
+            folder.mkdir()
+            crew = Crew(self._seat.host.name, folder, self._keeper)
             ending = Ending("lost", reason="the supervisor failed")
             try:
-                crew.start(self._orders(place), self._job.folder)
+                crew.start(self._orders(place, folder), self._job.folder)
                 ending = self._watch(crew)
             finally:
                 at_once = ending.failure is not None and ending.failure.status == HUNG
@@ -146,7 +149,7 @@ class Supervisor:
 
     # Starting
 
-    def _orders(self, place: Place) -> list[Order]:
+    def _orders(self, place: Place, folder: Path) -> list[Order]:
         job, host = self._job, self._seat.host
         ranks = len(host.slots)
         cores = self._cores(ranks)
@@ -155,7 +158,7 @@ class Supervisor:
         orders = []
         for local_rank in range(ranks):
             threads = len(cores[local_rank]) if cores else max(1, allowed // ranks)
-            own = rank_environment(job, host, place, local_rank, folder=self._folder, devices=devices, threads=threads)
+            own = rank_environment(job, host, place, local_rank, folder=folder, devices=devices, threads=threads)
             if "OMP_NUM_THREADS" in given and not cores:
                 own["OMP_NUM_THREADS"] = job.environment.get("OMP_NUM_THREADS", given["OMP_NUM_THREADS"])
             binding = numactl(cores[local_rank], domains()) if cores else ()
@@ -285,7 +288,9 @@ class Supervisor:
             return None
         self._meeting.request("hang")
         everyone = self._share_sightings(crew)
-        guilty = culprits(everyone) or [seen for seen in everyone if seen.is_waiting]
+        guilty = culprits(everyone) or everyone
+        if not guilty:
+            return None  # they have moved on, or ended, while we looked
         stacks = "\n".join(f"rank {seen.rank}: {seen.stack.rstrip()}" for seen in everyone)
         failure = Failure(guilty[0].rank, guilty[0].host, HUNG, trace=stacks, cause=sentence(everyone))
         counted = self._meeting.fail(failure)
