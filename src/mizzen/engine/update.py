@@ -105,7 +105,7 @@ class Updater:
             store.gradients.clear()
 
     def _sum_over_ranks(self, tally: Tally) -> list[float]:
-        """Squares, losses, their count, who has losses or gradients from elsewhere, and who is asked to stop; all ranks.
+        """Squares, losses, their count, who has losses or gradients from elsewhere, who is asked to stop: of all ranks.
 
         It is the one reduction of a step, and its one wait for the device: numbers get there without a copy.
         """

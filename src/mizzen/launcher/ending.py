@@ -37,9 +37,10 @@ def decide(ending: Ending, *, max_restarts: int, was_asked: bool, is_elastic: bo
     """What follows: `was_asked` says whether this very supervisor was told to stop."""
     if ending.kind == "done":
         return Move(0)
+    if ending.kind in ("saved", "unsaved") and is_elastic and not was_asked:
+        return Move(None, "other nodes leave or join; this one goes on")
     if ending.kind == "saved":
-        goes_on = is_elastic and not was_asked
-        return Move(None, "another node leaves; this one goes on") if goes_on else Move(SAVED, "saved and stopped")
+        return Move(SAVED, "saved and stopped")
     if ending.kind == "unsaved":
         return Move(UNSAVED, ending.reason or "stopped; nothing could be saved")
     if ending.kind == "stopped":

@@ -1,13 +1,16 @@
 """How a rank ended, in numbers and in words. Pure."""
 
 import json
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Final
 
-SECONDARY: Final = ("mizzen.errors.CommError", "CommError")
-"""What a rank dies of when another one did first."""
+SECONDARY: Final = re.compile(
+    r"CommError|Connection (?:closed|reset) by peer|Broken pipe|DistNetworkError|DistBackendError|ncclRemoteError"
+)
+"""What the last line of a rank says that died because another one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Failure:
     def is_secondary(self) -> bool:
         """Whether another rank is likely to have failed first."""
         last = self.trace.rstrip().splitlines()[-1:]
-        return self.status > 0 and any(line.startswith(SECONDARY) for line in last)
+        return self.status > 0 and any(SECONDARY.search(line) for line in last)
 
     def pack(self) -> str:
         """As text, for the store."""

@@ -4,6 +4,7 @@ One thread reads all pipes. A line is written in one piece, so that lines of dif
 """
 
 import os
+import re
 import selectors
 import threading
 from contextlib import suppress
@@ -15,6 +16,8 @@ CHUNK: Final = 1 << 16
 KEPT: Final = 1 << 18
 """Bytes of a rank's errors that are kept to find its traceback."""
 Stream = Literal["out", "err"]
+MARK: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""What torch puts before each line of a traceback."""
 
 
 @dataclass(slots=True)
@@ -121,7 +124,7 @@ def open_log(folder: str, attempt: int, rank: int) -> IO[bytes]:
 def traceback_in(text: str) -> str:
     """The last traceback of a text, with those that led to it; empty when there is none."""
     start, chain = "Traceback (most recent call last):", ("direct cause of the following", "another exception occurred")
-    parts = text.split(start)
+    parts = MARK.sub("", text).split(start)
     if len(parts) == 1:
         return ""
     first = len(parts) - 1

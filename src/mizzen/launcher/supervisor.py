@@ -94,6 +94,7 @@ class Supervisor:
         self._next_look = 0.0
         self._failed_since: float | None = None
         self._saved_since: float | None = None
+        self._regroup_by: float | None = None
 
     def run(self) -> int:
         """Attempt after attempt, until one of them ends the job; the exit code."""
@@ -126,7 +127,7 @@ class Supervisor:
             if move.words:
                 say(move.words, before=move.trace)
             has_saved = ending.kind == "saved"
-            self._failed_since = self._saved_since = None
+            self._failed_since = self._saved_since = self._regroup_by = None
 
     def _join(self) -> Place | None:
         if self._signals.received:
@@ -245,7 +246,8 @@ class Supervisor:
         now = time.monotonic()
         self._failed_since = self._failed_since or now
         found = first_of(failures)
-        if found.is_secondary and not crew.is_over and now - self._failed_since < SECOND_CAUSE:
+        may_come = not crew.is_over or self._job.max_nodes > 1
+        if found.is_secondary and may_come and now - self._failed_since < SECOND_CAUSE:
             return None
         counted = self._meeting.fail(found)
         return Ending("failed", counted, is_ours=counted.rank == found.rank)
@@ -275,8 +277,17 @@ class Supervisor:
         failure = self._meeting.news()
         return Ending("failed", failure, is_ours=False) if failure is not None else None
 
-    def _changed(self, _: Crew) -> Ending | None:
-        return Ending("changed") if self._meeting.has_changed() else None
+    def _changed(self, crew: Crew) -> Ending | None:
+        """Nodes wait to join: ranks that can save do so first, so that no step is lost."""
+        if self._regroup_by is None:
+            if not self._meeting.has_changed():
+                return None
+            if not any(record.step >= 1 for _, record in crew.records()):
+                return Ending("changed")
+            say("nodes want to join: the ranks save at the end of this step and start again with them")
+            crew.ask_to_stop()
+            self._regroup_by = time.monotonic() + self._job.care.grace
+        return Ending("changed") if time.monotonic() > self._regroup_by else None
 
     def _hung(self, crew: Crew) -> Ending | None:
         records = crew.records()
