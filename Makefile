@@ -8,10 +8,10 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-torch docs bench clean
+.PHONY: help demo test lint test-torch test-cluster faults-launcher docs bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "PYTHON=python3.12 chooses the interpreter of a new environment; ARGS='tests/unit -x' goes to pytest."
 
@@ -44,6 +44,13 @@ lint: .venv/ready ## style, format and types
 
 test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERSION=2.11.0
 	$(OTHER)/bin/python -m pytest $(ARGS)
+
+test-cluster: .venv/ready ## every back end on hosts made of network namespaces; installs what it needs when it is root
+	sh tests/cluster/install.sh
+	CLUSTER=1 $(BIN)/python -m pytest -rs tests/cluster
+
+faults-launcher: .venv/ready ## kills, hangs, preemptions and ports, counted; FULL=1 for ten times as many
+	PYTHONPATH=src:tests $(BIN)/python -m faults.launcher.figures $(ARGS)
 
 docs: .venv/ready ## regenerate docs/config.md from the configuration's own words
 	$(BIN)/python -m mizzen.cli config docs > docs/config.md.new

@@ -131,7 +131,7 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         min_nodes=least,
         max_nodes=most,
         care=_care(asked, facts),
-        lifeline=backend is not None and backend.name == "ssh",
+        lifeline=backend is not None and backend.name in ("ssh", "pdsh"),
     )
     way = Way(
         arguments=tuple(shlex.split(asked.launcher_args)),

@@ -12,7 +12,7 @@ from typing import IO, Final
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.failure import Failure
-from mizzen.launcher.keeper import Keeper, dies_with_parent, kill_group, sweep_shared_memory
+from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
 from mizzen.launcher.output import Outlet, Pump, traceback_in
 from mizzen.progress import STACKS, Progress, Record, record_path, stacks_path
 
@@ -59,7 +59,7 @@ class Crew:
 
     def start(self, orders: Sequence[Order], folder: str) -> None:
         """Start every rank. The thread that calls this is the one whose end ends them."""
-        bind = dies_with_parent()
+        bind = self.keeper.binding()
         for order in orders:
             try:
                 process = subprocess.Popen(
@@ -76,7 +76,6 @@ class Crew:
             except OSError as error:
                 self.end(signal.SIGKILL)
                 raise LaunchError(f"{order.words[0]} cannot be started in {folder} on {self.host}: {error}") from error
-            self.keeper.watch(process.pid)
             self.members.append(Member(order, process))
             for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
                 self.pump.add(_present(pipe), order.outlet, "out" if stream == "out" else "err")

@@ -48,9 +48,15 @@ class Keeper:
             _keep(read)
         os.close(read)
 
-    def watch(self, group: int) -> None:
-        """Kill this process group at the end."""
-        self._tell(f"group {group}")
+    def binding(self) -> Callable[[], None]:
+        """What a new rank calls before it runs its program: it ends with us, and the keeper knows its group."""
+        bind = dies_with_parent()
+
+        def tell() -> None:
+            bind()
+            self._tell(f"group {os.getpid()}")
+
+        return tell
 
     def forget(self, group: int) -> None:
         """The group is empty; its number may come to belong to somebody else."""

@@ -17,11 +17,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import psutil
 
@@ -34,6 +35,8 @@ from mizzen.launcher.place import Member, Place, settle
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+Result = TypeVar("Result")
+
 LOOPBACK: Final = "127.0.0.1"
 WAITING: Final = 2048
 """Connections that may wait until torch is loaded and answers them."""
@@ -43,12 +46,28 @@ LAST_CALL: Final = timedelta(seconds=3)
 KEEP_ALIVE: Final = 1
 MISSES: Final = 4
 """A node that has not been heard of for so many seconds is gone."""
+SILENCE: Final = 30.0
+"""Seconds without an answer from the store after which the node that hosts it counts as lost."""
 FAREWELL: Final = 5.0
 """Seconds for which the host of the store waits at the end for the others to have read it."""
 
 
 class PortTaken(LaunchError):
     """The meeting port belongs to somebody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What is known of the other nodes."""
+
+    failure: Failure | None = None
+    """The one that counts for this attempt."""
+    request: str = ""
+    """What some node has asked all for."""
+    has_changed: bool = False
+    """Whether nodes wait to join."""
+    are_finished: bool = False
+    """Whether the ranks of all nodes are done."""
 
 
 class Meeting(Protocol):
@@ -60,20 +79,14 @@ class Meeting(Protocol):
     def fail(self, failure: Failure) -> Failure:
         """Tell the others of a failure; the one that counts for this attempt comes back, with its number."""
 
-    def news(self) -> Failure | None:
-        """A failure that another node has told of."""
+    def finish(self) -> None:
+        """Say that the ranks of this node are done."""
 
-    def has_changed(self) -> bool:
-        """Whether other nodes want to join, or members of this attempt are gone."""
-
-    def is_finished(self) -> bool:
-        """Say that this node's ranks are done; whether those of all nodes are."""
+    def news(self) -> News:
+        """What is known now; this never waits. Raises a LaunchError when nothing was heard for long."""
 
     def request(self, word: str) -> None:
         """Ask all nodes for something."""
-
-    def requested(self) -> str:
-        """What some node has asked for."""
 
     def share(self, key: str, text: str) -> list[str]:
         """What every node has to say under this key; those that do not answer in a moment are left out."""
@@ -154,24 +167,15 @@ class Alone:
         self._failures += 1
         return Failure.unpack(json.dumps(asdict(failure) | {"number": self._failures}))
 
-    def news(self) -> Failure | None:
-        """None."""
-        return None
+    def finish(self) -> None:
+        """Nobody to tell."""
 
-    def has_changed(self) -> bool:
-        """Never."""
-        return False
-
-    def is_finished(self) -> bool:
-        """At once."""
-        return True
+    def news(self) -> News:
+        """Nobody else has anything to do."""
+        return News(are_finished=True)
 
     def request(self, word: str) -> None:
         """Nobody to ask."""
-
-    def requested(self) -> str:
-        """Nothing."""
-        return ""
 
     def share(self, key: str, text: str) -> list[str]:
         """What we said ourselves."""
@@ -224,10 +228,34 @@ class Together:
         self._rank = 0
         self._ranks: StoreHost | None = None
         self._attempts = 0
-        self._has_finished = False
+        # [Note: a store that does not answer]
+        # When the host of the store vanishes without a word, a call to the store never returns. So all calls are made
+        # by a thread, and the supervisor, which must heed its ranks and its signals, waits for none of them for long.
+        self._pool = ThreadPoolExecutor(1, "mizzen-meeting")
+        self._looking: Future[News] | None = None
+        self._looked = 0.0
+        self._news = News()
+
+    def _ask(self, call: Callable[[], Result], patience: float) -> Result:
+        """What the thread brings back."""
+        try:
+            return self._pool.submit(call).result(patience)
+        except TimeoutError:
+            raise self._lost() from None
+
+    def _lost(self) -> LaunchError:
+        return LaunchError(
+            f"node {self._seat.index} has not heard from the first node at {self._seat.master_addr}:"
+            f"{self._job.master_port} for {SILENCE:.0f} s: that node, or the network to it, is gone"
+        )
 
     def join(self) -> Place:
         """Meet the others; the first node in order hosts the store of the ranks."""
+        place = self._ask(self._join_by_all_means, JOIN.total_seconds() + SILENCE)
+        self._looking, self._news = None, News()
+        return place
+
+    def _join_by_all_means(self) -> Place:
         from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -246,7 +274,7 @@ class Together:
     def _join(self) -> Place:
         if self._ranks is not None:
             self._ranks.close()
-        self._ranks, self._has_finished = None, False
+        self._ranks = None
         info = self._handler.next_rendezvous()
         self._round, self._rank = info.store, info.rank
         self._round.set_timeout(timedelta(seconds=30))
@@ -279,6 +307,9 @@ class Together:
 
     def fail(self, failure: Failure) -> Failure:
         """The first to tell is the one that counts."""
+        return self._ask(lambda: self._fail(failure), SILENCE)
+
+    def _fail(self, failure: Failure) -> Failure:
         store = self._store()
         number = self._root.add("failures", 0) + 1
         text = json.dumps(asdict(failure) | {"number": number})
@@ -287,34 +318,38 @@ class Together:
             self._root.add("failures", 1)
         return Failure.unpack(won)
 
-    def news(self) -> Failure | None:
-        """A failure that another node has told of."""
-        store = self._store()
-        return Failure.unpack(store.get("failure")) if store.check(["failure"]) else None
+    def finish(self) -> None:
+        """Count this node among those whose ranks are done."""
+        self._ask(lambda: self._store().add("finished", 1), SILENCE)
 
-    def has_changed(self) -> bool:
-        """Whether nodes wait to join."""
-        return not self._has_finished and self._handler.num_nodes_waiting() > 0
+    def news(self) -> News:
+        """What the last look has brought; the next one is on its way."""
+        if self._looking is None:
+            self._looking, self._looked = self._pool.submit(self._look), time.monotonic()
+        elif self._looking.done():
+            self._news, self._looking = self._looking.result(), None
+        elif time.monotonic() - self._looked > SILENCE:
+            raise self._lost()
+        return self._news
 
-    def is_finished(self) -> bool:
-        """Count the nodes whose ranks are done."""
+    def _look(self) -> News:
         store = self._store()
-        if not self._has_finished:
-            self._has_finished = True
-            store.add("finished", 1)
-        return int(store.add("finished", 0)) >= len(self._members)
+        return News(
+            failure=Failure.unpack(store.get("failure")) if store.check(["failure"]) else None,
+            request=store.get("request").decode() if store.check(["request"]) else "",
+            has_changed=self._handler.num_nodes_waiting() > 0,
+            are_finished=int(store.add("finished", 0)) >= len(self._members),
+        )
 
     def request(self, word: str) -> None:
         """Ask all nodes for something."""
-        self._store().set("request", word)
-
-    def requested(self) -> str:
-        """What some node has asked for."""
-        store = self._store()
-        return store.get("request").decode() if store.check(["request"]) else ""
+        self._ask(lambda: self._store().set("request", word), SILENCE)
 
     def share(self, key: str, text: str) -> list[str]:
         """What every node has to say; those that do not answer within two seconds are left out."""
+        return self._ask(lambda: self._share(key, text), SILENCE)
+
+    def _share(self, key: str, text: str) -> list[str]:
         store, until = self._store(), time.monotonic() + 2.0
         store.set(f"{key}/{self._rank}", text)
         keys = [f"{key}/{rank}" for rank in range(len(self._members))]
@@ -331,13 +366,16 @@ class Together:
         """Take no further part; who hosts the store waits a moment, so that the others can read it."""
         if self._ranks is not None:
             self._ranks.close()
+        with suppress(RuntimeError):  # the host of the store may have left already; ours is a LaunchError
+            self._ask(self._say_farewell, FAREWELL)
+
+    def _say_farewell(self) -> None:
         if self._own is None:
-            with suppress(RuntimeError):  # the host of the store may have left already
-                self._root.set(f"left/{self._seat.index}", "")
+            self._root.set(f"left/{self._seat.index}", "")
             return
         others = [f"left/{member.index}" for member in self._members if member.index != self._seat.index]
         until = time.monotonic() + FAREWELL
-        while others and not self._root.check(others) and time.monotonic() < until:
+        while others and not self._root.check(others) and time.monotonic() < until - 0.5:
             time.sleep(0.02)
 
 

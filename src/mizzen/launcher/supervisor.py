@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from mizzen.errors import LaunchError
 from mizzen.launcher.cores import domains, numactl, physical, shares
 from mizzen.launcher.crew import TICK, Crew, Order
 from mizzen.launcher.devices import find_devices
@@ -20,7 +21,7 @@ from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
 from mizzen.launcher.job import SAVED, UNSAVED, Job
 from mizzen.launcher.keeper import Keeper
-from mizzen.launcher.meeting import Meeting, Seat, members_of
+from mizzen.launcher.meeting import Meeting, News, Seat, members_of
 from mizzen.launcher.output import Outlet, open_log, say
 from mizzen.launcher.place import Place, inherited, rank_environment
 
@@ -95,6 +96,8 @@ class Supervisor:
         self._failed_since: float | None = None
         self._saved_since: float | None = None
         self._regroup_by: float | None = None
+        self._has_finished = False
+        self._news = News()
 
     def run(self) -> int:
         """Attempt after attempt, until one of them ends the job; the exit code."""
@@ -128,6 +131,7 @@ class Supervisor:
                 say(move.words, before=move.trace)
             has_saved = ending.kind == "saved"
             self._failed_since = self._saved_since = self._regroup_by = None
+            self._has_finished, self._news = False, News()
 
     def _join(self) -> Place | None:
         if self._signals.received:
@@ -193,7 +197,7 @@ class Supervisor:
 
     def _watch(self, crew: Crew) -> Ending:
         checks: tuple[Check, ...] = (self._stopped, self._failed, self._saved, self._done)
-        slow: tuple[Check, ...] = (self._asked_elsewhere, self._elsewhere, self._changed, self._hung)
+        slow: tuple[Check, ...] = (self._hear, self._elsewhere, self._changed, self._hung)
         try:
             while True:
                 time.sleep(TICK)
@@ -204,6 +208,8 @@ class Supervisor:
                 if is_due:
                     crew.weigh()
                     self._next_look = time.monotonic() + LOOK
+        except LaunchError as error:
+            return Ending("lost", reason=str(error))
         except RuntimeError as error:
             return Ending("lost", reason=f"the first node, which holds the job's store, has left ({error})")
 
@@ -262,25 +268,31 @@ class Supervisor:
         return Ending("unsaved") if UNSAVED in ended else Ending("saved")
 
     def _done(self, crew: Crew) -> Ending | None:
-        return Ending("done") if crew.is_done and self._meeting.is_finished() else None
+        if not crew.is_done:
+            return None
+        if not self._has_finished:
+            self._has_finished = True
+            self._meeting.finish()
+            self._news = self._meeting.news()
+        return Ending("done") if self._news.are_finished else None
 
-    def _asked_elsewhere(self, crew: Crew) -> Ending | None:
+    def _hear(self, crew: Crew) -> Ending | None:
         """Another node was asked to stop, or looks for a hang: tell our ranks, or say where they are."""
-        request = self._meeting.requested()
-        if request == "stop":
+        self._news = self._meeting.news()
+        if self._news.request == "stop":
             crew.ask_to_stop()
-        if request == "hang":
+        if self._news.request == "hang":
             self._share_sightings(crew)
         return None
 
     def _elsewhere(self, _: Crew) -> Ending | None:
-        failure = self._meeting.news()
+        failure = self._news.failure
         return Ending("failed", failure, is_ours=False) if failure is not None else None
 
     def _changed(self, crew: Crew) -> Ending | None:
         """Nodes wait to join: ranks that can save do so first, so that no step is lost."""
         if self._regroup_by is None:
-            if not self._meeting.has_changed():
+            if not self._news.has_changed or self._has_finished:
                 return None
             if not any(record.step >= 1 for _, record in crew.records()):
                 return Ending("changed")

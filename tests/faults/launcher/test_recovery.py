@@ -4,8 +4,6 @@ import random
 import signal
 from pathlib import Path
 
-import pytest
-
 from launches import launch, start, wait_until
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -66,11 +64,17 @@ def test_a_request_in_start_up_says_that_nothing_was_saved(tmp_path):
     assert "nothing could be saved" in job.text
 
 
-@pytest.mark.parametrize("grace", [0.5])
-def test_grace_ends(tmp_path, grace):
-    text = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('up', 'w').close()\ntime.sleep(1000)\n"
-    (tmp_path / "deaf.py").write_text(text)
-    job = start("--num_gpus", 1, "--grace", grace, "deaf.py", cwd=tmp_path)
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("up", "w").close()
+time.sleep(1000)
+"""
+
+
+def test_grace_ends(tmp_path):
+    (tmp_path / "deaf.py").write_text(DEAF)
+    job = start("--num_gpus", 1, "--grace", 0.5, "deaf.py", cwd=tmp_path)
     wait_until((tmp_path / "up").exists, "the rank")
     job.signal(signal.SIGTERM)
     assert job.end() == 143, job.text
