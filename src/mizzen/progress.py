@@ -127,6 +127,10 @@ class Progress:
         """Whether the supervisor wants this rank to save and stop."""
         return self._memory[_STOP] != 0
 
+    def ask_self_to_stop(self) -> None:
+        """Note a request that has reached the rank itself."""
+        self._memory[_STOP] = 1
+
     @staticmethod
     def read(path: Path) -> Record | None:
         """The newest whole record of another process; None when there is none yet."""

@@ -6,9 +6,13 @@ back, to the engine or to its loader: by then everything that belongs to the ste
 counter) is done, and nothing of the next one is. See docs/launcher.md for the exit codes.
 """
 
+import signal
+import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from mizzen.environment import Switches, environ
 from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.log import get_logger, log_dist
 from mizzen.progress import get_progress
@@ -16,6 +20,7 @@ from mizzen.progress import get_progress
 if TYPE_CHECKING:
     from mizzen.engine.face import Face
 
+INTERRUPT: Final = (signal.SIGINT, signal.default_int_handler)
 ClientState = Callable[[], Mapping[str, Any]]
 
 
@@ -27,6 +32,21 @@ class Stopping:
         """What the user wants in a checkpoint that is made because of a request."""
         self._progress = get_progress()
         self._is_agreed = False
+        if Switches.read(environ()).progress is not None and threading.current_thread() is threading.main_thread():
+            self._listen()
+
+    def _listen(self) -> None:
+        """Take signals that reach the rank itself for requests, where the user's program does nothing with them.
+
+        Slurm and others signal every process of a job, not only the supervisor. A second signal then ends the rank.
+        """
+        for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGUSR1, signal.SIG_DFL), INTERRUPT):
+            if signal.getsignal(number) == usual:
+                signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self._progress.ask_self_to_stop()
+        signal.signal(number, signal.SIG_DFL)
 
     @property
     def is_asked(self) -> bool:

@@ -163,6 +163,9 @@ class Crew:
 
     def end(self, number: int = signal.SIGTERM, patience: float = PATIENCE) -> None:
         """Ask what still runs to end, wait a little, end it; nothing of the process groups is left."""
+        for member, record in self.records():
+            if record.step >= 0:  # it takes a request to end for one to save, and has nothing to tidy up otherwise
+                kill_group(member.process.pid, signal.SIGKILL)
         self.send(number)
         until = time.monotonic() + (patience if number != signal.SIGKILL else 0)
         while not self.is_over and time.monotonic() < until:

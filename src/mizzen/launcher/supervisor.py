@@ -29,6 +29,8 @@ LOOK: Final = 0.25
 """Seconds between two looks at the other nodes and at the records of the ranks."""
 SECOND_CAUSE: Final = 4.0
 """How long a rank's error that tells of another rank waits for that rank to end."""
+PASS_ON: Final = 0.3
+"""Seconds before a signal is passed on: Slurm has sent it to the ranks as well, and they may be about to leave."""
 LAST_WORDS: Final = 30.0
 """Seconds that ranks may differ in when they end together."""
 HUNG: Final = 124
@@ -72,7 +74,9 @@ class Stop:
 
     signal: int
     deadline: float
-    can_save: bool
+    pass_on_at: float | None = None
+    """When ranks that cannot save get the signal itself."""
+    can_save: bool = True
 
 
 class Supervisor:
@@ -219,6 +223,9 @@ class Supervisor:
             return None
         if self._stop is None:
             self._stop = self._begin_stop(crew, signals.received[0])
+        if self._stop.pass_on_at is not None and time.monotonic() > self._stop.pass_on_at:
+            self._stop.pass_on_at = None
+            crew.send(self._stop.signal)
         if signals.ends_at_once:
             return Ending("stopped", signal=signals.received[-1], reason="ended at once; nothing more was saved")
         if time.monotonic() > self._stop.deadline:
@@ -232,15 +239,14 @@ class Supervisor:
     def _begin_stop(self, crew: Crew, number: int) -> Stop:
         """Ask ranks that can save to do so; others get the signal itself, which they may know what to do with."""
         can_save = any(record.step >= 0 for _, record in crew.records())
-        name = signal.Signals(number).name
+        name, now = signal.Signals(number).name, time.monotonic()
         if can_save:
             crew.ask_to_stop()
             self._meeting.request("stop")
             say(f"{name}: the ranks save at the end of this step and stop; a second signal ends them at once")
-        else:
-            crew.send(number)
-            say(f"{name}: no rank can save yet; they were sent the signal")
-        return Stop(number, time.monotonic() + self._job.care.grace, can_save)
+            return Stop(number, now + self._job.care.grace)
+        say(f"{name}: no rank can save yet; they get the signal")
+        return Stop(number, now + self._job.care.grace, now + PASS_ON, can_save=False)
 
     def _failed(self, crew: Crew) -> Ending | None:
         failures = crew.failures((SAVED, UNSAVED))

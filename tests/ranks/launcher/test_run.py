@@ -127,7 +127,7 @@ def test_nothing_is_left_whatever_ends_it(family, number, word, code):
 def test_a_second_signal_ends_at_once(family):
     running, _ = family("deaf")
     running.signal(signal.SIGTERM)
-    wait_until(lambda: "they were sent the signal" in running.text, "the first signal")
+    wait_until(lambda: "they get the signal" in running.text, "the first signal")
     running.signal(signal.SIGTERM)
     assert running.end() == 143
     assert not running.left()
