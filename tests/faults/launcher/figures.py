@@ -1,4 +1,4 @@
-"""`make faults-launcher`: faults in number, and what became of them. Every failure is printed with the words that repeat it."""
+"""`make faults-launcher`: faults in number, and what became of them. A failure is printed with what repeats it."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ class Row:
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             try:
                 seconds = run(Path(folder))
-            except Exception as error:
+            except (AssertionError, OSError, ValueError, subprocess.SubprocessError) as error:
                 self.failures.append(f"{label}: {type(error).__name__}: {str(error)[:300]}")
                 print(f"  {self.name} failed: {self.failures[-1]}", flush=True)
                 return
