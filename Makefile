@@ -8,7 +8,7 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-torch test-cluster faults-launcher docs bench clean
+.PHONY: help demo test lint test-torch test-cluster docs faults faults-launcher bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ faults-launcher: .venv/ready ## kills, hangs, preemptions and ports, counted; FU
 docs: .venv/ready ## regenerate docs/config.md from the configuration's own words
 	$(BIN)/python -m mizzen.cli config docs > docs/config.md.new
 	mv docs/config.md.new docs/config.md
+
+faults: .venv/ready ## break saves in every way and show what is left of them, in about ten minutes; see docs/checkpoints.md
+	PYTHONPATH=src:tests $(BIN)/python -m faults.table $(ARGS)
 
 bench: .venv/ready ## mizzen beside its peers on two CPU ranks, in about two minutes; see docs/bench.md
 	$(BIN)/python -m bench.cpu_ranks $(ARGS)

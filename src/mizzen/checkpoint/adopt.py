@@ -78,6 +78,7 @@ def facts_of(found: Mapping[str, object], encoder: Encoder) -> dict[str, Any]:
         "counters": counters or (dict(nested) if isinstance(nested, Mapping) else {}),
         "client": encoder.encode(dict(_mapping(found.get("client_state"))), "client_state"),
         "aliases": dict(_mapping(found.get("aliases"))),
+        "frozen": [str(name) for name in frozen] if isinstance(frozen := found.get("frozen"), list | tuple) else [],
         "imported": encoder.encode({key: value for key, value in found.items() if key != "client_state"}, "imported"),
     }
     if isinstance(found.get("lr_scheduler"), Mapping):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mizzen.checkpoint.manifest import FileEntry, Manifest, tiles
+from mizzen.checkpoint.manifest import FileEntry, Manifest
 from mizzen.checkpoint.read import Reader, Verified
 from mizzen.errors import CheckpointError, FileError
 
@@ -16,11 +16,7 @@ Told = Callable[[int], None]
 def verify(reader: Reader, told: Told | None = None) -> list[str]:
     """Read every byte and compare its hash; what is wrong, by file and tensor. `told` gets the bytes read so far."""
     manifest = reader.manifest
-    wrong = [
-        f"{entry}: its parts do not hold each element once"
-        for entry, boxes in _boxes(manifest)
-        if not manifest.node and not tiles(boxes, entry.shape)
-    ]
+    wrong = [f"{entry}: its parts do not hold each element once" for entry in reader.torn()]
     for file in manifest.files:
         wrong += _verify_file(reader, file, told)
     return wrong
@@ -64,14 +60,6 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
-
-
-def _boxes(manifest: Manifest) -> Iterator[tuple[Any, list[Any]]]:
-    found: list[list[Any]] = [[] for _ in manifest.tensors]
-    for file in manifest.files:
-        for part in file.parts:
-            found[part.tensor].append(part.box)
-    yield from zip(manifest.tensors, found, strict=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,17 @@ tensors, bytes inside their files. docs/checkpoint-format.md describes every byt
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Final
 
+import numpy
 import xxhash
 
+from mizzen.checkpoint.parts import DIMENSIONS, Parts, Table
 from mizzen.checkpoint.tensors import DTYPES
 from mizzen.errors import CheckpointError
-from mizzen.model.box import Box, coverage
 
 FORMAT: Final = "mizzen-checkpoint"
 VERSION: Final = 1
@@ -24,7 +25,6 @@ CHUNK: Final = 1 << 22
 """Bytes of a file that share one hash."""
 LARGEST: Final = 1 << 60
 """No file, tensor or place is larger than this."""
-DIMENSIONS: Final = 64
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LAST: Final = re.compile(rb'\n"hash":"([0-9a-f]{32})"\}\n\Z')
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
@@ -56,16 +56,6 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a tensor, as contiguous bytes of a file."""
-
-    tensor: int
-    """The place of its tensor in the list."""
-    offset: int
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
 class FileEntry:
     """One data file."""
 
@@ -73,7 +63,7 @@ class FileEntry:
     size: int
     hashes: tuple[str, ...]
     """xxh3-128 of each chunk of the file, header included; the last chunk may be short."""
-    parts: tuple[Part, ...]
+    parts: Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +112,7 @@ class Manifest:
                     "name": file.name,
                     "size": file.size,
                     "hashes": file.hashes,
-                    "parts": [[part.tensor, part.offset, *part.box.start, *part.box.stop] for part in file.parts],
+                    "parts": file.parts.pack(),
                 }
                 for file in self.files
             ],
@@ -132,8 +122,8 @@ class Manifest:
         return text + f'\n"hash":"{digest(text)}"}}\n'.encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> "Manifest":
-        """Read and check one; `where` is what an error calls it."""
+    def from_bytes(cls, data: bytes, where: str, room: int = LARGEST) -> "Manifest":
+        """Read and check one; `where` is what an error calls it, `room` the most bytes that its tables may take."""
         last = _LAST.search(data)
         if last is None:
             raise CheckpointError(f"{where}: no manifest, or a torn one: it does not end with its hash")
@@ -141,10 +131,10 @@ class Manifest:
             raise CheckpointError(f"{where}: damaged: its bytes do not have the hash that it ends with")
         try:
             body = json.loads(data, object_pairs_hook=_once)
-            return _manifest(body)
+            return _manifest(body, room)
         except RecursionError:
             raise CheckpointError(f"{where}: no manifest: it is nested too deeply") from None
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, zlib.error) as error:
             reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else error
             raise CheckpointError(f"{where}: no manifest of this format: {reason}") from None
 
@@ -159,20 +149,6 @@ def is_plain(name: object) -> bool:
     return isinstance(name, str) and _PLAIN.fullmatch(name) is not None
 
 
-def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes hold every element of a tensor exactly once."""
-    if sum(box.numel for box in boxes) != math.prod(shape):
-        return False
-    held = sorted(box for box in boxes if not box.is_empty)
-    if len(held) < 2:
-        return True  # the count was right
-    differing = [dim for dim in range(len(shape)) if len({(box.start[dim], box.stop[dim]) for box in held}) > 1]
-    if len(differing) == 1:  # slabs along one dimension, as of shards: quick for thousands of them
-        (dim,) = differing
-        return all(one.stop[dim] <= other.start[dim] for one, other in pairwise(held))
-    return coverage(held, shape).is_exact
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -180,7 +156,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _manifest(body: Any) -> Manifest:
+def _manifest(body: Any, room: int) -> Manifest:
     if body["format"] != FORMAT:
         raise ValueError("another format")
     if body["version"] != VERSION:
@@ -189,7 +165,13 @@ def _manifest(body: Any) -> Manifest:
     tensors = tuple(_tensor(row) for row in body["tensors"])
     if len({each.key for each in tensors}) != len(tensors):
         raise ValueError("a tensor is there twice")
-    files = tuple(_file(row, tensors, chunk) for row in body["files"])
+    shapes, sizes = _tables(tensors)
+    files = []
+    for row in body["files"]:
+        file = _file(row, chunk, Parts.unpack(row["parts"], room))
+        file.parts.check(shapes, sizes, file.size)
+        room -= file.parts.nbytes
+        files.append(file)
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file is there twice")
     if not isinstance(body["facts"], dict):
@@ -201,7 +183,7 @@ def _manifest(body: Any) -> Manifest:
         step=_whole(body["step"], high=LARGEST),
         created=_text(body["created"]),
         tensors=tensors,
-        files=files,
+        files=tuple(files),
         facts=body["facts"],
         node=_text(body["node"]),
         nodes=tuple(_text(node) for node in body["nodes"]),
@@ -221,28 +203,24 @@ def _tensor(row: Any) -> TensorEntry:
     return entry
 
 
-def _file(row: Any, tensors: Sequence[TensorEntry], chunk: int) -> FileEntry:
+def _tables(tensors: Sequence[TensorEntry]) -> tuple[dict[int, Table], Table]:
+    """The shapes of all tensors, one table for each number of dimensions, and the bytes of their elements."""
+    shapes: dict[int, Table] = {}
+    for number, entry in enumerate(tensors):
+        dims = len(entry.shape)
+        if dims not in shapes:
+            shapes[dims] = numpy.full((len(tensors), dims), -1, dtype=numpy.int64)
+        shapes[dims][number] = entry.shape
+    return shapes, numpy.array([DTYPES[entry.dtype].itemsize for entry in tensors], dtype=numpy.int64)
+
+
+def _file(row: Any, chunk: int, parts: Parts) -> FileEntry:
     name, size, hashes = row["name"], _whole(row["size"], high=LARGEST), row["hashes"]
     if not is_plain(name):
         raise ValueError(f"{str(name)[:80]!r} is not a plain file name")
     if len(hashes) != -(-size // chunk) or not all(isinstance(h, str) and _DIGEST.fullmatch(h) for h in hashes):
         raise ValueError(f"{name}: {len(hashes)} hashes for {size} bytes in chunks of {chunk}")
-    return FileEntry(name, size, tuple(hashes), tuple(_part(part, tensors, name, size) for part in row["parts"]))
-
-
-def _part(row: Any, tensors: Sequence[TensorEntry], name: str, size: int) -> Part:
-    number, offset, *corners = (_whole(value, high=LARGEST) for value in row)
-    tensor = tensors[number]
-    dims = len(tensor.shape)
-    if len(corners) != 2 * dims:
-        raise ValueError(f"{name}: a part of {tensor} has {len(corners)} coordinates")
-    start, stop = tuple(corners[:dims]), tuple(corners[dims:])
-    if not all(a < b <= extent for a, b, extent in zip(start, stop, tensor.shape, strict=True)):
-        raise ValueError(f"{name}: a part from {start} to {stop} does not lie in {tensor}")
-    box = Box(start, stop)
-    if offset + box.numel * DTYPES[tensor.dtype].itemsize > size:
-        raise ValueError(f"{name}: {box} of {tensor} at byte {offset} ends behind the file's {size} bytes")
-    return Part(number, offset, box)
+    return FileEntry(name, size, tuple(hashes), parts)
 
 
 def _whole(value: Any, *, low: int = 0, high: int) -> int:

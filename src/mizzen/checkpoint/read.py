@@ -1,16 +1,18 @@
 """Reading a committed checkpoint: any box of any tensor, from whatever boxes were written, each byte verified first."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, digest, is_plain, tiles
+from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, digest, is_plain
+from mizzen.checkpoint.parts import TENSOR, Part, Table, corners, tiles
 from mizzen.checkpoint.tensors import DTYPES, SLAB, memory_of
 from mizzen.errors import CheckpointError, FileError
 from mizzen.files import Reading, list_folder
@@ -22,23 +24,23 @@ ROOM: Final = 1 << 23
 """Bytes that a manifest may have beside those of the data it describes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """Where the boxes of one tensor are, in the order of their corners."""
+    """Where the boxes of one tensor are."""
 
     entry: TensorEntry
-    parts: tuple[tuple[FileEntry, Part], ...]
-    slabs: int | None
-    """The dimension along which they are cut, where it is one: then those that are wanted are found quickly."""
+    files: Table
+    """The file of each box, by its place in the manifest."""
+    table: Table
 
-    def over(self, box: Box) -> tuple[tuple[FileEntry, Part], ...]:
-        """Those that may have something of a box."""
-        if self.slabs is None or box.is_empty:
-            return self.parts
-        dim = self.slabs
-        first = bisect_right(self.parts, box.start[dim], key=lambda each: each[1].box.start[dim]) - 1
-        last = bisect_right(self.parts, box.stop[dim] - 1, key=lambda each: each[1].box.start[dim])
-        return self.parts[max(first, 0) : last]
+    def over(self, box: Box) -> Iterator[tuple[int, Part]]:
+        """Those that have something of a box, each with its file."""
+        start, stop = corners(self.table)
+        is_over = (start < numpy.array(box.stop)) & (stop > numpy.array(box.start))
+        for place in numpy.flatnonzero(is_over.all(axis=1)).tolist():
+            row = self.table[place].tolist()
+            dims = len(box.start)
+            yield int(self.files[place]), Part(row[0], row[1], Box(tuple(row[2 : 2 + dims]), tuple(row[2 + dims :])))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -53,11 +55,20 @@ def read_manifest(folder: Path) -> Manifest:
             file.read_into(memoryview(data), 0)
     except FileError as error:
         raise CheckpointError(f"{folder}: no checkpoint is committed here: {error}") from error
-    return Manifest.from_bytes(bytes(data), where)
+    return Manifest.from_bytes(bytes(data), where, room=4 * allowed)
 
 
 def _data_files(folder: Path) -> list[Path]:
     return [path for path in list_folder(folder) if is_plain(path.name) and path.is_file() and not path.is_symlink()]
+
+
+@contextmanager
+def _named(entry: TensorEntry) -> Iterator[None]:
+    """Let an error say which tensor was to be read."""
+    try:
+        yield
+    except (CheckpointError, FileError) as error:
+        raise CheckpointError(f"{error} (it holds {entry})") from error
 
 
 class Verified:
@@ -134,9 +145,15 @@ class Reader:
         stored = self._stored.get((kind, name))
         return stored.entry if stored else None
 
+    def torn(self) -> list[TensorEntry]:
+        """Tensors whose boxes do not hold each element once; where nodes have a part each, that cannot be told."""
+        if self.manifest.node:
+            return []
+        return [each.entry for each in self._stored.values() if not tiles(each.table, each.entry.shape)]
+
     def any_of(self, kind: str) -> str:
         """The name of some tensor of a kind that has something here; empty when there is none."""
-        found = (name for (of, name), stored in self._stored.items() if of == kind and stored.parts)
+        found = (name for (of, name), stored in self._stored.items() if of == kind and len(stored.table))
         return next(found, "")
 
     def fill(self, kind: str, target: Piece, name: str | None = None) -> None:
@@ -149,12 +166,9 @@ class Reader:
                 found = 0
                 for file, part in stored.over(box):
                     overlap = box.intersection(part.box)
-                    if not overlap.is_empty:
-                        try:
-                            self._copy(stored.entry, file, part, overlap, data[overlap.slices(box)])
-                        except (CheckpointError, FileError) as error:
-                            raise CheckpointError(f"{error} (it holds {stored.entry})") from error
-                        found += overlap.numel
+                    with _named(stored.entry):
+                        self._copy(stored.entry, self._file(file), part, overlap, data[overlap.slices(box)])
+                    found += overlap.numel
                 if found != box.numel:
                     raise self._incomplete(stored.entry, box.numel - found)
 
@@ -171,19 +185,18 @@ class Reader:
         if stored is None:
             raise CheckpointError(f"{self.folder}: there is no {kind} '{name}' in this checkpoint")
         if stored.entry.key not in self._checked:
-            if not self.manifest.node and not tiles([part.box for _, part in stored.parts], stored.entry.shape):
-                held = sum(part.box.numel for _, part in stored.parts)
+            if not self.manifest.node and not tiles(stored.table, stored.entry.shape):
+                start, stop = corners(stored.table)
+                held = int(numpy.prod(stop - start, axis=1).sum())
                 raise self._incomplete(stored.entry, math.prod(stored.entry.shape) - held)
             self._checked.add(stored.entry.key)
         return stored
 
     def _check_files(self, entry: TensorEntry) -> None:
         """Open what holds a tensor, so that its files are known to be as large as they should before there is room."""
-        for file, _ in self._stored[entry.key].parts:
-            try:
+        for file in set(self._stored[entry.key].files.tolist()):
+            with _named(entry):
                 self._file(file)
-            except (CheckpointError, FileError) as error:
-                raise CheckpointError(f"{error} (it holds {entry})") from error
 
     def _incomplete(self, entry: TensorEntry, missing: int) -> CheckpointError:
         here = f" on node {self.manifest.node}: it is on another node of {', '.join(self.manifest.nodes)}, and so "
@@ -191,10 +204,9 @@ class Reader:
         what = f"{missing:,} elements are" if missing > 0 else "elements are twice, or more are"
         return CheckpointError(f"{self.folder}: {entry}: {what} not there{here if self.manifest.node else ''}")
 
-    def _copy(self, entry: TensorEntry, file: FileEntry, part: Part, wanted: Box, target: Tensor) -> None:
+    def _copy(self, entry: TensorEntry, source: Verified, part: Part, wanted: Box, target: Tensor) -> None:
         """The elements of a box that lies within a part, slab by slab."""
         dtype, inside = DTYPES[entry.dtype], wanted.shift([-at for at in part.box.start])
-        source = self._file(file)
         flat = flat_range_of(inside, part.box.shape)
         if flat is not None:
             self._copy_run(source, part.offset + flat[0] * dtype.itemsize, dtype, target)
@@ -226,7 +238,8 @@ class Reader:
             source.read_into(memory_of(slab), offset + start * dtype.itemsize)
             place.copy_(slab)
 
-    def _file(self, entry: FileEntry) -> Verified:
+    def _file(self, number: int) -> Verified:
+        entry = self.manifest.files[number]
         if entry.name not in self._open:
             self._open[entry.name] = Verified(self.folder, entry, self.manifest.chunk)
         return self._open[entry.name]
@@ -245,17 +258,23 @@ class Reader:
 
 
 def _stored(manifest: Manifest) -> dict[tuple[str, str], Stored]:
-    found: list[list[tuple[FileEntry, Part]]] = [[] for _ in manifest.tensors]
-    for file in manifest.files:
-        for part in file.parts:
-            found[part.tensor].append((file, part))
-    return {entry.key: _index(entry, parts) for entry, parts in zip(manifest.tensors, found, strict=True)}
-
-
-def _index(entry: TensorEntry, parts: list[tuple[FileEntry, Part]]) -> Stored:
-    parts.sort(key=lambda each: each[1].box)
-    corners = [part.box for _, part in parts]
-    differing = [
-        dim for dim in range(len(entry.shape)) if len({(box.start[dim], box.stop[dim]) for box in corners}) > 1
-    ]
-    return Stored(entry, tuple(parts), differing[0] if len(differing) == 1 else None)
+    """The boxes of each tensor, out of those of each file."""
+    found: dict[int, tuple[Table, Table]] = {}
+    for dims in {len(entry.shape) for entry in manifest.tensors}:
+        tables = [(n, file.parts.tables[dims]) for n, file in enumerate(manifest.files) if dims in file.parts.tables]
+        if not tables:
+            continue
+        files = numpy.concatenate([numpy.full(len(table), number, dtype=numpy.int64) for number, table in tables])
+        rows = numpy.concatenate([table for _, table in tables])
+        order = rows[:, TENSOR].argsort(kind="stable")
+        files, rows = files[order], rows[order]
+        numbers, firsts = numpy.unique(rows[:, TENSOR], return_index=True)
+        ends = [*firsts[1:].tolist(), len(rows)]
+        for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends, strict=True):
+            found[number] = files[first:end], rows[first:end]
+    nothing = numpy.zeros(0, dtype=numpy.int64)
+    stored = {}
+    for number, entry in enumerate(manifest.tensors):
+        none = nothing, numpy.zeros((0, 2 + 2 * len(entry.shape)), dtype=numpy.int64)
+        stored[entry.key] = Stored(entry, *found.get(number, none))
+    return stored

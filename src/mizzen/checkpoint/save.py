@@ -22,7 +22,6 @@ from mizzen.checkpoint.write import Item, Written, write_items
 from mizzen.errors import CheckpointError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
 from mizzen.log import get_logger
-from mizzen.model.box import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,22 +190,24 @@ def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
 def merge(written: Sequence[Written], *, once: bool = False) -> tuple[tuple[TensorEntry, ...], tuple[FileEntry, ...]]:
     """One list of tensors for all files, whose parts are counted in it; with `once` a box that is twice counts once."""
     tensors: dict[tuple[str, str], tuple[int, TensorEntry]] = {}
-    files = []
-    seen: set[tuple[int, Box]] = set()
+    files: list[FileEntry] = []
+    seen: set[tuple[int, ...]] = set()
+    places: dict[bytes, list[int]] = {}
     for each in written:
-        places = []
-        for entry in each.tensors:
-            number, known = tensors.setdefault(entry.key, (len(tensors), entry))
-            if known != entry:
-                raise CheckpointError(
-                    f"{entry.kind} '{entry.name}' is {list(entry.shape)} {entry.dtype} on one rank and "
-                    f"{list(known.shape)} {known.dtype} on another"
-                )
-            places.append(number)
+        if each.table not in places:
+            places[each.table] = [_place(tensors, entry) for entry in each.tensors()]
         if each.file is not None:
-            parts = [replace(part, tensor=places[part.tensor]) for part in each.file.parts]
-            if once:
-                parts = [part for part in parts if (part.tensor, part.box) not in seen]
-                seen.update((part.tensor, part.box) for part in parts)
-            files.append(replace(each.file, parts=tuple(parts)))
+            parts = each.file.parts.counted_in(places[each.table])
+            files.append(replace(each.file, parts=parts.without(seen) if once else parts))
     return tuple(entry for _, entry in tensors.values()), tuple(files)
+
+
+def _place(tensors: dict[tuple[str, str], tuple[int, TensorEntry]], entry: TensorEntry) -> int:
+    """The place of a tensor in the list of all, to which it may be new."""
+    number, known = tensors.setdefault(entry.key, (len(tensors), entry))
+    if known != entry:
+        raise CheckpointError(
+            f"{entry.kind} '{entry.name}' is {list(entry.shape)} {entry.dtype} on one rank and "
+            f"{list(known.shape)} {known.dtype} on another"
+        )
+    return number

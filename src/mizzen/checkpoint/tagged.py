@@ -5,7 +5,6 @@ found by a name. What cannot be kept is refused by its path and type.
 """
 
 import base64
-import binascii
 import datetime
 import json
 import math
@@ -144,7 +143,7 @@ def unpack(packed: Tensor) -> Any:
             for name, (dtype, shape, data) in found["arrays"].items()
         }
         value = found["value"]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"a value of the checkpoint cannot be read: {type(error).__name__}: {error}") from error
     return decode(value, lambda name: arrays[name])
 
@@ -153,7 +152,7 @@ def decode(value: Any, read: Callable[[str], Tensor], *, allow_pickle: bool = Fa
     """What was encoded. `read` gives arrays by their name."""
     try:
         return _Decoder(read, allow_pickle).decode(value)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, binascii.Error) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"a value of the checkpoint cannot be read: {type(error).__name__}: {error}") from error

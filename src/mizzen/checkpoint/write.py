@@ -1,5 +1,7 @@
 """One rank's data file: Pieces as a safetensors file, hashed chunk by chunk as it is written."""
 
+import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +10,8 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from mizzen.checkpoint.manifest import CHUNK, FileEntry, Part, TensorEntry
+from mizzen.checkpoint.manifest import CHUNK, FileEntry, TensorEntry
+from mizzen.checkpoint.parts import Part, Parts
 from mizzen.checkpoint.tensors import CODES, DTYPES, bytes_of, header_of, name_of
 from mizzen.errors import CheckpointError
 from mizzen.files import write_chunks
@@ -38,9 +41,20 @@ class Item:
 class Written:
     """What one rank has written: its tensors, and its file; no file where it had nothing to write."""
 
-    tensors: tuple[TensorEntry, ...]
-    """Those that the parts of the file are counted in."""
+    table: bytes
+    """The tensors that the parts of the file are counted in, packed: thousands of ranks may have thousands."""
     file: FileEntry | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorEntry], file: FileEntry | None) -> "Written":
+        """Tensors and a file."""
+        rows = [[each.kind, each.name, each.shape, each.dtype] for each in tensors]
+        return cls(zlib.compress(json.dumps(rows).encode(), 1), file)
+
+    def tensors(self) -> list[TensorEntry]:
+        """What was packed."""
+        rows = json.loads(zlib.decompress(self.table))
+        return [TensorEntry(kind, name, tuple(shape), dtype) for kind, name, shape, dtype in rows]
 
 
 class ChunkHasher:
@@ -105,7 +119,7 @@ def write_boxes(
 ) -> Written:
     """Write a new file with some boxes, of which one at a time is in memory."""
     if not boxes:
-        return Written(tuple(tensors), None)
+        return Written.of(tensors, None)
     places = {entry.key: number for number, entry in enumerate(tensors)}
     named = [(title(each.entry, each.box), DTYPES[each.entry.dtype], each.box.shape) for each in boxes]
     header = header_of(named, metadata)
@@ -120,7 +134,7 @@ def write_boxes(
             yield chunk
 
     size = write_chunks(path, passing())
-    return Written(tuple(tensors), FileEntry(path.name, size, hasher.finish(), tuple(parts)))
+    return Written.of(tensors, FileEntry(path.name, size, hasher.finish(), Parts.of(parts)))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ so no attempt ever reads an address that a dead one has left, and no two jobs wa
 before its number is told to anybody.
 
 [Note: the rendezvous, not the agent]
-Of torch elastic we use the rendezvous: who is there, with keep-alives and rounds. docs/decisions/0011 says why not the
+Of torch elastic we use the rendezvous: who is there, with keep-alives and rounds. docs/decisions/0012 says why not the
 agent. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 must be in the environment of this process, or a node that joins later waits
 for an address that nobody publishes (torch 2.13).
 """

@@ -33,13 +33,12 @@ def test_a_job_that_is_killed_hung_and_preempted_has_the_curve_of_one_that_was_n
     words = ("--num_gpus", 2, "--max_restarts", 2, TRAIN, "--out", broken, "--steps", STEPS, "--hang", 2, "--every", 5)
     job = start(*words, "--faults", faults, "--pause", 0.1, cwd=tmp_path)
     try:
-        wait_until(
-            lambda: len(list(broken.glob("loss-0.txt"))) and "\n16 " in (broken / "loss-0.txt").read_text(), "16"
-        )
+        losses = broken / "loss-0.txt"
+        wait_until(lambda: losses.exists() and "\n16 " in losses.read_text(), "step 16", 200)
         job.signal(signal.SIGTERM)
         assert job.end() == 75, job.text
     finally:
-        job.end(0.1) if job.process.poll() is not None else job.process.kill()
+        job.process.kill()
     assert "was ended by signal 9" in job.text and "restart 1 of 2" in job.text
     assert "hung: rank" in job.text and "train.py" in job.text and "restart 2 of 2" in job.text
     assert "saved and stopped" in job.text

@@ -167,9 +167,9 @@ def save_and_train(case: Case, folder: str, more: int = 0) -> list[float]:
     return train(engine, more)
 
 
-def changed(one: str, other: str) -> list[str]:
+def changed(one: str, other: str, tag: str = "global_step3") -> list[str]:
     """The tensors in which two checkpoints differ; random states belong to ranks and are left out."""
-    with Reader(Path(one) / "global_step3") as first, Reader(Path(other) / "global_step3") as second:
+    with Reader(Path(one) / tag) as first, Reader(Path(other) / tag) as second:
         found = [each.what for each in compare(first, second)]
     return [what for what in found if " '" in what and not what.startswith("rng")]
 

@@ -483,3 +483,43 @@ def configured_folder(folder):
 def test_the_folder_may_come_from_the_configuration(world, tmp_path):
     path, said = world(1).run(configured_folder, str(tmp_path))[0]
     assert Path(path) == tmp_path / "global_step1" and "checkpoint.dir" in said
+
+
+def without_room(folder):
+    import mizzen.files
+
+    mizzen.files._room = lambda path: 1000
+    said = warnings_of(lambda: build(Case(checkpoint={"dir": folder})))[1]
+    engine = build(Case())
+    try:
+        engine.save_checkpoint(folder)
+    except CheckpointError as error:
+        return said, str(error)
+
+
+def test_room_is_looked_at_before_the_first_save(world, tmp_path):
+    said, error = world(1).run(without_room, str(tmp_path))[0]
+    assert len(said) == 1 and "has 1,000 bytes free" in said[0]
+    assert "needs" in error and "has 1,000 free" in error
+    assert list((tmp_path / "global_step0").iterdir()) == []
+
+
+def whole_units(folder):
+    """A model in training whose stage-3 parameters are gathered by others is saved all the same, and loads."""
+    engine = build(Case(stage=3))
+    train(engine, 1)
+    with mizzen.zero.GatheredParameters(list(engine.module.parameters())):
+        pass
+    engine.save_checkpoint(folder)
+    before = engine.module_state_dict()
+    engine.load_module_state_dict(get_fp32_state_dict_from_zero_checkpoint(folder))
+    after = engine.module_state_dict()
+    return [name for name in before if not torch.equal(_local(before[name]), _local(after[name]))]
+
+
+def _local(tensor):
+    return tensor.to_local() if "to_local" in dir(tensor) else tensor
+
+
+def test_a_state_dict_of_a_checkpoint_fits_the_engine(world, tmp_path):
+    assert world(2).run(whole_units, str(tmp_path)) == [[], []]

@@ -201,7 +201,7 @@ CASES = {
     "no loss in the output": no_loss,
     "loss function without target": loss_function_with_bare_batch,
     "closure": lambda: engine().optimizer.step(lambda: 0.0),
-    "save_checkpoint": lambda: engine().save_checkpoint("x"),
+    "save_checkpoint": lambda: engine().save_checkpoint("x", tag="../x"),
     "offload_states": lambda: engine().offload_states(),
     "compile with a schedule": lambda: engine().compile(schedule=[]),
     "unknown attribute": lambda: engine().no_such_thing,

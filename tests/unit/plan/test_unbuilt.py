@@ -60,7 +60,6 @@ ASKED = {
     "weight_quantization.post_init_quant": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 8}}}},
     "data_efficiency.enabled": {"data_efficiency": {"enabled": True}},
     "curriculum_learning.enabled": {"curriculum_learning": CURRICULUM},
-    "checkpoint": {"checkpoint": {"async_save": True}},
     "aio": {"aio": {"block_size": 4096}},
     "flops_profiler.enabled": {"flops_profiler": {"enabled": True}},
     "autotuning.enabled": {"autotuning": {"enabled": True}},

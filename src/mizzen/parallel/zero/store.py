@@ -67,7 +67,7 @@ class FlatStore:
         self.scope: AbstractContextManager[None] = nullcontext()
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
-        self.buckets = self._by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)])
+        self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
         self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
@@ -111,11 +111,6 @@ class FlatStore:
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             parameter.data = alone(values[slot.start : slot.stop].view(slot.shape))
         return exact
-
-    def _by_arrival(self, buckets: list[LiveBucket]) -> tuple[LiveBucket, ...]:
-        """The buckets of all buffers in the order in which backward is likely to fill them: last parameters first."""
-        place = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
-        return tuple(sorted(buckets, key=lambda bucket: -min(place[id(parameter)] for parameter in bucket.parameters)))
 
     @property
     def is_sharded(self) -> bool:
@@ -204,14 +199,8 @@ class FlatStore:
             if mine.data_ptr() != bucket.master.data_ptr():
                 mine.copy_(bucket.master)
             if self.is_sharded:
-                works.append(self._send(bucket, mine))
+                works.append(_sent(bucket, mine, self.group))
         return works
-
-    def _send(self, bucket: LiveBucket, mine: Tensor) -> Work | None:
-        if bucket.plan.is_whole:
-            owner = bucket.plan.owner
-            return collectives.broadcast(bucket.values, group=self.group, group_src=owner, async_op=True)
-        return collectives.all_gather_into_tensor(bucket.values, mine, group=self.group, async_op=True)
 
     def refresh(self) -> None:
         """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
@@ -261,6 +250,19 @@ class FlatStore:
             parameter.data = parameter.data.clone()
         self.buckets, self.parameters, self.everything = (), {}, {}
         self.stock.clear()
+
+
+def _by_arrival(buckets: list[LiveBucket], parameters: Mapping[str, nn.Parameter]) -> tuple[LiveBucket, ...]:
+    """The buckets of all buffers in the order in which backward is likely to fill them: last parameters first."""
+    place = {id(parameter): index for index, parameter in enumerate(parameters.values())}
+    return tuple(sorted(buckets, key=lambda bucket: -min(place[id(parameter)] for parameter in bucket.parameters)))
+
+
+def _sent(bucket: LiveBucket, mine: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Start to bring the owners' values of a bucket to every rank."""
+    if bucket.plan.is_whole:
+        return collectives.broadcast(bucket.values, group=group, group_src=bucket.plan.owner, async_op=True)
+    return collectives.all_gather_into_tensor(bucket.values, mine, group=group, async_op=True)
 
 
 def _targets(bucket: Bucket, master: Tensor, dtype: torch.dtype) -> Iterator[Target]:

@@ -159,10 +159,6 @@ class FullStore:
         self._forget()
         self.place.step += 1
 
-    def spread(self) -> None:
-        """The masters are the shards: only what was gathered of them is old."""
-        self._forget()
-
     def refresh(self) -> None:
         """Somebody has written to the shards: forget what was gathered of them."""
         self._forget()
@@ -174,6 +170,9 @@ class FullStore:
                         f"'{name}' is not the model's sharded parameter any more: load_state_dict with assign=True, or "
                         "an assignment, has replaced it. Copy values instead, with load_state_dict alone"
                     )
+
+    spread = refresh
+    """The masters are the shards: who has written to them has written to these."""
 
     def _forget(self, *_: Any) -> None:
         """Shard again whatever is gathered without need."""

@@ -1,0 +1,144 @@
+"""Weights for others, one tensor at a time, and the fp32 functions that scripts know."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from mizzen.checkpoint import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from mizzen.checkpoint.adopt import adopt
+from mizzen.checkpoint.export import export_safetensors, export_torch, size_of
+from mizzen.checkpoint.read import Reader
+from mizzen.checkpoint.source import Entry
+from mizzen.checkpoint.sources import open_source
+from mizzen.errors import CheckpointError, UsageError
+
+
+class Given:
+    """A Source of plain tensors, which counts how many are alive at a time."""
+
+    def __init__(self, tensors, facts=None):
+        self.tensors = tensors
+        self._facts = facts or {}
+
+    def names(self):
+        return [Entry(kind, name, tuple(t.shape), t.dtype) for (kind, name), t in self.tensors.items()]
+
+    def read(self, entry):
+        return self.tensors[entry.kind, entry.name].clone()
+
+    def facts(self):
+        return self._facts
+
+
+MODEL = {
+    ("model", "layers.10.weight"): torch.randn(4, 3).bfloat16(),
+    ("master", "layers.10.weight"): torch.randn(4, 3),
+    ("model", "layers.2.weight"): torch.randn(4, 3),
+    ("model", "steps"): torch.tensor(5),
+    ("model", "empty"): torch.zeros(0, 2),
+    ("exp_avg", "layers.10.weight"): torch.randn(4, 3),
+    ("step", "layers.10.weight"): torch.tensor(7.0),
+}
+FACTS = {
+    "global_steps": 7,
+    "client_state": {"epoch": (1, 2)},
+    "aliases": {"head": "layers.2.weight"},
+    "frozen": ["steps"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    adopt(Given(MODEL, FACTS), tmp_path / "checkpoints", "imported")
+    return tmp_path / "checkpoints"
+
+
+def test_a_source_becomes_a_checkpoint(folder):
+    source = open_source(folder)
+    assert source.facts()["client_state"] == {"epoch": (1, 2)}
+    with Reader(folder / "imported") as reader:
+        assert reader.manifest.step == 7
+        assert torch.equal(reader.whole("model", "layers.10.weight"), MODEL["master", "layers.10.weight"])
+        assert torch.equal(reader.whole("exp_avg", "layers.10.weight"), MODEL["exp_avg", "layers.10.weight"])
+        assert reader.find("master", "layers.10.weight") is None
+
+
+def test_a_source_that_does_not_keep_its_word(tmp_path):
+    given = Given({("model", "a"): torch.zeros(3)})
+    given.read = lambda entry: torch.zeros(4)
+    with pytest.raises(CheckpointError, match="was announced as"):
+        adopt(given, tmp_path, "imported")
+    assert list((tmp_path / "imported").iterdir()) == []
+
+
+def test_shards_with_an_index(folder, tmp_path):
+    paths = export_safetensors(open_source(folder), tmp_path / "out", precision="fp32", shard=60)
+    assert [path.name for path in paths] == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+    ]  # fmt: skip
+    index = json.loads(paths[-1].read_text())
+    found = {}
+    for name, home in index["weight_map"].items():
+        found[name] = load_file(tmp_path / "out" / home)[name]
+    assert torch.equal(found["layers.10.weight"], MODEL["master", "layers.10.weight"])
+    assert found["steps"].item() == 5 and set(found) == {"layers.10.weight", "layers.2.weight", "steps", "empty"}
+    assert index["metadata"]["total_size"] == 2 * 48 + 8
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_one_file_in_a_precision(folder, tmp_path, precision, dtype):
+    (path,) = export_safetensors(open_source(folder), tmp_path / "out", precision=precision)
+    found = load_file(path)
+    assert found["layers.2.weight"].dtype == dtype and found["steps"].dtype == torch.int64
+    whole = torch.load(export_torch(open_source(folder), tmp_path / "m.bin", precision=precision), weights_only=True)
+    assert torch.equal(whole["layers.2.weight"], found["layers.2.weight"]) and torch.equal(
+        whole["head"], whole["layers.2.weight"]
+    )
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["checkpoints", "m.bin", "out"]
+
+
+def test_fp32_state_dicts(folder, tmp_path):
+    found = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert (
+        torch.equal(found["layers.10.weight"], MODEL["master", "layers.10.weight"])
+        and found["head"] is found["layers.2.weight"]
+    )
+    late = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
+    assert late["layers.2.weight"].shape == (4, 3) and torch.equal(late["head"].contiguous(), found["head"])
+    assert "steps" not in get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "a", safe_serialization=True)
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "b")
+    assert (tmp_path / "a" / "model.safetensors").exists() and (tmp_path / "b" / "pytorch_model.bin").exists()
+
+
+def test_a_model_takes_them(tmp_path):
+    adopt(Given({("model", "weight"): torch.ones(2, 3), ("model", "bias"): torch.zeros(2)}), tmp_path, "x")
+    model = load_state_dict_from_zero_checkpoint(nn.Linear(3, 2), tmp_path)
+    assert torch.equal(model.weight, torch.ones(2, 3))
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint of a known format"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("100", 100), (7, 7), ("2k", 2000)]
+)
+def test_sizes(text, size):
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 XB"])
+def test_what_is_no_size(text):
+    with pytest.raises(UsageError, match="not a size"):
+        size_of(text)

@@ -1,0 +1,196 @@
+"""Manifests, data files and the reader, without ranks."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from mizzen.checkpoint import save as protocol
+from mizzen.checkpoint import write
+from mizzen.checkpoint.folder import committed, delete, latest, mark, surplus, sweep, sweep_all
+from mizzen.checkpoint.inspect import compare, verify
+from mizzen.checkpoint.manifest import Manifest
+from mizzen.checkpoint.parts import Part, Parts, tiles
+from mizzen.checkpoint.read import Reader, read_manifest
+from mizzen.checkpoint.save import Terms, merge
+from mizzen.checkpoint.team import Team
+from mizzen.checkpoint.tensors import bytes_of
+from mizzen.checkpoint.write import ChunkHasher, Item, write_items
+from mizzen.errors import CheckpointError
+from mizzen.model.box import Box, boxes_of_range
+from mizzen.model.piece import Piece, piece_of_range, piece_of_whole
+
+
+def save(root, tensors, tag="tag", step=0, run="run", latest=True, **terms):
+    team, how = Team(), Terms(run=run, latest=latest, **terms)
+    ticket = protocol.begin(root, tag, team, how)
+    items = [Item("model", piece_of_whole(name, tensor)) for name, tensor in tensors.items()]
+    facts = {"counters": {"global_steps": step}}
+    return protocol.commit(ticket, protocol.write(ticket, items, team), None, facts, team, how)
+
+
+EVERY = {
+    "float": torch.randn(5, 7), "half": torch.randn(3).bfloat16(), "count": torch.tensor(3), "none": torch.zeros(0, 4),
+    "flags": torch.tensor([True, False]), "eight": torch.randn(4).to(torch.float8_e4m3fn),
+    "big": torch.randn(3, 400_000), "transposed": torch.randn(4, 6).T,
+}  # fmt: skip
+
+
+def test_tensors_come_back(tmp_path):
+    save(tmp_path, EVERY)
+    with Reader(tmp_path / "tag") as reader:
+        for name, tensor in EVERY.items():
+            found = reader.whole("model", name)
+            assert found.dtype == tensor.dtype and found.shape == tensor.shape
+            assert [*bytes_of(found)] == [*bytes_of(tensor)]
+        assert verify(reader) == []
+    assert latest(tmp_path) == "tag"
+
+
+def test_a_data_file_is_a_safetensors_file(tmp_path):
+    save(tmp_path, EVERY)
+    (path,) = (tmp_path / "tag").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        assert torch.equal(file.get_tensor("model/float"), EVERY["float"])
+
+
+@given(
+    rows=st.integers(1, 9), columns=st.integers(1, 9), cuts=st.lists(st.integers(0, 81), max_size=4),
+    wanted=st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(0, 8)),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_any_box_out_of_any_boxes(tmp_path_factory, rows, columns, cuts, wanted):
+    root = tmp_path_factory.mktemp("box")
+    tensor = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    edges = sorted({0, tensor.numel(), *(cut for cut in cuts if cut < tensor.numel())})
+    items = [
+        Item("model", piece_of_range("a", tensor.shape, tensor.view(-1)[low:high], low, high))
+        for low, high in zip(edges, edges[1:], strict=False)
+    ]
+    written = write_items(root / "x.safetensors", items)
+    tensors, files = merge([written])
+    reader = Reader(root, Manifest("id", "run", "tag", 0, "", tensors, files))
+    top, left = min(wanted[0], rows - 1), min(wanted[1], columns - 1)
+    box = Box((top, left), (min(rows, top + 1 + wanted[2]), min(columns, left + 1 + wanted[3])))
+    for dtype in (torch.float32, torch.float64):
+        target = torch.full(box.shape, -1, dtype=dtype)
+        reader.fill("model", Piece("a", tuple(tensor.shape), (box,), target))
+        assert torch.equal(target, tensor[box.slices(Box.whole(tensor.shape))].to(dtype))
+    reader.close()
+
+
+def test_small_chunks_are_verified_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "ChunkHasher", lambda: ChunkHasher(4096))
+    tensor = torch.arange(10_000, dtype=torch.float32)
+    tensors, files = merge([write_items(tmp_path / "x.safetensors", [Item("model", piece_of_whole("a", tensor))])])
+    manifest = Manifest("id", "run", "tag", 0, "", tensors, files, chunk=4096)
+    data = bytearray((tmp_path / "x.safetensors").read_bytes())
+    data[20_000] ^= 4
+    (tmp_path / "x.safetensors").write_bytes(data)
+    target = torch.empty(1000)
+    with Reader(tmp_path, manifest) as reader:
+        reader.fill("model", Piece("a", (10_000,), (Box((0,), (1000,)),), target))
+        assert torch.equal(target, tensor[:1000])
+        with pytest.raises(CheckpointError, match=r"damaged: bytes 16,384 to 20,480.*model 'a'"):
+            reader.fill("model", Piece("a", (10_000,), (Box((4500,), (5500,)),), target))
+
+
+def test_a_manifest_comes_back(tmp_path):
+    manifest = save(tmp_path, EVERY, step=12)
+    assert read_manifest(tmp_path / "tag") == manifest
+    assert json.loads((tmp_path / "tag" / "manifest.json").read_bytes())["step"] == 12
+
+
+def test_a_copied_folder_stays_valid(tmp_path):
+    save(tmp_path / "a", EVERY)
+    (tmp_path / "a" / "tag").rename(tmp_path / "elsewhere")
+    with Reader(tmp_path / "elsewhere") as reader:
+        assert verify(reader) == []
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape", "expected"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (4, 3))], (4, 3), True),
+        ([((0, 0), (2, 3)), ((1, 0), (3, 3))], (4, 3), False),
+        ([((0, 0), (2, 3))], (4, 3), False),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 3))], (4, 3), True),
+        ([((0, 0), (1, 3)), ((1, 0), (4, 2)), ((1, 2), (4, 3))], (4, 3), True),
+        ([((0, 0), (1, 3)), ((0, 0), (3, 3))], (4, 3), False),
+        ([], (0, 3), True),
+        ([((), ())], (), True),
+    ],
+)
+def test_tiles(boxes, shape, expected):
+    parts = Parts.of(Part(0, 0, Box(start, stop)) for start, stop in boxes)
+    table = parts.tables.get(len(shape))
+    if table is None:
+        table = torch.zeros(0, 2 + 2 * len(shape), dtype=torch.int64).numpy()
+    assert tiles(table, shape) is expected
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 5), st.integers(1, 8))
+def test_packed_parts(start, length, planes, rows):
+    shape = (planes, rows, 5)
+    total = planes * rows * 5
+    boxes = boxes_of_range(shape, min(start, total), min(start + length, total))
+    parts = Parts.of(Part(3, number, box) for number, box in enumerate(boxes))
+    assert list(Parts.unpack(parts.pack(), 1 << 20)) == list(parts)
+
+
+def test_dead_saves_are_swept_and_live_ones_are_not(tmp_path):
+    save(tmp_path, EVERY)
+    folder = tmp_path / "tag"
+    (folder / f"{'a' * 16}-00000.safetensors").write_bytes(b"dead, without a mark")
+    (folder / f"{'b' * 16}-00000.safetensors").write_bytes(b"alive")
+    mark(folder, "b" * 16)
+    (folder / f"{'c' * 16}-00001.safetensors").write_bytes(b"its process is gone")
+    gone = json.loads((folder / f"{'b' * 16}.saving").read_text())["process"].rpartition(":")[0] + ":999999999"
+    (folder / f"{'c' * 16}.saving").write_text(json.dumps({"process": gone}))
+    (folder / "notes.txt").write_text("mine")
+    removed = sweep(folder, read_manifest(folder))
+    assert {path.name[0] for path in removed} == {"a", "c"}
+    names = {path.name for path in folder.iterdir()}
+    assert {"notes.txt", "manifest.json", f"{'b' * 16}.saving", f"{'b' * 16}-00000.safetensors"} < names
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / f"{'d' * 16}-00000.safetensors").write_bytes(b"never committed")
+    sweep_all(tmp_path)
+    assert not (tmp_path / "half").exists() and (folder / "notes.txt").exists()
+
+
+def test_retention_counts_its_own_run(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, {"a": torch.zeros(1)}, tag=f"s{step}", step=step, keep_last=2, keep_every=2)
+        save(tmp_path, {"a": torch.zeros(1)}, tag=f"other{step}", step=step, run="another", latest=False)
+    names = [each.folder.name for each in committed(tmp_path)]
+    assert [name for name in names if name.startswith("s")] == ["s2", "s4", "s5"]
+    assert len([name for name in names if name.startswith("other")]) == 5
+
+
+def test_a_deleted_checkpoint_leaves_other_files(tmp_path):
+    save(tmp_path, EVERY)
+    (tmp_path / "tag" / "mine.txt").write_text("mine")
+    delete(committed(tmp_path)[0])
+    assert [path.name for path in (tmp_path / "tag").iterdir()] == ["mine.txt"]
+    assert surplus(committed(tmp_path), last=1, every=None, spare=()) == []
+
+
+def test_comparing(tmp_path):
+    save(tmp_path, {"a": torch.zeros(3), "b": torch.ones(2), "c": torch.ones(1)}, tag="one")
+    save(tmp_path, {"a": torch.tensor([0.0, 0.5, 0.0]), "b": torch.ones(3), "d": torch.ones(1)}, tag="two", step=3)
+    with Reader(tmp_path / "one") as one, Reader(tmp_path / "two") as two:
+        found = {each.what: each for each in compare(one, two)}
+        assert list(compare(one, one)) == []
+    assert set(found) == {"model 'a'", "model 'b'", "model 'c'", "model 'd'", "counters.global_steps"}
+    assert "largest difference 0.5" in found["model 'a'"].other
+
+
+def test_a_manifest_of_a_later_version_is_refused(tmp_path):
+    manifest = save(tmp_path, {"a": torch.zeros(1)})
+    data = replace(manifest, tag="x").to_bytes()
+    with pytest.raises(CheckpointError, match="damaged"):
+        Manifest.from_bytes(data.replace(b'"version":1', b'"version":2'), "here")

@@ -1,0 +1,131 @@
+"""Values that JSON alone would lose come back as they were; others are refused by path and type."""
+
+import datetime
+import json
+import math
+from argparse import Namespace
+from collections import OrderedDict, defaultdict
+from enum import Enum
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mizzen.checkpoint.tagged import Encoder, decode, pack, unpack
+from mizzen.errors import CheckpointError, UsageError
+
+
+def there_and_back(value):
+    encoder = Encoder("client_state")
+    text = json.dumps(encoder.encode(value), allow_nan=False)
+    return decode(json.loads(text), encoder.tensors.__getitem__)
+
+
+KEPT = [
+    None, True, 7, -(2**70), 1.5, float("inf"), "text", "", b"\x00\xff", bytearray(b"a"), 1 + 2j,
+    (1, (2, "a")), {3: "three", (1, 2): [4]}, {"$tuple": 1}, {1, 2}, frozenset({"a"}), [], {}, (),
+    Path("a/b"), datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.UTC), datetime.date(2026, 1, 2),
+    datetime.time(1, 2), datetime.timedelta(days=-1, microseconds=3), torch.float16, torch.device("cuda", 1),
+    OrderedDict([("b", 1), ("a", 2)]), Namespace(lr=0.1, betas=(0.9, 0.99)), numpy.float32(1.25), numpy.int64(-3),
+    numpy.bool_(True), numpy.float64("inf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", KEPT, ids=repr)
+def test_it_comes_back_as_it_was(value):
+    found = there_and_back(value)
+    assert found == value
+    assert type(found) is type(value) or isinstance(value, Path)
+
+
+def test_what_is_not_equal_to_itself_comes_back_too():
+    assert math.isnan(there_and_back({"a": [float("nan")]})["a"][0])
+    assert numpy.isnan(there_and_back(numpy.float32("nan")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_tensors_are_data(dtype):
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    found = there_and_back({"deep": [tensor, torch.tensor(1).to(dtype), torch.zeros(0, 3).to(dtype)]})["deep"]
+    assert torch.equal(found[0], tensor) and found[0].dtype == dtype
+    assert found[1].shape == () and found[2].shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">f8", "u2", "?", "i1"])
+def test_arrays_are_data(dtype):
+    array = numpy.arange(6).reshape(2, 3).astype(dtype)
+    found = there_and_back(array)
+    assert (found == array).all() and found.shape == (2, 3) and found.dtype == array.dtype.newbyteorder("=")
+
+
+class Color(Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": [1, {"b": object()}]}, "client_state.a[1].b is a builtins.object"),
+        ({"f": len}, "client_state.f is a builtins.builtin_function_or_method"),
+        ({"e": Color.RED}, "client_state.e is a"),
+        ({"d": defaultdict(int)}, "client_state.d is a collections.defaultdict"),
+        ({("a", 1): object()}, "client_state[('a', 1)] is a builtins.object"),
+        ({"n": numpy.array(["text"])}, "client_state.n is a numpy.ndarray"),
+        ({"s": torch.zeros(2).to_sparse()}, "client_state.s is a Tensor"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_kept_is_refused_by_path_and_type(value, said):
+    with pytest.raises(UsageError) as error:
+        there_and_back(value)
+    assert said in str(error.value)
+
+
+def test_a_value_that_contains_itself():
+    value = []
+    value.append(value)
+    with pytest.raises(UsageError, match="contains itself"):
+        there_and_back(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"$unknown": 1}, {"$numpy": ["O", 1]}, {"$numpy": 3}, {"$bytes": "%"}, {"$datetime": "x"}, {"$tensor": "gone"},
+     {"$timedelta": ["x"]}, {"$dict": [1]}, {"$complex": [1]}, {"$device": "nowhere:x"}, {"$set": [[1]]}],
+    ids=str,
+)  # fmt: skip
+def test_what_nobody_has_encoded_is_our_error(value):
+    with pytest.raises(CheckpointError):
+        decode(value, {}.__getitem__)
+
+
+def test_pickle_is_asked_for_twice():
+    encoder = Encoder("client_state", allow_pickle=True)
+    found = encoder.encode({"kind": complex})
+    with pytest.raises(CheckpointError, match="pickled_client_state"):
+        decode(found, {}.__getitem__)
+    assert decode(found, {}.__getitem__, allow_pickle=True) == {"kind": complex}
+
+
+def test_packed_values():
+    value = {"state": torch.get_rng_state(), "more": (1, 2.5, None), "numpy": numpy.random.get_state(legacy=False)}
+    found = unpack(pack(value))
+    assert torch.equal(found["state"], value["state"]) and found["more"] == value["more"]
+    assert (found["numpy"]["state"]["key"] == value["numpy"]["state"]["key"]).all()
+    with pytest.raises(CheckpointError):
+        unpack(torch.frombuffer(bytearray(b"no json"), dtype=torch.uint8))
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+keys = st.text() | st.integers() | st.tuples(st.integers(), st.text())
+values = st.recursive(
+    plain, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(keys, inner), max_leaves=12
+)
+
+
+@given(values)
+def test_any_plain_value(value):
+    assert there_and_back(value) == value

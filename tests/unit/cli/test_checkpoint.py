@@ -1,0 +1,77 @@
+"""`mizzen checkpoint` and its commands on folders that the tests make."""
+
+import json
+
+import pytest
+import torch
+
+from unit.checkpoint.test_files import save
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for step in (1, 2, 3):
+        save(
+            tmp_path / "checkpoints",
+            {"a": torch.full((4, 3), float(step)), "b": torch.ones(2)},
+            tag=f"s{step}",
+            step=step,
+        )
+    return tmp_path / "checkpoints"
+
+
+def test_ls(mizzen, folder):
+    ran = mizzen("checkpoint", "ls", folder)
+    assert ran.code == 0 and [line.split()[0] for line in ran.out.splitlines()] == ["tag", "s1", "s2", "s3"]
+    assert ran.out.splitlines()[-1].split()[1] == "*"
+    rows = json.loads(mizzen("checkpoint", "ls", folder, "--json").out)
+    assert [(row["tag"], row["step"], row["latest"]) for row in rows] == [
+        ("s1", 1, False),
+        ("s2", 2, False),
+        ("s3", 3, True),
+    ]
+
+
+def test_show(mizzen, folder):
+    ran = mizzen("checkpoint", "show", folder, "--tag", "s2")
+    assert "s2" in ran.out and "model  a     [4, 3]  float32" in ran.out
+    assert json.loads(mizzen("checkpoint", "show", folder, "--json").out)["facts"]["counters"] == {"global_steps": 3}
+
+
+def test_verify(mizzen, folder):
+    assert mizzen("checkpoint", "verify", folder, "--all").out.count("whole") == 3
+    path = next((folder / "s2").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    ran = mizzen("checkpoint", "verify", folder, "--all")
+    assert ran.code == 1 and ran.out.count("whole") == 2 and path.name in ran.out and "model" in ran.out
+    assert mizzen("checkpoint", "verify", folder / "s3").code == 0
+
+
+def test_diff(mizzen, folder):
+    ran = mizzen("checkpoint", "diff", folder, folder, "--tag", "s1")
+    assert ran.code == 1 and "model 'a'" in ran.out and "model 'b'" not in ran.out
+    assert mizzen("checkpoint", "diff", folder / "s1", folder / "s1").out == "no difference\n"
+
+
+def test_export_and_import(mizzen, folder, tmp_path):
+    ran = mizzen("checkpoint", "export", folder, "--to", tmp_path / "out", "--dtype", "fp32")
+    assert ran.code == 0 and "model.safetensors" in ran.out
+    assert mizzen("checkpoint", "export", folder, "--to", tmp_path / "one.bin").code == 0
+    ran = mizzen("checkpoint", "import", folder, "--to", tmp_path / "other", "--as", "copy")
+    assert ran.code == 0 and (tmp_path / "other" / "copy" / "manifest.json").exists()
+
+
+def test_prune(mizzen, folder):
+    said = mizzen("checkpoint", "prune", folder, "--keep-last", 1, "--dry-run").out
+    assert said.count("would delete") == 2 and len(list(folder.iterdir())) == 4
+    assert mizzen("checkpoint", "prune", folder, "--keep-last", 1, "--keep-every", 2).code == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "s2", "s3"]
+    assert mizzen("checkpoint", "prune", folder, "--keep-every", 2).code == 2
+
+
+@pytest.mark.parametrize("words", [("ls",), ("show",), ("verify",), ("export", "--to", "x"), ("import", "--to", "x")])
+def test_a_folder_without_checkpoints(mizzen, tmp_path, words):
+    ran = mizzen("checkpoint", words[0], tmp_path / "nothing", *words[1:])
+    assert ran.code == 1 and "nothing" in ran.err and "Traceback" not in ran.err
