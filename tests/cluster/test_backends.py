@@ -69,6 +69,25 @@ def test_slurm_starts_ranks_and_passes_every_word(slurm, tmp_path):
     launch(slurm, "slurm", tmp_path, "--hostfile", slurm.folder / "hostfile", *address, seed=8)
 
 
+NAME = "import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.uname().nodename, flush=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "shown"),
+    [
+        ((), ("--num_nodes", "2", "--master_addr", "10.213.7.1"), ["[rank 0] 0 2 node1", "[rank 1] 1 2 node2"]),
+        (("salloc", "--quiet", "--nodes=2"), ("--exclude", "node1"), ["[rank 0] 0 1 node2"]),
+    ],
+    ids=["outside an allocation", "inside, with a filter"],
+)
+def test_slurm_without_a_hostfile(slurm, tmp_path, before, options, shown):
+    (tmp_path / "name.py").write_text(NAME)
+    words = (*before, sys.executable, "-m", "mizzen.cli", "run", "--launcher", "slurm", "--num_gpus", "1", *options)
+    ran = slurm.run(*words, "--show", "all", "name.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr.decode()
+    assert sorted(ran.stdout.decode().splitlines()) == shown
+
+
 def test_a_command_on_all_hosts(cluster):
     ran = cluster.run(
         *(sys.executable, "-m", "mizzen.cli", "ssh", "-f", cluster.folder / "hostfile", "--ssh_port", str(PORT)),

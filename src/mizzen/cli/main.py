@@ -33,7 +33,7 @@ GROUPS: Final = (
     (
         "a job",
         (
-            Command("run", "start it on this machine or on many, watch it, restart it", "mizzen.cli.run"),
+            Command("run", "start it on this machine or on many, and see it through", "mizzen.cli.run"),
             Command("ssh", "run a command on all hosts of a hostfile", "mizzen.cli.ssh"),
         ),
     ),

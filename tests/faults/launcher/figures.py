@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from faults.launcher.test_recovery import curve
 from launches import environment, folders, launch, start, wait_until
 
@@ -78,22 +80,32 @@ def preempted(chance, count):
     for number in range(count):
         kind, after = ("step", "eval", "save")[number % 3], chance.randrange(2, 20)
         delay, signals = chance.random() * 0.2, chance.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+        target = chance.choice(("launcher", "one rank"))
         more = {"step": ("--every", 1000), "eval": ("--evaluate", 1, "--every", 1000), "save": ("--every", 1)}[kind]
 
-        def run(folder, after=after, delay=delay, signals=signals, more=more):
+        def run(folder, after=after, delay=delay, signals=signals, more=more, target=target):
             job = start(*WORDS[:5], "--steps", 10_000, "--out", folder, "--pause", 0.01, *more, cwd=folder)
             losses = folder / "loss-0.txt"
             wait_until(lambda: losses.exists() and f"\n{after} " in losses.read_text(), f"step {after}")
             time.sleep(delay)
             began = time.monotonic()
-            job.signal(signals)
+            if target == "launcher":
+                job.signal(signals)
+            else:
+                os.kill(chance.choice(ranks_of(job)), signals)
             assert job.end() == 75, job.text[-300:]
             took = time.monotonic() - began
             assert (folder / "checkpoints" / f"global_step{max(curve(folder))}" / "manifest.json").is_file()
             return took
 
-        row.case(f"#{number} {kind} after step {after} + {delay:.3f} s, signal {signals}", run)
+        row.case(f"#{number} {kind} after step {after} + {delay:.3f} s, signal {signals} to {target}", run)
     return row
+
+
+def ranks_of(job):
+    """The processes of its ranks."""
+    below = psutil.Process(job.process.pid).children(recursive=True)
+    return [process.pid for process in below if TRAIN.name in " ".join(process.cmdline())]
 
 
 def hung(chance, count):

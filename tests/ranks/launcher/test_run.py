@@ -21,6 +21,9 @@ for part in json.dumps(found), "second":
 
 
 def test_what_ranks_are_given_and_what_becomes_of_their_words(tmp_path):
+    """In a folder with an odd name, too."""
+    tmp_path = tmp_path / "a b;é$(x)"
+    tmp_path.mkdir()
     (tmp_path / "hello.py").write_text(HELLO)
     (tmp_path / ".mizzen_env").write_text("# comment\n\nFROM_FILE=a=b c\n")
     words = ("--show", "all", "--enable_each_rank_log", "logs", "--num_gpus", "3", "hello.py", "a b", "--show", "$(x)")
