@@ -110,7 +110,7 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
     _refuse(asked)
     environment = _variables(asked, facts)
     hosts = _hosts(asked, facts)
-    is_many = len(hosts) > 1 or asked.force_multi or asked.no_ssh
+    is_many = len(hosts) > 1 or asked.force_multi or (asked.no_ssh and (asked.max_elastic_nodes or 1) > 1)
     is_remote = not asked.no_ssh and (is_many or not _is_local(hosts[0], facts))
     if is_remote:
         environment = {**exported(facts.env, facts.devices.prefixes if facts.devices else ()), **environment}
@@ -120,7 +120,7 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
     master, port = _master(asked, facts, hosts) if is_many else "", _port(asked, facts, is_many)
     job = Job(
         # Nodes that are started one by one know nothing of each other but where they meet.
-        id=f"{zlib.crc32(f'{master}:{port}'.encode()):08x}" if asked.no_ssh else facts.id,
+        id=f"{zlib.crc32(f'{master}:{port}'.encode()):08x}" if asked.no_ssh and is_many else facts.id,
         program=_program(asked),
         hosts=hosts,
         folder=facts.folder,
@@ -282,7 +282,7 @@ def _master(asked: Asked, facts: Facts, hosts: Hosts) -> str:
 def _port(asked: Asked, facts: Facts, is_many: bool) -> int:
     if asked.master_port is not None:
         return asked.master_port
-    if asked.no_ssh:
+    if asked.no_ssh and is_many:
         return PORT
     return PORTS[zlib.crc32(facts.id.encode()) % len(PORTS)] if is_many else 0
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final, Literal
 
+from mizzen.errors import LaunchError
+
 CHUNK: Final = 1 << 16
 KEPT: Final = 1 << 18
 """Bytes of a rank's errors that are kept to find its traceback."""
@@ -111,11 +113,13 @@ def say(text: str, *, before: str = "") -> None:
     _write("err", f"{shown}mizzen: {text}\n".encode(errors="backslashreplace"))
 
 
-def open_log(folder: str, attempt: int, rank: int) -> IO[bytes]:
+def open_log(folder: Path, attempt: int, rank: int) -> IO[bytes]:
     """The file of one rank, which grows over the attempts; each begins with a line that says so."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    file = (path / f"rank{rank}.log").open("ab")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"rank{rank}.log").open("ab")
+    except OSError as error:
+        raise LaunchError(f"--enable_each_rank_log {folder}: no file can be written there ({error})") from error
     if attempt:
         file.write(f"--- attempt {attempt + 1} ---\n".encode())
     return file

@@ -3,6 +3,7 @@ is decided in `ending.py`, what a hang is in `hang.py`, how nodes meet in `meeti
 """
 
 import json
+import logging
 import os
 import signal
 import time
@@ -24,6 +25,7 @@ from mizzen.launcher.keeper import Keeper
 from mizzen.launcher.meeting import Meeting, News, Seat, members_of
 from mizzen.launcher.output import Outlet, open_log, say
 from mizzen.launcher.place import Place, inherited, rank_environment
+from mizzen.log import LEVELS
 
 LOOK: Final = 0.25
 """Seconds between two looks at the other nodes and at the records of the ranks."""
@@ -100,7 +102,7 @@ class Supervisor:
         self._failed_since: float | None = None
         self._saved_since: float | None = None
         self._regroup_by: float | None = None
-        self._has_finished = False
+        self._has_finished = self._has_shared = False
         self._news = News()
 
     def run(self) -> int:
@@ -131,11 +133,20 @@ class Supervisor:
             )
             if move.code is not None:
                 return self._leave(move.code, move.words, move.trace)
-            if move.words:
+            if move.words and self._tells(logging.WARNING):
                 say(move.words, before=move.trace)
             has_saved = ending.kind == "saved"
             self._failed_since = self._saved_since = self._regroup_by = None
-            self._has_finished, self._news = False, News()
+            self._has_finished = self._has_shared = False
+            self._news = News()
+
+    def _tells(self, level: int) -> bool:
+        """Whether what happens is worth a line; how a job ends always is."""
+        return level >= LEVELS[self._job.care.level]
+
+    def _note(self, text: str) -> None:
+        if self._tells(logging.INFO):
+            say(text)
 
     def _join(self) -> Place | None:
         if self._signals.received:
@@ -194,7 +205,7 @@ class Supervisor:
             prefix=f"[rank {rank}] ".encode(),
             is_shown=is_shown,
             is_raw=is_alone,
-            file=open_log(care.logs, place.attempt, rank) if care.logs else None,
+            file=open_log(Path(self._job.folder) / care.logs, place.attempt, rank) if care.logs else None,
         )
 
     # Watching
@@ -243,9 +254,9 @@ class Supervisor:
         if can_save:
             crew.ask_to_stop()
             self._meeting.request("stop")
-            say(f"{name}: the ranks save at the end of this step and stop; a second signal ends them at once")
+            self._note(f"{name}: the ranks save at the end of this step and stop; a second signal ends them at once")
             return Stop(number, now + self._job.care.grace)
-        say(f"{name}: no rank can save yet; they get the signal")
+        self._note(f"{name}: no rank can save yet; they get the signal")
         return Stop(number, now + self._job.care.grace, now + PASS_ON, can_save=False)
 
     def _failed(self, crew: Crew) -> Ending | None:
@@ -287,7 +298,8 @@ class Supervisor:
         self._news = self._meeting.news()
         if self._news.request == "stop":
             crew.ask_to_stop()
-        if self._news.request == "hang":
+        if self._news.request == "hang" and not self._has_shared:
+            self._has_shared = True
             self._share_sightings(crew)
         return None
 
@@ -302,7 +314,7 @@ class Supervisor:
                 return None
             if not any(record.step >= 1 for _, record in crew.records()):
                 return Ending("changed")
-            say("nodes want to join: the ranks save at the end of this step and start again with them")
+            self._note("nodes want to join: the ranks save at the end of this step and start again with them")
             crew.ask_to_stop()
             self._regroup_by = time.monotonic() + self._job.care.grace
         return Ending("changed") if time.monotonic() > self._regroup_by else None

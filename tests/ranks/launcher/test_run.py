@@ -152,6 +152,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 2:
     os.kill(os.getpid(), 9)
 dist.all_reduce(total)
 print("total", total.item(), os.environ["LOCAL_RANK"], os.environ["CROSS_RANK"], flush=True)
+dist.destroy_process_group()
 """
 
 
