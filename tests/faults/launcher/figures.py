@@ -181,6 +181,40 @@ def orphans(chance, count):
     return row
 
 
+def nodes(chance, count):
+    row = Row("nodes", "two supervisors, one killed, one come back: 2, 1 and 2 ranks, the losses of an unbroken run")
+    with tempfile.TemporaryDirectory() as name:
+        ran = launch(*WORDS[:5], "--steps", 2000, "--elastic", "--out", name, "--every", 1000, cwd=name)
+        assert ran.returncode == 0, ran.stderr
+        whole = curve(Path(name))
+    for number in range(count):
+        port = chance.randrange(15_000, 19_000)
+
+        def run(folder, port=port):
+            own = ("--no_ssh", "--num_nodes", 2, "--num_gpus", 1, "--min_elastic_nodes", 1, "--max_elastic_nodes", 2)
+            own += ("--master_addr", "127.0.0.1", "--master_port", port, "--node_rank")
+            rest = (TRAIN, "--out", folder, "--steps", 2000, "--pause", 0.02, "--elastic", "--every", 10)
+            first, second = (start(*own, node, *rest, cwd=folder, name=f"node{node}") for node in (0, 1))
+            begun, losses = folder / "starts.txt", folder / "loss-0.txt"
+            wait_until(lambda: losses.exists() and "\n15 " in losses.read_text(), "step 15")
+            second.signal(signal.SIGKILL)
+            wait_until(lambda: len(starts(folder)) == 2, "one node alone")
+            third = start(*own, 1, *rest, cwd=folder, name="again")
+            wait_until(lambda: len(begun.read_text().splitlines()) == 3, "two nodes again")
+            time.sleep(1)
+            first.signal(signal.SIGTERM)
+            third.signal(signal.SIGTERM)
+            assert (first.end(), third.end()) == (75, 75), first.text[-500:] + third.text[-500:]
+            assert [int(line[2]) for line in starts(folder)] == [2, 1, 2]
+            for line in losses.read_text().splitlines():
+                step, loss = int(line.split()[0]), float.fromhex(line.split()[1])
+                expected = float.fromhex(whole[step])
+                assert abs(loss - expected) <= 1e-4 * abs(expected) + 1e-7, f"step {step}: {loss} for {expected}"
+
+        row.case(f"#{number} port {port}", run)
+    return row
+
+
 def start_cost(count):
     """Seconds from the command to the first line of a script, ours and torchrun's, one after the other."""
     rows = [Row("start", "mizzen run, to the first line of the script"), Row("start", "torchrun, the same")]
@@ -227,6 +261,7 @@ def main():
         "R8": lambda: [hung(chance, times(20))],
         "R13": lambda: [ports(times(100))],
         "R14": lambda: [orphans(chance, times(60))],
+        "nodes": lambda: [nodes(chance, times(5))],
         "start": lambda: start_cost(times(10)),
     }
     print(f"seed {given.seed}, scale {given.scale:g}, {os.cpu_count()} cores\n")

@@ -12,9 +12,9 @@ import mizzen
 
 
 class Net(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, dropout):
         super().__init__()
-        self.first, self.drop, self.last = torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
+        self.first, self.drop, self.last = torch.nn.Linear(8, 16), torch.nn.Dropout(dropout), torch.nn.Linear(16, 1)
 
     def forward(self, x):
         return self.last(self.drop(self.first(x).relu())).square().mean()
@@ -93,7 +93,7 @@ def main():
         else {"train_batch_size": 8}
     )
     data = Data(stuck=4 * at if kind == "sleep" and is_faulty else None)
-    model = Net()
+    model = Net(dropout=0.0 if given.elastic else 0.1)  # its numbers depend on the number of ranks
     engine, _, _, _ = mizzen.initialize(model=model, model_parameters=model.parameters(), config=config)
     loader = engine.deepspeed_io(data, num_local_io_workers=1 if kind == "sleep" else 0)
     engine.set_dataloader(loader)
