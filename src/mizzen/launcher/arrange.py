@@ -206,7 +206,7 @@ def _hosts(asked: Asked, facts: Facts) -> Hosts:
         raise UsageError(f"--hostfile {asked.hostfile}: there is no such file")
     if asked.launcher.lower() == "slurm":
         return _slurm_hosts(asked, facts)
-    if asked.no_ssh and asked.num_nodes:
+    if (asked.no_ssh or asked.emit) and asked.num_nodes:
         slots = _here(asked, facts).slots
         return tuple(Host(f"node{number}", slots) for number in range(asked.num_nodes))
     if (asked.num_nodes or 1) > 1:
@@ -266,8 +266,8 @@ def _range(asked: Asked, nodes: int) -> tuple[int, int]:
 
 
 def _master(asked: Asked, facts: Facts, hosts: Hosts) -> str:
-    if asked.master_addr:
-        return asked.master_addr
+    if asked.master_addr or asked.emit:
+        return asked.master_addr  # a scheduler chooses the hosts, so only its file can tell
     if asked.no_ssh and facts.hostfile is None:
         if len(hosts) == 1:
             return "127.0.0.1"

@@ -159,6 +159,12 @@ def test_a_script_for_slurm_keeps_every_word(tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
+def test_a_scheduler_needs_no_names():
+    asked = Asked(script="t.py", num_nodes=4, num_gpus=8, emit="slurm")
+    text = emit_slurm(arrange(asked, FACTS).job, asked)
+    assert "#SBATCH --nodes=4" in text and "--num_nodes 4 --num_gpus 8" in text
+
+
 def test_a_manifest_for_kubernetes():
     asked = Asked(script="train.py", arguments=("--name", "$(HOME)"))
     text = emit_k8s(arrange(asked, replace(FACTS, hostfile="w0 slots=8\nw1 slots=8\n")).job, asked)
