@@ -5,6 +5,7 @@ is decided in `ending.py`, what a hang is in `hang.py`, how nodes meet in `meeti
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -195,7 +196,13 @@ class Supervisor:
 
     def _cores(self, ranks: int) -> list[tuple[int, ...]]:
         asked = self._job.care.cores
-        return [] if asked is None else shares(asked or physical(sorted(os.sched_getaffinity(0))), ranks)
+        if asked is None:
+            return []
+        if shutil.which("numactl") is None:
+            raise LaunchError(
+                "--bind_cores_to_rank needs numactl, which is not installed: install numactl, or leave it out"
+            )
+        return shares(asked or physical(sorted(os.sched_getaffinity(0))), ranks)
 
     def _outlet(self, place: Place, rank: int) -> Outlet:
         care = self._job.care
