@@ -336,9 +336,9 @@ class Supervisor:
             return None
         self._meeting.request("hang")
         everyone = self._share_sightings(crew)
-        guilty = culprits(everyone) or everyone
-        if not guilty:
+        if not is_hung(everyone, limit):
             return None  # they have moved on, or ended, while we looked
+        guilty = culprits(everyone) or everyone
         stacks = "\n".join(f"rank {seen.rank}: {seen.stack.rstrip()}" for seen in everyone)
         failure = Failure(guilty[0].rank, guilty[0].host, HUNG, trace=stacks, cause=sentence(everyone))
         counted = self._meeting.fail(failure)

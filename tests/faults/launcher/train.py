@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -40,9 +41,7 @@ class Data(torch.utils.data.Dataset):
 
 def hold_the_lock():
     """Keep the interpreter's lock in compiled code, so that no other thread of this process runs."""
-    import ctypes
-
-    ctypes.PyDLL(None).sleep(1000)
+    re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 def loop():
