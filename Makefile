@@ -8,10 +8,17 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help demo test lint test-torch test-cluster docs faults faults-launcher bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+=======
+.PHONY: help demo test lint test-torch docs faults bench bench-checkpoint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+>>>>>>> 191d523e9534c2f8d3f4d6c5aacc33ff28d4f548
 	@echo
 	@echo "PYTHON=python3.12 chooses the interpreter of a new environment; ARGS='tests/unit -x' goes to pytest."
 
@@ -58,6 +65,9 @@ docs: .venv/ready ## regenerate docs/config.md from the configuration's own word
 
 faults: .venv/ready ## break saves in every way and show what is left of them, in about ten minutes; see docs/checkpoints.md
 	PYTHONPATH=src:tests $(BIN)/python -m faults.table $(ARGS)
+
+bench-checkpoint: .venv/ready ## saving and loading 200 M parameters beside torch's own checkpoints; needs 8 GB of memory
+	$(BIN)/python -m bench.checkpoint $(ARGS)
 
 bench: .venv/ready ## mizzen beside its peers on two CPU ranks, in about two minutes; see docs/bench.md
 	$(BIN)/python -m bench.cpu_ranks $(ARGS)

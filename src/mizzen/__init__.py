@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from mizzen import checkpoint as checkpoint
     from mizzen import checkpointing as checkpointing
     from mizzen import comm as comm
     from mizzen import zero as zero
@@ -54,6 +55,7 @@ _HOMES: Final = {
     "UsageError": "mizzen.errors",
     "add_config_arguments": "mizzen.api",
     "add_tuning_arguments": "mizzen.optim.flags",
+    "checkpoint": "mizzen.checkpoint",
     "checkpointing": "mizzen.checkpointing",
     "comm": "mizzen.comm",
     "get_accelerator": "mizzen.accelerator",

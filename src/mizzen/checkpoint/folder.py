@@ -137,7 +137,7 @@ def sweep_all(root: Path) -> list[Path]:
         found = sweep(folder, keep)
         gone += found
         if found and keep is None:
-            _remove_if_empty(folder)
+            remove_if_empty(folder)
     return gone
 
 
@@ -169,10 +169,11 @@ def delete(each: Committed) -> None:
     for file in each.manifest.files:
         remove(each.folder / file.name, missing_ok=True)
     sweep(each.folder, None)
-    _remove_if_empty(each.folder)
+    remove_if_empty(each.folder)
 
 
-def _remove_if_empty(folder: Path) -> None:
+def remove_if_empty(folder: Path) -> None:
+    """Remove a tag's folder in which nothing is left."""
     with suppress(OSError):
         folder.rmdir()  # somebody else's files may be there
 

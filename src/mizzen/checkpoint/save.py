@@ -14,12 +14,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from mizzen.checkpoint.folder import check_tag, data_name, discard, mark, retain, set_latest, sweep, unmark
-from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from mizzen.checkpoint.folder import (
+    check_tag,
+    data_name,
+    discard,
+    mark,
+    remove_if_empty,
+    retain,
+    set_latest,
+    sweep,
+    unmark,
+)
+from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, is_plain
 from mizzen.checkpoint.read import MANIFEST
 from mizzen.checkpoint.team import Team, attempt, in_words
 from mizzen.checkpoint.write import Item, Written, write_items
-from mizzen.errors import CheckpointError
+from mizzen.errors import CheckpointError, MizzenError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
 from mizzen.log import get_logger
 
@@ -56,25 +66,47 @@ class Ticket:
 CALL: Final = "save_checkpoint()"
 
 
-def begin(root: Path, tag: str, team: Team, terms: Terms) -> Ticket:
-    """Agree on where to save. All ranks come here together, or find out that they do not."""
-    said = team.everyone((str(tag), team.node), CALL)
-    tags = {rank: words for rank, (words, _) in enumerate(said)}
+def begin(root: Path, tag: str, team: Team, terms: Terms, *, needed: int = 0, failure: str | None = None) -> Ticket:
+    """Agree on where to save, in one exchange. All ranks come here together, or find out that they do not.
+
+    `needed` are the bytes that this rank wants to write; `failure` says why it cannot, and then none does.
+    """
+    ticket = Ticket(root, tag, os.urandom(8).hex())
+    if terms.is_local:  # who commits on which node has to be known first
+        said = team.everyone((ticket.id, team.node), CALL)
+        ticket = replace(ticket, id=said[0][0], nodes=tuple(node for _, node in said))
+    if _leads(ticket, team) and failure is None and is_plain(tag):
+        _, failure = attempt(lambda: mark(ticket.folder, ticket.id))
+    free, _ = attempt(lambda: free_bytes(root))
+    offers = team.everyone((tag, ticket.id, failure, needed, free), CALL)
+    try:
+        return _agreed(ticket, offers, team, terms)
+    except MizzenError:
+        if is_plain(tag):
+            give_up(ticket, team)
+        raise
+
+
+def _agreed(ticket: Ticket, offers: Sequence[Any], team: Team, terms: Terms) -> Ticket:
+    """The first rank's ticket, unless somebody cannot; every rank sees the same offers and so decides alike."""
+    if failures := {rank: words for rank, (_, _, words, _, _) in enumerate(offers) if words}:
+        raise CheckpointError(in_words(failures))
+    tags = {rank: tag for rank, (tag, *_) in enumerate(offers)}
     if len(set(tags.values())) > 1 and terms.tag_validation != "Ignore":
         words = f"the ranks save under different tags: {in_words(tags)}"
         if terms.tag_validation == "Fail":
             raise CheckpointError(f"{words}; give every rank the same one")
         if team.is_first:
             get_logger().warning("%s; the first rank's is taken", words)
-    tag = check_tag(tags[0])
-    nodes = tuple(node for _, node in said) if terms.is_local else ()
-    ticket = Ticket(root, tag, team.from_first(os.urandom(8).hex(), CALL), nodes)
-    if _leads(ticket, team):
-        _, failure = attempt(lambda: mark(ticket.folder, ticket.id))
-    else:
-        failure = None
-    team.all_well(failure, CALL)
-    return ticket
+    together = [rank for rank in range(team.size) if not ticket.nodes or ticket.nodes[rank] == team.node]
+    needed = sum(offers[rank][3] for rank in together)
+    free = min((room for rank in together if (room := offers[rank][4]) is not None), default=needed)
+    if needed > free:
+        raise CheckpointError(
+            f"{ticket.root}: the checkpoint needs {needed:,} bytes, and the filesystem has {free:,} free"
+        )
+    leader = ticket.nodes.index(team.node) if ticket.nodes else 0
+    return replace(ticket, tag=check_tag(offers[leader][0]), id=offers[0][1])
 
 
 def _leads(ticket: Ticket, team: Team) -> bool:
@@ -89,28 +121,6 @@ def write(ticket: Ticket, items: Sequence[Item], team: Team) -> Written:
     written = write_items(ticket.folder / data_name(ticket.id, team.rank), items, metadata=metadata)
     fsync_folder(ticket.folder)
     return written
-
-
-def check_room(ticket: Ticket, items: Sequence[Item], team: Team) -> None:
-    """Fail before anything is written where there is no room for it; ranks that share a filesystem add up."""
-    mine = sum(item.nbytes for item in items)
-    free, failure = attempt(lambda: free_bytes(ticket.folder))
-    needs = [
-        each
-        for each in team.everyone((mine, free, failure, team.node), CALL)
-        if not ticket.nodes or each[3] == team.node
-    ]
-    needed, least = (
-        sum(need for need, *_ in needs),
-        min((room for _, room, *_ in needs if room is not None), default=None),
-    )
-    lacking = least is not None and needed > least
-    team.all_well(
-        f"{ticket.folder}: the checkpoint needs {needed:,} bytes, and the filesystem has {least:,} free"
-        if lacking
-        else None,
-        CALL,
-    )
 
 
 def commit(
@@ -138,6 +148,7 @@ def give_up(ticket: Ticket, team: Team) -> None:
     discard(ticket.folder, ticket.id)
     if _leads(ticket, team):
         unmark(ticket.folder, ticket.id)
+        remove_if_empty(ticket.folder)
 
 
 def _make_it_exist(

@@ -75,11 +75,13 @@ class Team:
 
 
 def attempt(do: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """A result, or why there is none."""
+    """A result, or why there is none: an error on one rank must be told to the others, who would wait for it."""
     try:
         return do(), None
-    except (MizzenError, OSError) as error:
+    except MizzenError as error:
         return None, str(error)
+    except (OSError, RuntimeError, MemoryError) as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def in_words(failures: dict[int, str]) -> str:

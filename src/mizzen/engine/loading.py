@@ -1,5 +1,6 @@
 """`load_checkpoint`: the state of an engine out of a checkpoint of any layout."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,12 +118,14 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load one, or an older one where the configuration says so; (None, None) when there is none."""
     team, settings = engine.saving.team, engine.settings.checkpoint
-    engine.saving.background.wait()
+    _, unsaved = attempt(engine.saving.background.wait)
+    if unsaved:
+        get_logger().error("%s", unsaved)
     tried = team.by_first(lambda: candidates(root, tag, with_older=settings.on_corrupt == "previous"), CALL)
     if not tried:
         what = f"there is no checkpoint '{tag}' in {root}" if tag else f"there is no checkpoint in {root}"
         if wishes.must_be_there:
-            log_dist(f"{what}: nothing was loaded", level=30)
+            log_dist(f"{what}: nothing was loaded", level=logging.WARNING)
         return None, None
     for number, chosen in enumerate(tried):
         folder = root / chosen
@@ -143,7 +146,7 @@ def load_checkpoint(
             get_logger().error("%s. The checkpoint before it, '%s', is tried", error, tried[number + 1])
             continue
         if not match.report.is_exact or engine.load_report.states:
-            log_dist(f"{folder} was loaded, but not all fitted: {engine.load_report}", level=30)
+            log_dist(f"{folder} was loaded, but not all fitted: {engine.load_report}", level=logging.WARNING)
         preflight(engine, root)
         return str(folder), client
     raise AssertionError(f"none of {tried} was loaded, and none has failed")

@@ -137,14 +137,12 @@ def _save(
             "the last step are lost for a run that is resumed; save after a step"
         )
     collected, failure = _collected(engine, client_state, exclude_frozen)
-    team.all_well(failure, protocol.CALL)
-    if collected is None:
-        raise AssertionError("state that was collected without a word is not there")
-    held, facts = collected
-    ticket = protocol.begin(root, tag or f"global_step{engine.global_steps}", team, terms)
-    items = share_of(held, team.rank, ticket.nodes)
+    held, facts = collected or ([], {})
+    needed = sum(item.nbytes for item in share_of(held, team.rank, ()))
+    tag = tag or f"global_step{engine.global_steps}"
+    ticket = protocol.begin(root, tag, team, terms, needed=needed, failure=failure)
     try:
-        protocol.check_room(ticket, items, team)
+        items = share_of(held, team.rank, ticket.nodes)
         if beside:
             items = [_copied(item) for item in items]
     except BaseException:

@@ -139,9 +139,10 @@ class StoreHost:
 
     def close(self) -> None:
         """Free the port."""
-        self._is_closed = True
-        self._socket.close()
-        self.store = None
+        with self._lock:
+            self._is_closed = True
+            self._socket.close()
+            self.store = None
 
 
 class Alone:

@@ -47,6 +47,10 @@ def check(layout):
     assert {name: mesh.coordinate(name) for name in (*AXES, *EXPERT_AXES)} == layout.coordinates(dist.get_rank())
     assert mesh.devices.mesh_dim_names == AXES and tuple(mesh.devices.shape) == layout.shape
     assert mesh.expert.mesh_dim_names == layout.expert_axes and tuple(mesh.expert.shape) == layout.expert_shape
+    if layout.world > 1:  # all ranks once more, and in no other group's way
+        value = torch.ones(1)
+        comm.all_reduce(value, group=mesh.aside)
+        assert value.item() == layout.world and mesh.aside is not dist.group.WORLD
     after = dist.distributed_c10d._world.group_count
     assert mesh.axis("tp") is mesh.axes("tp")
     assert dist.distributed_c10d._world.group_count == after > 0
@@ -72,14 +76,14 @@ def check(layout):
 )
 def test_four_ranks(world, degrees, groups):
     results = world(4).run(check, Layout.fit(4, **degrees))
-    assert {formed for formed, _ in results} == {groups + 1}  # and aside
+    assert {formed for formed, _ in results} == {groups}
     assert len({count for _, count in results}) == 1
 
 
 def test_eight_ranks_with_three_axes_and_experts(world):
     results = world(8).run(check, Layout.fit(8, tp=2, sp=2, ep=2), timeout=120)
-    # alone, dp_shard, sp, tp, dp_shard * sp, aside; ep is the same as sp, edp as dp_shard
-    assert {formed for formed, _ in results} == {6}
+    # alone, dp_shard, sp, tp, dp_shard * sp; ep is the same as sp, edp as dp_shard
+    assert {formed for formed, _ in results} == {5}
 
 
 def test_one_rank_forms_nothing(world):
