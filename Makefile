@@ -8,17 +8,10 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help demo test lint test-torch test-cluster docs faults faults-launcher bench clean
-
-help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-=======
-.PHONY: help demo test lint test-torch docs faults bench bench-checkpoint clean
+.PHONY: help demo test lint test-torch test-cluster docs faults faults-launcher bench bench-checkpoint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
->>>>>>> 191d523e9534c2f8d3f4d6c5aacc33ff28d4f548
 	@echo
 	@echo "PYTHON=python3.12 chooses the interpreter of a new environment; ARGS='tests/unit -x' goes to pytest."
 
