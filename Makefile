@@ -8,7 +8,7 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-torch docs faults bench bench-checkpoint clean
+.PHONY: help demo test lint test-torch test-cluster docs faults faults-launcher bench bench-checkpoint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,13 @@ lint: .venv/ready ## style, format and types
 
 test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERSION=2.11.0
 	$(OTHER)/bin/python -m pytest $(ARGS)
+
+test-cluster: .venv/ready ## every back end on hosts made of network namespaces; installs what it needs when it is root
+	sh tests/cluster/install.sh
+	CLUSTER=1 $(BIN)/python -m pytest -rs tests/cluster
+
+faults-launcher: .venv/ready ## kills, hangs, preemptions and ports, counted; FULL=1 for ten times as many
+	PYTHONPATH=src:tests $(BIN)/python -m faults.launcher.figures $(ARGS)
 
 docs: .venv/ready ## regenerate docs/config.md from the configuration's own words
 	$(BIN)/python -m mizzen.cli config docs > docs/config.md.new

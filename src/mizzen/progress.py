@@ -4,8 +4,10 @@ Writing costs about two microseconds and never waits; what to conclude from a re
 supervisor of `launcher/`, the watch of `comm/`). Nothing here imports torch.
 """
 
+import faulthandler
 import mmap
 import os
+import signal
 import struct
 import threading
 import time
@@ -24,13 +26,15 @@ from mizzen.log import warn_once
 # A rank may be killed in the middle of a write, and the stores of one processor may reach another out of order. So
 # records go to two slots in turn, each with its own checksum: a reader takes the newest slot whose checksum holds, and
 # there always is one. A torn slot is never taken for a record, and the one before it is still there.
-_FIELDS: Final = struct.Struct("<QqqqQ?d64s32s48s64s")
+_FIELDS: Final = struct.Struct("<QqqqQ?dd64s32s48s64s")
 _CHECKSUM: Final = struct.Struct("<I")
 _SLOT: Final = 320
 _MAGIC: Final = b"mizzen-1"
 _STOP: Final = len(_MAGIC)
 """Offset of the one byte that is written by the reader: a request to save and stop."""
 _SIZE: Final = 3 * _SLOT
+STACKS: Final = signal.SIGRTMIN + 7 if "SIGRTMIN" in vars(signal) else signal.SIGUSR2
+"""The signal at which a rank of a launched job writes down the stacks of its threads, whatever it is doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class Record:
     """Whether the rank is waiting in it now, and has been for more than a moment."""
     entered: float
     """When it came there, as `time.monotonic()`, which is one clock for all processes of a host."""
+    hang_timeout: float
+    """Seconds that it may wait there before the job counts as hung, as its configuration says; 0 never counts."""
     unit: str
     phase: str
     collective: str
@@ -66,7 +72,7 @@ class Progress:
         self._writes = 0
         self._step = -1
         self._unit = self._phase = self._collective = self._group = b""
-        self._number, self._waits, self._entered = 0, 0, 0.0
+        self._number, self._waits, self._entered, self._hang_timeout = 0, 0, 0.0, 0.0
         self._memory[: len(_MAGIC)] = _MAGIC
         self.at()
 
@@ -79,6 +85,12 @@ class Progress:
                 self._unit = unit.encode()
             if phase is not None:
                 self._phase = phase.encode()
+            self._write()
+
+    def set_hang_timeout(self, seconds: float) -> None:
+        """Note how long a rank may wait; the supervisor acts on it."""
+        with self._lock:
+            self._hang_timeout = seconds
             self._write()
 
     def enter(self, number: int, collective: str, group: str) -> None:
@@ -115,6 +127,10 @@ class Progress:
         """Whether the supervisor wants this rank to save and stop."""
         return self._memory[_STOP] != 0
 
+    def ask_self_to_stop(self) -> None:
+        """Note a request that has reached the rank itself."""
+        self._memory[_STOP] = 1
+
     @staticmethod
     def read(path: Path) -> Record | None:
         """The newest whole record of another process; None when there is none yet."""
@@ -139,6 +155,7 @@ class Progress:
             self._number,
             self._waits > 0,
             self._entered,
+            self._hang_timeout,
             self._unit,
             self._phase,
             self._collective,
@@ -152,6 +169,11 @@ class Progress:
 def record_path(folder: Path, local_rank: int) -> Path:
     """Where the rank with this number on its host keeps its record."""
     return folder / f"rank-{local_rank}"
+
+
+def stacks_path(folder: Path, local_rank: int) -> Path:
+    """Where that rank writes its stacks when it is asked for them."""
+    return folder / f"stacks-{local_rank}"
 
 
 def get_progress() -> Progress:
@@ -168,12 +190,20 @@ def _open() -> Progress:
     if folder is not None:
         path = record_path(Path(folder), world.local_rank)
         try:
+            # Before the record: a supervisor that finds one may ask for stacks.
+            _write_stacks_to(stacks_path(Path(folder), world.local_rank))
             return Progress(path, rank=world.rank)
         except OSError as error:
             warn_once(
                 f"MIZZEN_PROGRESS: {path} cannot be written ({error}): the launcher will not see this rank's progress"
             )
     return Progress(rank=world.rank)
+
+
+def _write_stacks_to(path: Path) -> None:
+    """Answer `STACKS` from now on; the handler is the interpreter's own and needs no lock of it."""
+    path.unlink(missing_ok=True)
+    faulthandler.register(STACKS, file=path.open("w"), all_threads=True)
 
 
 def _fresh_file(path: Path) -> mmap.mmap:

@@ -22,7 +22,7 @@ def no_process_wide_record(monkeypatch):
 def test_a_reader_sees_what_was_written(tmp_path):
     path = tmp_path / "rank-0"
     writer = Progress(path, rank=5)
-    assert Progress.read(path) == Record(0, os.getpid(), 5, -1, 0, False, 0.0, "", "", "", "")
+    assert Progress.read(path) == Record(0, os.getpid(), 5, -1, 0, False, 0.0, 0.0, "", "", "", "")
 
     before = time.monotonic()
     writer.at(step=3, unit="layers.7", phase="backward")

@@ -31,6 +31,13 @@ GROUPS: Final = (
         ),
     ),
     (
+        "a job",
+        (
+            Command("run", "start it on this machine or on many, and see it through", "mizzen.cli.run"),
+            Command("ssh", "run a command on all hosts of a hostfile", "mizzen.cli.ssh"),
+        ),
+    ),
+    (
         "on a machine",
         (
             Command("report", "versions, devices and what works here", "mizzen.cli.report"),

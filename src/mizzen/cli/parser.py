@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mizzen.errors import UsageError
@@ -14,6 +15,18 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    split: Callable[[Sequence[str]], tuple[Sequence[str], Sequence[str]]] | None = None
+    """Cuts off the words that are not this command's own, for commands that pass them on; they arrive as `rest`."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the command's own words."""
+        if self.split is None:
+            return super().parse_args(args, namespace)
+        own, rest = self.split(args)
+        found = super().parse_args(own, namespace)
+        found.rest = tuple(rest)
+        return found
 
     def error(self, message: str) -> NoReturn:
         """One line that says what is wrong and where the help is."""

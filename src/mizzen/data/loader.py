@@ -80,6 +80,8 @@ class Loader:
             "pin_memory": pin_memory,
         }
         self._position = self._next = Position()
+        self.before_batch: Callable[[], None] = _nothing
+        """Called each time that a batch is asked for, before anything is read."""
         self._live: WeakSet[Generator[Any, None, None]] = WeakSet()
         if self.size is not None:
             _check_size(self.size, share, ending)
@@ -140,12 +142,14 @@ class Loader:
     def _batches(self) -> Generator[Any, None, None]:
         position = self._settled(self._next)
         self._next = Position(position.epoch + 1)
+        self.before_batch()
         batches = iter(self._torch_loader(position))
         try:
             for batch in batches:
                 position = Position(position.epoch, position.samples + self.share.round)
                 self._position = self._settled(position)
                 yield batch
+                self.before_batch()
         finally:
             # torch's workers go with its iterator. Without a `finally` Python 3.12 would keep the frame of a closed
             # generator, and the iterator with it, until the generator itself goes.
@@ -250,6 +254,10 @@ class LoaderFactory:
             workers=workers,
             pin_memory=pinned,
         )
+
+
+def _nothing() -> None:
+    """What is done before a batch where nobody asks for more."""
 
 
 def _size_of(dataset: Any) -> int | None:

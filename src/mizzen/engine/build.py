@@ -14,10 +14,12 @@ from mizzen.engine.optimizer import repoint
 from mizzen.engine.phases import Phases
 from mizzen.engine.runner import Accumulate
 from mizzen.engine.saving import Saving, folder_of, preflight, team_of
+from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.monitor.report import Observer
 from mizzen.plan.parts import Parts, Store
 from mizzen.precision.arithmetic import Arithmetic
+from mizzen.progress import get_progress
 
 
 def build_engine(
@@ -32,7 +34,7 @@ def build_engine(
     stores = [store for part in parts for store in part.stores]
     config = surroundings.resolved.config
     arithmetic = Arithmetic.of(config, get_accelerator().name)
-    updater = None
+    updater, stopping = None, Stopping()
     if optimizer is not None:
         repoint(optimizer, stores, _reduced_over(stores))
         for store in stores:
@@ -43,12 +45,15 @@ def build_engine(
             _reduced_over(stores),
             max_norm=config.gradient_clipping,
             scaler=arithmetic.scaler,
+            stopping=stopping,
         )
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
+    get_progress().set_hang_timeout(config.hang_timeout)
+    phases.at_step(0)  # from now on there is something to save
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic)
     saving = Saving(config.checkpoint, team_of(surroundings.mesh))
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
-    engine = Engine(parts, Driving(runner, updater, scheduler, phases, saving, observers), surroundings)
+    engine = Engine(parts, Driving(runner, updater, scheduler, phases, saving, stopping, observers), surroundings)
     engine.owners = [
         Owner(name, store, optimizer, arithmetic.scaler, config.zero_optimization.enable_sanity_checks)
         for store in stores

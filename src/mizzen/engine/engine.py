@@ -13,6 +13,7 @@ from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.phases import Phases
 from mizzen.engine.runner import LossFunction, Runner, to_device
 from mizzen.engine.saving import Saving
+from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Outcome, Updater
 from mizzen.engine.window import Window
 from mizzen.errors import StepError, UsageError
@@ -33,6 +34,7 @@ class Driving:
     scheduler: Any
     phases: Phases
     saving: Saving
+    stopping: Stopping
     observers: tuple[Observer, ...] = ()
 
 
@@ -46,6 +48,7 @@ class Engine(Face):
         self.updater: Updater | None = driving.updater
         self.phases = driving.phases
         self.saving = driving.saving
+        self.stopping = driving.stopping
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
         self.monitor = monitor_of(driving.observers)
@@ -63,6 +66,7 @@ class Engine(Face):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as it is."""
         if self.training:
+            self.heed()
             self._window.see((args, kwargs))
         return self.runner.forward(*args, **kwargs)
 
@@ -139,6 +143,7 @@ class Engine(Face):
             raise UsageError(
                 "train_batch() in the middle of an accumulation: finish it with backward() and step() first"
             )
+        self.heed()
         micros = self._pull(data_iter if data_iter is not None else self.data_iterator())
         for micro in micros:
             self._window.see(micro)

@@ -11,6 +11,7 @@ from inspect import ismethod
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from mizzen.engine.loading import LoadReport, Wishes, load_checkpoint
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.saving import Saving, folder_of, save_checkpoint
+from mizzen.engine.stopping import Stopping
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
@@ -156,6 +158,7 @@ class Face(nn.Module):
         self.skipped_steps = 0
         """Optimizer steps that were due and not taken."""
         self.saving: Saving
+        self.stopping: Stopping
         self.parts: Parts = ()
         self.observers: tuple[Observer, ...] = ()
         self.last_step: StepReport | None = None
@@ -321,7 +324,7 @@ class Face(nn.Module):
         """A loader over this rank's share of a data set."""
         if self.surroundings.make_loader is None:
             raise UsageError("this engine has no data parallel group to make a loader for")
-        return self.surroundings.make_loader(
+        loader = self.surroundings.make_loader(
             dataset,
             batch_size=batch_size or self.batch.micro,
             route=route,
@@ -330,6 +333,9 @@ class Face(nn.Module):
             collate_fn=collate_fn,
             workers=num_local_io_workers,
         )
+        if isinstance(loader, Loader):
+            loader.before_batch = partial(_heed, ref(self))
+        return loader
 
     def set_dataloader(self, loader: Any) -> None:
         """Where `train_batch()` without an iterator takes its data from."""
@@ -437,6 +443,14 @@ class Face(nn.Module):
             beside=settings.async_save if async_save is None else async_save,
         )
 
+    def register_client_state(self, callback: Callable[[], Mapping[str, Any]]) -> None:
+        """What to put into the checkpoint of a run that is asked to stop; every rank's callback is called then."""
+        self.stopping.client_state = callback
+
+    def heed(self) -> None:
+        """Save and leave, if the run was asked to stop and the last step has told all ranks. Called between steps."""
+        self.stopping.heed(self)
+
     def moved(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""
         raise NotImplementedError
@@ -526,6 +540,12 @@ class Face(nn.Module):
             for store in self.stores:
                 stack.enter_context(store.scope)
             return method(*args, **kwargs)
+
+
+def _heed(engine: "ref[Face]") -> None:
+    """What a loader calls before a batch; it does not keep the engine alive."""
+    if (found := engine()) is not None:
+        found.heed()
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:

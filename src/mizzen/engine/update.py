@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from mizzen.comm import collectives, groups
+from mizzen.engine.stopping import Stopping
 from mizzen.errors import UsageError
 from mizzen.optim.rules import scaled
 from mizzen.plan.parts import Store
@@ -58,11 +59,13 @@ class Updater:
         *,
         max_norm: float,
         scaler: LossScaler,
+        stopping: Stopping | None = None,
     ) -> None:
         self.stores = tuple(stores)
         self.optimizer = optimizer
         self.scaler = scaler
         self.group = group
+        self.stopping = stopping or Stopping()
         self.max_norm = max_norm
         self.ranks = groups.get_world_size(group) if group is not None else 1
 
@@ -74,7 +77,8 @@ class Updater:
         """
         for store in self.stores:
             store.gradients.collect()
-        squares, loss, count, losses, strangers = self._sum_over_ranks(tally)
+        squares, loss, count, losses, strangers, requests = self._sum_over_ranks(tally)
+        self.stopping.agree(requests > 0)
         factor = factor_of(losses > 0, strangers > 0) * self.stores[0].gain / self.scaler.scale
         if tally.is_counted:
             factor *= self.ranks / count if count else 0.0
@@ -101,13 +105,13 @@ class Updater:
             store.gradients.clear()
 
     def _sum_over_ranks(self, tally: Tally) -> list[float]:
-        """Squares, losses, their count, and who has losses or gradients from elsewhere, over all ranks.
+        """Squares, losses, their count, who has losses or gradients from elsewhere, who is asked to stop: of all ranks.
 
         It is the one reduction of a step, and its one wait for the device: numbers get there without a copy.
         """
         squares = torch.stack([store.squares() for store in self.stores]).sum()
         has_strangers = any(store.gradients.has_strangers for store in self.stores)
-        values = (squares, tally.loss, tally.count, tally.loss is not None, has_strangers)
+        values = (squares, tally.loss, tally.count, tally.loss is not None, has_strangers, self.stopping.is_asked)
         sums = torch.stack(
             [
                 value.detach().to(squares) if isinstance(value, Tensor) else squares.new_full((), value or 0)

@@ -62,7 +62,6 @@ UNBUILT: Final = (
     Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
     Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", asks=False),
-    Unbuilt("hang_timeout", "the launcher", asks=False),
     Unbuilt("expert_parallel", "expert parallelism", _ON),
     Unbuilt("hybrid_engine", "the hybrid engine", _ON),
     Unbuilt("compression_training", "compression", _TECHNIQUES),

@@ -66,7 +66,6 @@ ASKED = {
 """For every path that can be refused, a configuration that asks for it and for nothing else."""
 
 HOW = {
-    "hang_timeout": 30,
     "seq_parallel_communication_data_type": "bf16",
     "zero_optimization": {
         "stage": 1,

@@ -1,0 +1,54 @@
+"""`mizzen ssh`: run a command on all hosts of a hostfile."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from mizzen.cli.parser import Parser, examples
+from mizzen.errors import UsageError
+from mizzen.launcher.arrange import HOSTFILE
+from mizzen.launcher.backends import Way
+from mizzen.launcher.hosts import parse_hostfile, select
+from mizzen.launcher.start import run_everywhere
+
+VALUED = ("-f", "-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--ssh_port", "--launcher_args")
+
+
+def configure(parser: Parser) -> None:
+    """Declare the arguments."""
+    parser.usage = "mizzen ssh [options] COMMAND ..."
+    parser.description = (
+        "Run a command on all hosts of a hostfile at once. One word is a line for the shell there; several words\n"
+        "arrive as they are. Each line of output has its host before it; the exit code is the largest."
+    )
+    parser.epilog = examples("mizzen ssh -f hosts nvidia-smi", "mizzen ssh 'df -h /data | tail -n 1'")
+    parser.add_argument("-f", "-H", "--hostfile", default=HOSTFILE, metavar="FILE", help=f"(default: {HOSTFILE})")
+    parser.add_argument("-i", "--include", default="", metavar="FILTER", help="only these hosts: host@host")
+    parser.add_argument("-e", "--exclude", default="", metavar="FILTER", help="all but these")
+    parser.add_argument("--ssh_port", type=int, metavar="PORT", help="the port of sshd on the hosts")
+    parser.add_argument("--launcher_args", default="", metavar="WORDS", help="more words for ssh")
+    parser.split = split
+    parser.set_defaults(run=run)
+
+
+def split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Our own options, and the command."""
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] != "--":
+        place += 2 if words[place] in VALUED else 1
+    rest = words[place:]
+    return words[:place], rest[1:] if rest[:1] == ["--"] else rest
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it everywhere; the largest exit code."""
+    if not arguments.rest:
+        raise UsageError("nothing to run: name a command, as in mizzen ssh hostname")
+    path = Path(arguments.hostfile)
+    if not path.is_file():
+        raise UsageError(f"--hostfile {path}: there is no such file")
+    hosts = select(parse_hostfile(path.read_text(), str(path)), arguments.include, arguments.exclude)
+    line = arguments.rest[0] if len(arguments.rest) == 1 else shlex.join(arguments.rest)
+    way = Way(tuple(shlex.split(arguments.launcher_args)), arguments.ssh_port)
+    return run_everywhere([host.name for host in hosts], line, way)

@@ -1,0 +1,214 @@
+"""How a job is started on other hosts: one `Backend` per remote program, each a pure function from a job to commands.
+
+Whatever the program, it starts one process per host, the supervisor, and never sees a word of the user's own.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+from mizzen.errors import UsageError
+from mizzen.launcher.job import Job
+
+Channel = Literal["line", "signal", "ask"]
+MODULE: Final = "mizzen.launcher.node"
+VARIABLE: Final = "MIZZEN_JOB"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process on this machine, and the hosts that it reaches."""
+
+    words: tuple[str, ...]
+    hosts: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process."""
+    channel: Channel = "signal"
+    """How a request to stop gets through: a line on its input, a signal that it passes on, or a command of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What the user says about the way to the hosts."""
+
+    arguments: tuple[str, ...] = ()
+    """Words for the remote program itself."""
+    ssh_port: int | None = None
+    venv_script: str = ""
+    is_root: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The environment of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a back end needs to be installed here."""
+
+    programs: tuple[str, ...]
+    """Its names; the first that is found is used."""
+    package: str
+    """What to install where it is missing."""
+    sign: str = ""
+    """A word that its `--version` prints; empty where its name says enough."""
+
+
+class Backend(Protocol):
+    """A remote program. `start.py` looks for it, then runs its commands; `mizzen run --dry-run` prints them."""
+
+    @property
+    def name(self) -> str:
+        """What `--launcher` calls it."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it needs."""
+
+    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+        """What to run here."""
+
+
+def supervisor(job: Job, way: Way, *options: str, word: str = "") -> str:
+    """The line that a remote shell reads: words of our own, and the job as one."""
+    python = "python" if way.venv_script else job.python
+    line = f"exec {shlex.join([python, '-u', '-m', MODULE, *options, *([word] if word else [])])}"
+    if way.venv_script:
+        line = f"exec sh -c {shlex.quote(f'. {shlex.quote(way.venv_script)} && {line}')}"
+    return line
+
+
+class Ssh:
+    """One ssh per host. Its input is a line to the supervisor there: when it is cut, the ranks end."""
+
+    name = "ssh"
+    needs = Needs(("ssh",), "openssh-client")
+
+    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+        """What to run here."""
+        word = job.encode()
+        return tuple(
+            Command(
+                (*ssh(way), host.name, supervisor(job, way, "--node", str(node), word=word)),
+                (host.name,),
+                channel="line",
+            )
+            for node, host in enumerate(job.hosts)
+        )
+
+
+def ssh(way: Way) -> tuple[str, ...]:
+    """ssh with what the user says, and without questions that nobody can answer."""
+    port = ("-p", str(way.ssh_port)) if way.ssh_port else ()
+    return ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", *port, *way.arguments)
+
+
+class Pdsh:
+    """One pdsh for all hosts; a supervisor finds its place by the name that pdsh puts in for `%h`."""
+
+    name = "pdsh"
+    needs = Needs(("pdsh",), "pdsh")
+
+    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+        """What to run here."""
+        line = supervisor(job, way, "--host", "HOST", word=job.encode()).replace("%", "%%").replace("HOST", "%h", 1)
+        return (Command((*self._start(job, way), line), _names(job), self._environment(way), channel="ask"),)
+
+    def ask(self, job: Job, way: Way, request: str) -> Command:
+        """The command that brings a request to the supervisors."""
+        line = supervisor(job, way, "--ask", request, word=job.id).replace("%", "%%")
+        return Command((*self._start(job, way), line), _names(job), self._environment(way))
+
+    def _start(self, job: Job, way: Way) -> tuple[str, ...]:
+        return ("pdsh", "-S", "-N", "-R", "ssh", "-f", "1024", "-w", ",".join(_names(job)), *way.arguments)
+
+    def _environment(self, way: Way) -> dict[str, str]:
+        given = way.environment.get("PDSH_SSH_ARGS_APPEND", "")
+        port = f"-p {way.ssh_port}" if way.ssh_port else ""
+        return {"PDSH_SSH_ARGS_APPEND": " ".join(filter(None, (given, "-o BatchMode=yes", port)))}
+
+
+class OpenMpi:
+    """One block of mpirun's command line per host, so that a supervisor knows its place whatever mpirun does."""
+
+    name = "openmpi"
+    needs = Needs(("mpirun.openmpi", "mpirun"), "openmpi-bin", "Open MPI")
+
+    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+        """What to run here."""
+        port = ("--mca", "plm_rsh_args", f"-p {way.ssh_port}") if way.ssh_port else ()
+        root = ("--allow-run-as-root",) if way.is_root else ()
+        words = ["mpirun", *root, "--bind-to", "none", *port, *way.arguments]
+        for node, host in enumerate(job.hosts):
+            block = ("-np", "1", "--host", host.name, "-x", VARIABLE, *_interpreter(job, way), "--node", str(node))
+            words += [*((":",) if node else ()), *block]
+        return (Command(tuple(words), _names(job), {VARIABLE: job.encode()}),)
+
+
+@dataclass(frozen=True, slots=True)
+class Hydra:
+    """MPICH and what was made from it share one launcher, hydra, and differ in names."""
+
+    name: str
+    needs: Needs
+    ssh_arguments: str
+    """The variable that holds more words for ssh."""
+
+    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+        """What to run here."""
+        port = {self.ssh_arguments: f"-p {way.ssh_port}"} if way.ssh_port else {}
+        words = ["mpirun", "-launcher", "ssh", "-hosts", ",".join(_names(job)), "-ppn", "1", "-genvlist", VARIABLE]
+        words += way.arguments
+        for node in range(len(job.hosts)):
+            words += [*((":",) if node else ()), "-n", "1", *_interpreter(job, way), "--node", str(node)]
+        return (Command(tuple(words), _names(job), {VARIABLE: job.encode(), **port}),)
+
+
+class Slurm:
+    """One srun for all hosts, inside an allocation or making its own; a supervisor is told its place by Slurm."""
+
+    name = "slurm"
+    needs = Needs(("srun",), "slurm-client")
+
+    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+        """What to run here."""
+        count = len(job.hosts)
+        names = (f"--nodelist={','.join(_names(job))}",) if job.hosts[0].name else ()
+        words = (
+            *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", *names),
+            *("--kill-on-bad-exit=0", "--mpi=none", "--export=ALL", *way.arguments),
+            *_interpreter(job, way),
+            "--slurm",
+        )
+        return (Command(words, _names(job), {VARIABLE: job.encode()}),)
+
+
+def _interpreter(job: Job, way: Way) -> tuple[str, ...]:
+    """The supervisor without its place, for programs that need no shell to start it."""
+    if way.venv_script:
+        line = f'. {shlex.quote(way.venv_script)} && exec python -u -m {MODULE} "$@"'
+        return ("sh", "-c", line, "mizzen")
+    return (job.python, "-u", "-m", MODULE)
+
+
+def _names(job: Job) -> tuple[str, ...]:
+    return tuple(host.name for host in job.hosts)
+
+
+BACKENDS: Final[tuple[Backend, ...]] = (
+    Ssh(),
+    Pdsh(),
+    OpenMpi(),
+    Hydra("mpich", Needs(("mpirun.mpich", "mpirun"), "mpich", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Hydra("impi", Needs(("mpirun",), "Intel MPI", "Intel"), "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
+    Hydra("mvapich", Needs(("mpirun",), "MVAPICH", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Slurm(),
+)
+NAMES: Final = tuple(backend.name for backend in BACKENDS)
+
+
+def find_backend(name: str) -> Backend:
+    """The back end of that name, in any case."""
+    for backend in BACKENDS:
+        if backend.name == name.lower():
+            return backend
+    raise UsageError(f"--launcher {name}: unknown; known: {', '.join(NAMES)}")

@@ -1,0 +1,220 @@
+"""The ranks of one node in one attempt, as processes: start them, look at them, end them."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+from mizzen.errors import LaunchError
+from mizzen.launcher.failure import Failure
+from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
+from mizzen.launcher.output import Outlet, Pump, traceback_in
+from mizzen.progress import STACKS, Progress, Record, record_path, stacks_path
+
+PATIENCE: Final = 3.0
+"""Seconds between asking a rank to end and ending it."""
+TICK: Final = 0.02
+PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How one rank is to be started."""
+
+    rank: int
+    local_rank: int
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    outlet: Outlet
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank that was started."""
+
+    order: Order
+    process: "subprocess.Popen[bytes]"
+    resident: int = 0
+
+    @property
+    def status(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self.process.poll()
+
+
+@dataclass(slots=True)
+class Crew:
+    """All ranks of this node."""
+
+    host: str
+    folder: Path
+    keeper: Keeper
+    members: list[Member] = field(default_factory=list)
+    pump: Pump = field(default_factory=Pump)
+
+    def start(self, orders: Sequence[Order], folder: str) -> None:
+        """Start every rank. The thread that calls this is the one whose end ends them."""
+        bind = self.keeper.binding()
+        for order in orders:
+            try:
+                process = subprocess.Popen(
+                    order.words,
+                    env=order.environment,
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    start_new_session=True,
+                    preexec_fn=bind,
+                )
+            except OSError as error:
+                self.end(signal.SIGKILL)
+                raise LaunchError(f"{order.words[0]} cannot be started in {folder} on {self.host}: {error}") from error
+            self.members.append(Member(order, process))
+            for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
+                self.pump.add(_present(pipe), order.outlet, "out" if stream == "out" else "err")
+        self.pump.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank has ended well."""
+        return all(member.status == 0 for member in self.members)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has ended."""
+        return all(member.status is not None for member in self.members)
+
+    def statuses(self) -> list[int]:
+        """How those ended that have."""
+        return [status for member in self.members if (status := member.status) is not None]
+
+    def failures(self, expected: Sequence[int]) -> list[Failure]:
+        """Every rank that has ended otherwise than well or as expected."""
+        failed = [member for member in self.members if member.status not in (None, 0, *expected)]
+        if failed:
+            time.sleep(5 * TICK)  # its last words may still be on their way through the pipe
+        return [
+            Failure(
+                member.order.rank,
+                self.host,
+                member.process.returncode,
+                traceback_in(member.order.outlet.kept.decode(errors="replace")),
+                member.resident,
+            )
+            for member in failed
+        ]
+
+    def weigh(self) -> None:
+        """Note how much memory each rank has now, in case it is killed for it."""
+        for member in self.members:
+            with suppress(OSError, ValueError, IndexError):
+                statm = Path(f"/proc/{member.process.pid}/statm").read_text().split()
+                member.resident = int(statm[1]) * PAGE
+
+    def records(self) -> list[tuple[Member, Record]]:
+        """Where the ranks are that say it."""
+        found = ((member, Progress.read(self._record(member))) for member in self.members if member.status is None)
+        return [(member, record) for member, record in found if record is not None]
+
+    def ask_to_stop(self) -> None:
+        """Ask every rank to save and stop, at the end of a step that they agree on."""
+        for member in self.members:
+            with suppress(OSError):
+                Progress.ask_to_stop(self._record(member))
+
+    def send(self, number: int) -> None:
+        """Send a signal to every rank."""
+        for member in self.members:
+            if member.status is None:
+                kill_group(member.process.pid, number)
+
+    def stacks(self, wait: float = 1.0) -> dict[int, str]:
+        """What every rank is doing, by its own account: the stacks of all its threads, by global rank."""
+        before = {member.order.rank: len(self._written(member)) for member, _ in self.records()}
+        asked = [member for member in self.members if member.order.rank in before]
+
+        def stack(member: Member) -> str:
+            return self._written(member)[before.get(member.order.rank, 0) :]
+
+        for member in asked:
+            with suppress(ProcessLookupError):
+                os.kill(member.process.pid, STACKS)
+        until = time.monotonic() + wait
+        while time.monotonic() < until and any(not stack(member) for member in asked):
+            time.sleep(TICK)
+        time.sleep(TICK)  # the last of them may still be writing
+        return {member.order.rank: _main_thread(stack(member)) or _state(member.process.pid) for member in self.members}
+
+    def _written(self, member: Member) -> str:
+        """All stacks that a rank has ever written."""
+        with suppress(OSError):
+            return stacks_path(self.folder, member.order.local_rank).read_text(errors="replace")
+        return ""
+
+    def _record(self, member: Member) -> Path:
+        return record_path(self.folder, member.order.local_rank)
+
+    def end(self, number: int = signal.SIGTERM, patience: float = PATIENCE) -> None:
+        """Ask what still runs to end, wait a little, end it; nothing of the process groups is left."""
+        for member, record in self.records():
+            if record.step >= 0:  # it takes a request to end for one to save, and has nothing to tidy up otherwise
+                kill_group(member.process.pid, signal.SIGKILL)
+        self.send(number)
+        until = time.monotonic() + (patience if number != signal.SIGKILL else 0)
+        while not self.is_over and time.monotonic() < until:
+            time.sleep(TICK)
+        for member in self.members:
+            group = member.process.pid
+            while kill_group(group, signal.SIGKILL):
+                if member.process.poll() is not None and not _lives(group):
+                    break
+                time.sleep(TICK / 4)
+            member.process.wait()
+            self.keeper.forget(group)
+            sweep_shared_memory(group)
+        self.pump.finish()
+        for member in self.members:
+            if member.order.outlet.file is not None:
+                member.order.outlet.file.close()
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of the group does more than wait to be buried by its parent."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return any(_is_of(group, entry) for entry in Path("/proc").glob("[0-9]*/stat"))
+
+
+def _is_of(group: int, path: Path) -> bool:
+    with suppress(OSError):
+        fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        return int(fields[2]) == group and fields[0] not in "ZX"
+    return False
+
+
+def _main_thread(stacks: str) -> str:
+    """Of all threads the one that the signal has reached, which is the one that trains."""
+    before, mark, after = stacks.partition("Current thread")
+    return mark + after.partition("\n\n")[0] if mark else before
+
+
+def _state(pid: int) -> str:
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return "the process is stopped (SIGSTOP)" if state in "Tt" else "it gives no stack"
+    return "it has ended"
+
+
+def _present(pipe: IO[bytes] | None) -> IO[bytes]:
+    if pipe is None:
+        raise AssertionError("a process that was started with pipes has none")
+    return pipe

@@ -1,0 +1,122 @@
+"""The same job as a file for a scheduler: a batch script for Slurm, or a JobSet for Kubernetes. Pure.
+
+Both start `mizzen run --no_ssh` once per node, so that what the scheduler shows is what a person would type.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from mizzen.launcher.arrange import PORT, Asked
+from mizzen.launcher.job import Job
+
+
+def emit_slurm(job: Job, asked: Asked) -> str:
+    """A script for sbatch. Slurm warns two minutes before the end, and the job saves and stops."""
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={_name(job)}",
+        f"#SBATCH --nodes={len(job.hosts)}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={len(job.hosts[0].slots)}",
+        "#SBATCH --exclusive",
+        f"#SBATCH --signal=USR1@{int(job.care.grace)}",
+        "#SBATCH --requeue",
+        *(f"#SBATCH {word}" for word in shlex.split(asked.launcher_args)),
+        "",
+        "set -u",
+        f"cd {shlex.quote(job.folder)}",
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items())),
+        *([f". {shlex.quote(asked.venv_script)}"] if asked.venv_script else []),
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'srun --kill-on-bad-exit=0 --mpi=none bash -c \'exec mizzen run --node_rank "$SLURM_NODEID" "$@"\' mizzen \\',
+        f'  --master_addr "$first" {shlex.join(_options(job))} \\',
+        f"  {shlex.join(_program(job))}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def emit_k8s(job: Job, asked: Asked) -> str:
+    """A JobSet of one indexed job, a pod per node; exit code 75 (saved) starts the pods again."""
+    name = re.sub(r"[^a-z0-9-]+", "-", _name(job).lower()).strip("-")[:40] or "job"
+    count, slots = len(job.hosts), len(job.hosts[0].slots)
+    words = [*_options(job), *_program(job)]
+    container: dict[str, Any] = {
+        "name": "mizzen",
+        "image": "IMAGE",
+        "workingDir": job.folder,
+        "command": ["mizzen", "run"],
+        "args": [
+            *("--node_rank", "$(JOB_COMPLETION_INDEX)", "--master_addr", f"{name}-workers-0-0.{name}"),
+            *(word.replace("$(", "$$(") for word in words),
+        ],
+        "env": [{"name": key, "value": value.replace("$(", "$$(")} for key, value in sorted(job.environment.items())],
+        "resources": {"limits": {"nvidia.com/gpu": slots}},
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": int(job.care.grace) + 10,
+        "containers": [container],
+        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+    }
+    work = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": 0}
+    whole = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": max(1, job.care.max_restarts)},
+            "replicatedJobs": [
+                {"name": "workers", "replicas": 1, "template": {"spec": {**work, "template": {"spec": pod}}}}
+            ],
+        },
+    }
+    return "\n".join(["# Put the name of your image in place of IMAGE.", *_yaml(whole)]) + "\n"
+
+
+def _options(job: Job) -> list[str]:
+    care, count = job.care, len(job.hosts)
+    options = ["--no_ssh", "--num_nodes", str(count), "--num_gpus", str(len(job.hosts[0].slots))]
+    options += ["--master_port", str(PORT)]
+    if job.is_elastic:
+        options += ["--min_elastic_nodes", str(job.min_nodes), "--max_elastic_nodes", str(job.max_nodes)]
+    if care.max_restarts:
+        options += ["--max_restarts", str(care.max_restarts)]
+    if care.logs:
+        options += ["--enable_each_rank_log", care.logs]
+    options += ["--grace", f"{care.grace:g}"]
+    program = job.program
+    options += {"module": ["--module"], "executable": ["--no_python"], "script": []}[program.kind]
+    return [*options, *([] if program.takes_local_rank else ["--no_local_rank"])]
+
+
+def _program(job: Job) -> list[str]:
+    return [job.program.name, *job.program.arguments]
+
+
+def _name(job: Job) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(job.program.name).stem) or "job"
+
+
+def _yaml(value: Any, indent: str = "") -> Iterator[str]:
+    """Lines of YAML; text is quoted as JSON quotes it, which YAML reads."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _entry(f"{indent}{key}:", inner, indent + "  ")
+    else:
+        for inner in value:
+            first, *rest = list(_yaml(inner, indent + "  ")) if isinstance(inner, Mapping) else [json.dumps(inner)]
+            yield f"{indent}- {first.strip()}"
+            yield from rest
+
+
+def _entry(head: str, value: Any, indent: str) -> Iterator[str]:
+    if isinstance(value, Mapping | list) and value:
+        yield head
+        yield from _yaml(value, indent)
+    else:
+        yield f"{head} {json.dumps(value)}"

@@ -1,0 +1,161 @@
+"""Which hosts a job uses, and which devices of each: the hostfile, the filters, and how Slurm writes names. Pure."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final
+
+from mizzen.errors import UsageError
+
+NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+LOCAL: Final = "localhost"
+SLOTS: Final = re.compile(r"slots=(\d+)", re.ASCII)
+IGNORED: Final = re.compile(r"max[-_]slots=\d+", re.ASCII)
+"""What Open MPI's own hostfiles add to a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine, and the numbers of the devices that are used there: one rank for each."""
+
+    name: str
+    slots: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}:{','.join(map(str, self.slots))}"
+
+
+Hosts = tuple[Host, ...]
+
+
+def parse_hostfile(text: str, path: str) -> Hosts:
+    """The hosts of a file whose lines are `name slots=N`; `#` starts a comment."""
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{path}, line {number}"
+        host = _parse_line(words, where)
+        if host.name in hosts:
+            raise UsageError(f"{where}: host {host.name!r} is there twice: give it one line with all its slots")
+        hosts[host.name] = host
+    if not hosts:
+        raise UsageError(f"{path}: no host in it: write one `name slots=N` per line, or leave the file out")
+    return tuple(hosts.values())
+
+
+def _parse_line(words: Sequence[str], where: str) -> Host:
+    name, *rest = words
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{where}: {name!r} is no host name: letters, digits, '.', '_' and '-' make one")
+    counts = [match for word in rest if (match := SLOTS.fullmatch(word))]
+    others = [word for word in rest if not SLOTS.fullmatch(word) and not IGNORED.fullmatch(word)]
+    if len(counts) != 1 or others:
+        raise UsageError(f"{where}: {' '.join(words)!r} is not `name slots=N`")
+    count = int(counts[0][1])
+    if count < 1:
+        raise UsageError(f"{where}: slots={count}: a host without slots has no part in a job; leave the line out")
+    return Host(name, tuple(range(count)))
+
+
+def select(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
+    """The hosts and slots that a filter leaves: `host[:slot,slot]@host`, in the order of the hosts."""
+    if include and exclude:
+        raise UsageError(f"--include {include!r} and --exclude {exclude!r} together: say which, or say which not")
+    if not include and not exclude:
+        return hosts
+    option, text = ("--include", include) if include else ("--exclude", exclude)
+    named = _parse_filter(option, text, hosts)
+    if include:
+        left = (replace(host, slots=named[host.name]) for host in hosts if host.name in named)
+    else:
+        left = (_without(host, named.get(host.name, ())) for host in hosts)
+    chosen = tuple(host for host in left if host.slots)
+    if not chosen:
+        raise UsageError(f"{option} {text!r} leaves no slot of {_names(hosts)}")
+    return chosen
+
+
+def _parse_filter(option: str, text: str, hosts: Hosts) -> dict[str, tuple[int, ...]]:
+    known = {host.name: host for host in hosts}
+    named: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        name, colon, slots = part.strip().partition(":")
+        if name not in known:
+            raise UsageError(f"{option} {text!r}: unknown host {name!r}; known: {_names(hosts)}")
+        wanted = _slots(option, text, slots) if colon else known[name].slots
+        for slot in wanted:
+            if slot not in known[name].slots:
+                raise UsageError(f"{option} {text!r}: {name} has no slot {slot}; it has {_listed(known[name].slots)}")
+        named.setdefault(name, set()).update(wanted)
+    return {name: tuple(sorted(slots)) for name, slots in named.items()}
+
+
+def _slots(option: str, text: str, slots: str) -> list[int]:
+    words = slots.split(",")
+    for word in words:
+        if not word.strip().isascii() or not word.strip().isdigit():
+            raise UsageError(f"{option} {text!r}: {word!r} is no slot number: write host:0,2@host")
+    return [int(word) for word in words]
+
+
+def _without(host: Host, slots: Iterable[int]) -> Host:
+    return replace(host, slots=tuple(slot for slot in host.slots if slot not in set(slots)))
+
+
+def limit(hosts: Hosts, nodes: int | None = None, devices: int | None = None) -> Hosts:
+    """The first so many hosts, and of each the first so many slots."""
+    if nodes is not None and nodes > len(hosts):
+        raise UsageError(f"--num_nodes {nodes}: there are {len(hosts)} hosts, {_names(hosts)}")
+    chosen = hosts[:nodes]
+    for host in chosen:
+        if devices is not None and devices > len(host.slots):
+            raise UsageError(f"--num_gpus {devices}: {host.name} has {len(host.slots)} slots")
+    return tuple(replace(host, slots=host.slots[:devices]) for host in chosen)
+
+
+def visible(variable: str, value: str) -> tuple[int, ...]:
+    """The device numbers of a variable such as CUDA_VISIBLE_DEVICES."""
+    words = [word.strip() for word in value.split(",") if word.strip()]
+    if not words:
+        raise UsageError(f"{variable} is empty, which hides every device: unset it, or name devices as in 0,1")
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise UsageError(f"{variable}={value}: only numbers can be given out to ranks: write 0,1 instead of names")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def expand(names: str) -> tuple[str, ...]:
+    """The names behind Slurm's `gpu[03-05,9],login1`."""
+    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names)
+    return tuple(name for part in parts for name in _expand(part.strip()))
+
+
+def _expand(part: str) -> Iterator[str]:
+    pieces = re.split(r"\[([^\]]*)\]", part)
+    choices = [[piece] if place % 2 == 0 else list(_range(piece)) for place, piece in enumerate(pieces)]
+    yield from ("".join(choice) for choice in product(*choices))
+
+
+def _range(text: str) -> Iterator[str]:
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not dash:
+            yield part
+        else:
+            yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+
+
+def in_allocation(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The hosts of the Slurm allocation that this process is in; none outside of one."""
+    return expand(env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or "")
+
+
+def _names(hosts: Hosts) -> str:
+    shown = ", ".join(host.name for host in hosts[:16])
+    return shown if len(hosts) <= 16 else f"{shown} and {len(hosts) - 16} more"
+
+
+def _listed(slots: Sequence[int]) -> str:
+    return ", ".join(map(str, slots))

@@ -1,0 +1,130 @@
+"""The job as a frozen value: what runs where, with which variables. It travels to other hosts as one encoded word.
+
+[Note: one word]
+What a user types as an argument, and what a variable holds, must arrive byte for byte, and must never be read by a
+shell, by pdsh (which replaces `%h`), by mpirun or by srun (which split at commas). So the whole job is encoded into
+letters, digits, `-` and `_`, and only our own words stand beside it.
+"""
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+from mizzen.errors import LaunchError
+from mizzen.launcher.hosts import Host, Hosts
+
+Kind = Literal["script", "module", "executable"]
+
+LONGEST: Final = 120_000
+"""Letters that one word of a command line or a variable can have: Linux allows 128 KiB."""
+SAVED: Final = 75
+"""Exit code of a job that was asked to stop and has saved: start it again and it goes on. (EX_TEMPFAIL)"""
+UNSAVED: Final = 76
+"""Exit code of a job that was asked to stop when nothing could be saved: in start-up, or without checkpoint.dir."""
+PORT_TAKEN: Final = 98
+"""Exit code of a first node that finds the meeting port taken; the launcher then tries another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every rank runs."""
+
+    kind: Kind
+    name: str
+    arguments: tuple[str, ...] = ()
+    takes_local_rank: bool = True
+
+    def words(self, python: str, local_rank: int) -> list[str]:
+        """The command of one rank."""
+        start = {
+            "script": [python, "-u", self.name],
+            "module": [python, "-u", "-m", self.name],
+            "executable": [self.name],
+        }[self.kind]
+        return [*start, *([f"--local_rank={local_rank}"] if self.takes_local_rank else []), *self.arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class Care:
+    """How a supervisor looks after its ranks."""
+
+    max_restarts: int = 0
+    grace: float = 120.0
+    """Seconds that ranks get to save when they are asked to stop."""
+    hang_timeout: float | None = None
+    """Overrides what the configuration of the run says."""
+    shown: tuple[int, ...] | None = (0,)
+    """Ranks whose output goes to the terminal; None means all."""
+    logs: str | None = None
+    """The folder where each rank's output is kept."""
+    level: str = "info"
+    cores: tuple[int, ...] | None = None
+    """Cores to share out among the ranks of a node; empty means all of them, None binds nothing."""
+    pid_file: str | None = None
+    """Where the supervisor notes its number, for as long as it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One launch."""
+
+    id: str
+    program: Program
+    hosts: Hosts
+    folder: str
+    python: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    master_addr: str = ""
+    """Where the supervisors meet; empty on one machine, and where only Slurm knows the hosts."""
+    master_port: int = 0
+    min_nodes: int = 1
+    max_nodes: int = 1
+    care: Care = Care()
+    lifeline: bool = False
+    """Whether standard input ties a supervisor to the launcher: it brings requests, and its end is the end."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of nodes may change."""
+        return self.min_nodes < self.max_nodes
+
+    def encode(self) -> str:
+        """The job as one word of letters, digits, `-` and `_`."""
+        text = json.dumps(asdict(self), separators=(",", ":")).encode()
+        word = base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip("=")
+        if len(word) > LONGEST:
+            raise LaunchError(
+                f"the arguments and variables of this job take {len(word):,} letters when encoded, and one word of a "
+                f"command line holds {LONGEST:,}: put long arguments into a file that all hosts can read"
+            )
+        return word
+
+    @classmethod
+    def decode(cls, word: str) -> "Job":
+        """The job that a word holds."""
+        try:
+            text = zlib.decompress(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4)))
+            return cls._from(json.loads(text))
+        except (binascii.Error, zlib.error, ValueError, KeyError, TypeError) as error:
+            raise LaunchError(
+                f"this is no job ({error}): the hosts of a job must have the same version of mizzen"
+            ) from error
+
+    @classmethod
+    def _from(cls, given: dict[str, Any]) -> "Job":
+        program, care = given.pop("program"), given.pop("care")
+        hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in given.pop("hosts"))
+        return cls(
+            program=Program(**{**program, "arguments": tuple(program["arguments"])}),
+            care=Care(**{**care, "shown": _tuple(care["shown"]), "cores": _tuple(care["cores"])}),
+            hosts=hosts,
+            **given,
+        )
+
+
+def _tuple(value: list[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)

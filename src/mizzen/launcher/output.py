@@ -1,0 +1,145 @@
+"""What ranks print: some of it to the terminal, all of it to files when asked, and the end of it kept for the report.
+
+One thread reads all pipes. A line is written in one piece, so that lines of different ranks never mix.
+"""
+
+import os
+import re
+import selectors
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final, Literal
+
+from mizzen.errors import LaunchError
+
+CHUNK: Final = 1 << 16
+KEPT: Final = 1 << 18
+"""Bytes of a rank's errors that are kept to find its traceback."""
+Stream = Literal["out", "err"]
+MARK: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""What torch puts before each line of a traceback."""
+
+
+@dataclass(slots=True)
+class Outlet:
+    """Where the output of one rank goes."""
+
+    prefix: bytes = b""
+    """Before each line on the terminal."""
+    is_shown: bool = False
+    is_raw: bool = False
+    """Pass everything through as it comes, progress bars included: for one that has the terminal to itself."""
+    file: IO[bytes] | None = None
+    kept: bytearray = field(default_factory=bytearray)
+    """The end of what it wrote to standard error."""
+    open_line: dict[Stream, bytes] = field(default_factory=dict)
+
+    def feed(self, data: bytes, stream: Stream) -> None:
+        """Take what a pipe has brought; nothing means that it has ended."""
+        if stream == "err" and data:
+            self.kept += data
+            del self.kept[:-KEPT]
+        if self.is_shown and self.is_raw and data:
+            _write(stream, data)
+        lines = self._whole_lines(data, stream)
+        if not lines:
+            return
+        if self.is_shown and not self.is_raw:
+            _write(stream, b"".join(self.prefix + line for line in lines))
+        if self.file is not None:
+            self.file.write(b"".join(lines))
+            self.file.flush()
+
+    def _whole_lines(self, data: bytes, stream: Stream) -> list[bytes]:
+        text = self.open_line.pop(stream, b"") + data
+        lines = text.splitlines(keepends=True) if b"\r" not in text else _split(text)
+        if not data:
+            return [line if line.endswith(b"\n") else line + b"\n" for line in lines]
+        if lines and not lines[-1].endswith(b"\n"):
+            self.open_line[stream] = lines.pop()
+        return lines
+
+
+def _split(text: bytes) -> list[bytes]:
+    """Lines by newline alone: a carriage return is a progress bar that draws over itself."""
+    return [line + b"\n" for line in text.split(b"\n")[:-1]] + ([last] if (last := text.split(b"\n")[-1]) else [])
+
+
+def _write(stream: Stream, data: bytes) -> None:
+    descriptor = 1 if stream == "out" else 2
+    rest = memoryview(data)
+    with suppress(BrokenPipeError):  # who read the output has gone; the job has not
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+
+class Pump:
+    """The thread that reads the pipes of the ranks of one attempt until all are closed."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="mizzen-output", daemon=True)
+
+    def add(self, pipe: IO[bytes], outlet: Outlet, stream: Stream) -> None:
+        """Read this pipe too."""
+        os.set_blocking(pipe.fileno(), False)
+        self._selector.register(pipe, selectors.EVENT_READ, (outlet, stream))
+
+    def start(self) -> None:
+        """Begin, once all pipes are known."""
+        self._thread.start()
+
+    def finish(self, patience: float = 2.0) -> None:
+        """Wait for what is still in the pipes. A grandchild may hold one open, so not for ever."""
+        if self._thread.ident is not None:
+            self._thread.join(patience)
+
+    def _run(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                outlet, stream = key.data
+                data = os.read(key.fd, CHUNK)
+                outlet.feed(data, stream)
+                if not data:
+                    self._selector.unregister(key.fileobj)
+                    key.fileobj.close()  # type: ignore[union-attr]
+
+
+def say(text: str, *, before: str = "") -> None:
+    """A line of the launcher's own, after what it speaks of, in one piece."""
+    shown = f"{before.rstrip()}\n" if before else ""
+    _write("err", f"{shown}mizzen: {text}\n".encode(errors="backslashreplace"))
+
+
+def open_log(folder: Path, attempt: int, rank: int) -> IO[bytes]:
+    """The file of one rank, which grows over the attempts; each begins with a line that says so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"rank{rank}.log").open("ab")
+    except OSError as error:
+        raise LaunchError(f"--enable_each_rank_log {folder}: no file can be written there ({error})") from error
+    if attempt:
+        file.write(f"--- attempt {attempt + 1} ---\n".encode())
+    return file
+
+
+def traceback_in(text: str) -> str:
+    """The last traceback of a text, with those that led to it; empty when there is none."""
+    start, chain = "Traceback (most recent call last):", ("direct cause of the following", "another exception occurred")
+    parts = MARK.sub("", text).split(start)
+    if len(parts) == 1:
+        return ""
+    first = len(parts) - 1
+    while first > 1 and any(words in parts[first - 1][-200:] for words in chain):
+        first -= 1
+    lines = (start + start.join(parts[first:])).rstrip().splitlines()
+    end = next((i for i, line in enumerate(lines) if i and _ends_traceback(line) and first == len(parts) - 1), None)
+    kept = lines if end is None else lines[: end + 1]
+    return "\n".join(kept if len(kept) <= 80 else [*kept[:40], f"  ... {len(kept) - 80} lines ...", *kept[-40:]])
+
+
+def _ends_traceback(line: str) -> bool:
+    """Whether this is the line with the error itself: the first one that is not indented."""
+    return bool(line) and not line[0].isspace()

@@ -1,0 +1,48 @@
+"""What a launch would do, in words for a person: what each rank runs where, and the exact commands. Pure."""
+
+import shlex
+from collections.abc import Iterator
+
+from mizzen.launcher.arrange import Launch
+from mizzen.launcher.backends import MODULE, Command
+
+
+def describe(launch: Launch) -> str:
+    """Both forms: what is meant, and what is typed."""
+    return "\n".join(_lines(launch))
+
+
+def _lines(launch: Launch) -> Iterator[str]:
+    job = launch.job
+    world = sum(len(host.slots) for host in job.hosts)
+    yield f"{world} ranks on {len(job.hosts)} host{'s' * (len(job.hosts) > 1)}, in {job.folder}"
+    first = 0
+    for host in job.hosts:
+        last = first + len(host.slots) - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        yield f"  {host.name or '(named by Slurm)'}: {ranks}, devices {_slots(host.slots)}"
+        first = last + 1
+    yield f"each rank runs:\n  {shlex.join(job.program.words(job.python, 0))}"
+    if job.environment:
+        yield "with:"
+        yield from (f"  {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items()))
+    yield "started by:"
+    yield from (f"  {line}" for line in _typed(launch))
+
+
+def _slots(slots: tuple[int, ...]) -> str:
+    return ",".join(map(str, slots))
+
+
+def _typed(launch: Launch) -> Iterator[str]:
+    if launch.backend is None:
+        words = (launch.job.python, "-u", "-m", MODULE, "--node", str(launch.node), launch.job.encode())
+        yield shlex.join(words)
+        return
+    for command in launch.backend.commands(launch.job, launch.way):
+        yield _line(command)
+
+
+def _line(command: Command) -> str:
+    variables = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
+    return " ".join([*variables, shlex.join(command.words)])

@@ -1,0 +1,314 @@
+"""Doing what was decided: look at this machine, run the commands of a launch, pass signals on, give its exit code."""
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Final, NoReturn
+from uuid import uuid4
+
+import psutil
+
+from mizzen.errors import LaunchError, UsageError
+from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
+from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, ssh
+from mizzen.launcher.devices import count_devices, find_devices
+from mizzen.launcher.job import PORT_TAKEN
+from mizzen.launcher.keeper import dies_with_parent
+from mizzen.launcher.output import Outlet, Pump, say
+from mizzen.launcher.variables import file_paths
+
+OTHERS: Final = 15.0
+"""Seconds that the other hosts get to end by themselves after the first has failed."""
+ATTEMPTS: Final = 5
+"""Meeting ports that are tried."""
+UNREACHABLE: Final = 255
+"""What ssh itself exits with."""
+TICK: Final = 0.05
+ELASTIC: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""What a supervisor needs in its own environment: see [Note: the rendezvous, not the agent]."""
+
+
+def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
+    """Everything that a launch depends on and that is not in the command line."""
+    here, home = Path.cwd(), Path(env.get("HOME") or "~").expanduser()
+    files = [
+        (str(path), path.read_text(errors="surrogateescape")) for path in file_paths(env, home, here) if path.is_file()
+    ]
+    return Facts(
+        id=uuid4().hex[:12],
+        folder=str(here),
+        python=sys.executable,
+        env=env,
+        hostfile=_read(Path(asked.hostfile or HOSTFILE)),
+        files=tuple(files),
+        devices=find_devices(env),
+        count=lambda: count_devices(env),
+        is_here=is_here,
+        address=lambda name: address_of(name, asked),
+        is_root=os.getuid() == 0,
+        pid_file=str(Path(tempfile.gettempdir()) / f"{os.getpid()}.mizzen"),
+    )
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path}: it cannot be read ({error})") from error
+
+
+def is_here(name: str) -> bool:
+    """Whether a name means this machine."""
+    if name in (socket.gethostname(), "127.0.0.1"):
+        return True
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    return bool(own & set(_resolved(name)))
+
+
+def address_of(name: str, asked: Asked) -> str:
+    """A host's address: its name where that resolves, else what ssh's own configuration calls it."""
+    if _resolved(name):
+        return name
+    words = [*ssh(_way_of(asked)), "-G", name]
+    with suppress(OSError):
+        shown = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+        for line in shown.splitlines():
+            key, _, value = line.partition(" ")
+            if key == "hostname" and _resolved(value):
+                return value
+    return name
+
+
+def _way_of(asked: Asked) -> Way:
+    return Way(arguments=tuple(shlex.split(asked.launcher_args)) if asked.launcher.lower() == "ssh" else ())
+
+
+def _resolved(name: str) -> list[str]:
+    try:
+        return [str(row[4][0]) for row in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def execute(launch: Launch, env: Mapping[str, str]) -> int:
+    """Run the job to its end and give its exit code; a supervisor on this machine takes the place of this process."""
+    if launch.backend is None:
+        _become_supervisor(launch, env)
+    program = find_program(launch.backend)
+    if launch.checks_ssh:
+        check_ssh(launch)
+    for attempt in range(1, ATTEMPTS + 1):
+        code = Fleet(launch, program, env).run()
+        if code != PORT_TAKEN or launch.has_fixed_port:
+            break
+        launch = again(launch, attempt)
+        say(f"trying port {launch.job.master_port} instead")
+    return code
+
+
+def _become_supervisor(launch: Launch, env: Mapping[str, str]) -> NoReturn:
+    job = replace(launch.job, care=replace(launch.job.care, pid_file=launch.pid_file))
+    words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), job.encode()]
+    sys.stdout.flush()
+    os.execve(job.python, words, {**env, **ELASTIC})
+
+
+def find_program(backend: Backend) -> str:
+    """The path of a back end's program, or an error that names what to install."""
+    found = [path for name in backend.needs.programs if (path := shutil.which(name))]
+    if not found:
+        raise LaunchError(
+            f"--launcher {backend.name} needs {backend.needs.programs[-1]}, which is not installed: install "
+            f"{backend.needs.package} (its Debian name), or use --launcher ssh"
+        )
+    if not backend.needs.sign:
+        return found[0]
+    for path in found:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if backend.needs.sign in said.stdout + said.stderr:
+            return path
+    raise LaunchError(
+        f"--launcher {backend.name}: {found[-1]} belongs to another MPI (its --version does not say "
+        f"{backend.needs.sign!r}): install {backend.needs.package}, or name the launcher that you have"
+    )
+
+
+def check_ssh(launch: Launch) -> None:
+    """Log in to every host once, at the same time; who cannot be reached is named with the reason."""
+    way = replace(launch.way, arguments=())
+    names = [host.name for host in launch.job.hosts]
+
+    def reach(name: str) -> str:
+        words = [*ssh(way), "-o", "ConnectTimeout=10", name, "true"]
+        ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        return "" if ended.returncode == 0 else f"{name} ({ended.stderr.strip() or ended.returncode})"
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        bad = list(filter(None, pool.map(reach, names)))
+    if bad:
+        raise LaunchError(
+            f"{len(bad)} of {len(names)} hosts cannot be reached by ssh without a password: {'; '.join(bad[:8])}. Set "
+            "up key login, or pass --no_ssh_check if this back end needs no ssh"
+        )
+
+
+@dataclass(slots=True)
+class Ship:
+    """One command that runs."""
+
+    command: Command
+    process: "subprocess.Popen[bytes]"
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The commands of one launch, from start to end."""
+
+    launch: Launch
+    program: str
+    env: Mapping[str, str]
+    ships: list[Ship] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Start all of them, wait, and give the exit code of the first that failed."""
+        backend = self.launch.backend
+        if backend is None:
+            raise AssertionError("a launch on this machine has no fleet")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._receive)
+        if self.launch.pid_file is not None:
+            Path(self.launch.pid_file).write_text(str(os.getpid()))
+        pump = Pump()
+        for command in backend.commands(self.launch.job, self.launch.way):
+            self.ships.append(self._start(command, pump))
+        pump.start()
+        try:
+            code = self._wait()
+        finally:
+            self._end()
+            pump.finish(10.0)
+            if self.launch.pid_file is not None:
+                Path(self.launch.pid_file).unlink(missing_ok=True)
+        return code
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self.received.append(number)
+
+    def _start(self, command: Command, pump: Pump) -> Ship:
+        has_line = command.channel == "line"
+        process = subprocess.Popen(
+            (self.program, *command.words[1:]),
+            env={**self.env, **ELASTIC, **command.environment},
+            stdin=subprocess.PIPE if has_line else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(signal.SIGTERM),
+        )
+        for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
+            if pipe is not None:
+                pump.add(pipe, Outlet(is_shown=True), "out" if stream == "out" else "err")
+        return Ship(command, process)
+
+    def _wait(self) -> int:
+        """Until all have ended. After a failure the others get a little time; an elastic job needs only some."""
+        first, deadline, told, cut = 0, None, 0, False
+        while any(ship.process.poll() is None for ship in self.ships):
+            time.sleep(TICK)
+            if len(self.received) > told:
+                told += 1
+                self._tell("stop" if told == 1 and signal.SIGHUP not in self.received else "end")
+            failed = [ship for ship in self.ships if ship.process.poll() not in (None, 0)]
+            first = first or next((self._code(ship) for ship in failed), 0)
+            alive = len(self.ships) - len(failed)
+            if failed and deadline is None and (len(self.ships) == 1 or alive < self.launch.job.min_nodes):
+                deadline = time.monotonic() + OTHERS
+            if deadline is not None and time.monotonic() > deadline and not cut:
+                cut = True
+                self._tell("end")
+                deadline = time.monotonic() + OTHERS
+            elif cut and deadline is not None and time.monotonic() > deadline:
+                return first
+        codes = [self._code(ship) for ship in self.ships]
+        if self.launch.job.is_elastic and 0 in codes:
+            return 0
+        return first or next((code for code in codes if code), 0)
+
+    def _code(self, ship: Ship) -> int:
+        status = ship.process.returncode
+        if status == UNREACHABLE and ship.command.words[0] == "ssh":
+            say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
+            return 1
+        return 128 - status if status < 0 else status
+
+    def _tell(self, request: str) -> None:
+        """Bring a request to the supervisors, each back end in its way."""
+        for ship in self.ships:
+            if ship.process.poll() is not None:
+                continue
+            if ship.command.channel == "ask":
+                self._ask(request)
+            elif request == "end":
+                if ship.process.stdin is not None:
+                    ship.process.stdin.close()
+                else:
+                    ship.process.send_signal(signal.SIGTERM)
+            elif ship.process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    ship.process.stdin.write(b"stop\n")
+            else:
+                ship.process.send_signal(signal.SIGUSR1)
+
+    def _ask(self, request: str) -> None:
+        command = Pdsh().ask(self.launch.job, self.launch.way, request)
+        subprocess.Popen(
+            (self.program, *command.words[1:]), env={**self.env, **command.environment}, stdin=subprocess.DEVNULL
+        )
+
+    def _end(self) -> None:
+        for ship in self.ships:
+            if ship.process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    ship.process.stdin.close()
+            if ship.process.poll() is None:
+                ship.process.terminate()
+                try:
+                    ship.process.wait(OTHERS)
+                except subprocess.TimeoutExpired:
+                    ship.process.kill()
+
+
+def run_everywhere(hosts: Sequence[str], line: str, way: Way) -> int:
+    """Run a shell's line on every host at once, each line of output after the name of its host; the largest code."""
+    pump, processes = Pump(), []
+    width = max(len(host) for host in hosts)
+    for host in hosts:
+        process = subprocess.Popen(
+            (*ssh(way), host, line), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        )
+        outlet = Outlet(prefix=f"{host:{width}}  ".encode(), is_shown=True)
+        for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
+            if pipe is not None:
+                pump.add(pipe, outlet, "out" if stream == "out" else "err")
+        processes.append(process)
+    pump.start()
+    codes = [process.wait() for process in processes]
+    pump.finish()
+    return max(128 - code if code < 0 else code for code in codes)

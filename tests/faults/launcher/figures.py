@@ -1,0 +1,279 @@
+"""`make faults-launcher`: faults in number, and what became of them. A failure is printed with what repeats it."""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from faults.launcher.test_recovery import curve
+from launches import environment, folders, launch, start, wait_until
+
+TRAIN = Path(__file__).with_name("train.py")
+STEPS = 30
+WORDS = ("--num_gpus", 2, "--max_restarts", 1, TRAIN, "--steps", STEPS)
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    name: str
+    what: str
+    runs: int = 0
+    failures: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def case(self, label: str, run: Callable[[Path], float | None]) -> None:
+        """Run one case in a folder of its own, and count it."""
+        self.runs += 1
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            try:
+                seconds = run(Path(folder))
+            except (AssertionError, OSError, ValueError, subprocess.SubprocessError) as error:
+                self.failures.append(f"{label}: {type(error).__name__}: {str(error)[:300]}")
+                print(f"  {self.name} failed: {self.failures[-1]}", flush=True)
+                return
+        if seconds is not None:
+            self.seconds.append(seconds)
+
+    def __str__(self) -> str:
+        times = ""
+        if self.seconds:
+            times = f"median {statistics.median(self.seconds):.2f} s, most {max(self.seconds):.2f} s"
+        return f"| {self.name} | {self.what} | {self.runs} | {len(self.failures)} | {times} |"
+
+
+def starts(folder):
+    return [line.split(maxsplit=3) for line in (folder / "starts.txt").read_text().splitlines()]
+
+
+def killed(chance, count, whole):
+    row = Row("R1", "kill -9 of a rank at a step; bitwise after one restart; from the kill to the resumed engine")
+    for number in range(count):
+        stage = chance.choice((1, 3))
+        fault = f"kill@{chance.randrange(2)}:{chance.randrange(1, STEPS - 1)}"
+
+        def run(folder, stage=stage, fault=fault):
+            ran = launch(*WORDS, "--out", folder, "--stage", stage, "--faults", fault, cwd=folder)
+            assert ran.returncode == 0, ran.stderr[-300:]
+            begun = starts(folder)
+            assert len(begun) == 2, f"{len(begun) - 1} restarts"
+            assert curve(folder) == whole(stage), "the curve differs"
+            return float(begun[1][0]) - float((folder / "fault.txt").read_text())
+
+        row.case(f"#{number} --stage {stage} --faults {fault}", run)
+    return row
+
+
+def preempted(chance, count):
+    row = Row("R7", "SIGTERM in step, evaluation and save: the current step is committed; from signal to end")
+    for number in range(count):
+        kind, after = ("step", "eval", "save")[number % 3], chance.randrange(2, 20)
+        delay, signals = chance.random() * 0.2, chance.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+        target = chance.choice(("launcher", "one rank"))
+        more = {"step": ("--every", 1000), "eval": ("--evaluate", 1, "--every", 1000), "save": ("--every", 1)}[kind]
+
+        def run(folder, after=after, delay=delay, signals=signals, more=more, target=target):
+            job = start(*WORDS[:5], "--steps", 10_000, "--out", folder, "--pause", 0.01, *more, cwd=folder)
+            losses = folder / "loss-0.txt"
+            wait_until(lambda: losses.exists() and f"\n{after} " in losses.read_text(), f"step {after}")
+            time.sleep(delay)
+            began = time.monotonic()
+            if target == "launcher":
+                job.signal(signals)
+            else:
+                os.kill(chance.choice(ranks_of(job)), signals)
+            assert job.end() == 75, job.text[-300:]
+            took = time.monotonic() - began
+            assert (folder / "checkpoints" / f"global_step{max(curve(folder))}" / "manifest.json").is_file()
+            return took
+
+        row.case(f"#{number} {kind} after step {after} + {delay:.3f} s, signal {signals} to {target}", run)
+    return row
+
+
+def ranks_of(job):
+    """The processes of its ranks."""
+    below = psutil.Process(job.process.pid).children(recursive=True)
+    return [process.pid for process in below if TRAIN.name in " ".join(process.cmdline())]
+
+
+def hung(chance, count):
+    row = Row("R8", "a rank stopped, in a loop, holding the lock, or with a stuck worker; limit 3 s; fault to report")
+    for number in range(count):
+        kind = ("stop", "loop", "lock", "sleep")[number % 4]
+        fault = f"{kind}@{chance.randrange(2)}:{chance.randrange(5, 15)}"
+
+        def run(folder, fault=fault, kind=kind):
+            job = start(*WORDS, "--out", folder, "--hang", 3, "--faults", fault, cwd=folder)
+            wait_until(lambda: "hung: rank" in job.text, "the report")
+            said = time.time()
+            assert job.end(120) == 0, job.text[-500:]
+            who = fault.partition("@")[2].partition(":")[0]
+            assert f"mizzen: rank {who} on localhost hung" in job.text, job.text[-500:]
+            return None if kind == "sleep" else said - float((folder / "fault.txt").read_text())
+
+        row.case(f"#{number} --faults {fault}", run)
+    return row
+
+
+JOIN = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+
+
+def ports(count, at_once=8):
+    row = Row("R13", "launches, eight at a time, whose ranks meet")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "join.py").write_text(JOIN)
+        for first in range(0, count, at_once):
+            jobs = [
+                start("--num_gpus", 2, "--no_local_rank", "join.py", cwd=folder, name=f"run{number}")
+                for number in range(first, min(first + at_once, count))
+            ]
+            for job in jobs:
+                row.runs += 1
+                if job.end(300) != 0:
+                    row.failures.append(job.text[-300:])
+    return row
+
+
+FAMILY = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+open("rank" + os.environ["RANK"], "w").write(str(os.getpid()))
+time.sleep(1000)
+"""
+
+
+def orphans(chance, count):
+    row = Row("R14", "the launcher or a rank killed, or the terminal closed; until nothing is left")
+    for number in range(count):
+        how = chance.choice(("launcher", "rank", "hangup", "term"))
+
+        def run(folder, how=how):
+            (folder / "family.py").write_text(FAMILY)
+            before = folders()
+            job = start("--num_gpus", 2, "--no_local_rank", "family.py", cwd=folder)
+            ranks = [folder / f"rank{rank}" for rank in range(2)]
+            wait_until(lambda: all(path.exists() and path.read_text() for path in ranks), "the ranks")
+            job.remember_family()
+            began = time.monotonic()
+            if how == "rank":
+                os.kill(int(chance.choice(ranks).read_text()), signal.SIGKILL)
+            else:
+                number = {"launcher": signal.SIGKILL, "hangup": signal.SIGHUP, "term": signal.SIGTERM}[how]
+                job.signal(number)
+            job.end()
+            wait_until(lambda: not job.left() and folders() <= before, "what is left", 5)
+            return time.monotonic() - began
+
+        row.case(f"#{number} {how}", run)
+    return row
+
+
+def nodes(chance, count):
+    row = Row("nodes", "two supervisors, one killed, one come back: 2, 1 and 2 ranks, the losses of an unbroken run")
+    with tempfile.TemporaryDirectory() as name:
+        ran = launch(*WORDS[:5], "--steps", 2000, "--elastic", "--out", name, "--every", 1000, cwd=name)
+        assert ran.returncode == 0, ran.stderr
+        whole = curve(Path(name))
+    for number in range(count):
+        port = chance.randrange(15_000, 19_000)
+
+        def run(folder, port=port):
+            own = ("--no_ssh", "--num_nodes", 2, "--num_gpus", 1, "--min_elastic_nodes", 1, "--max_elastic_nodes", 2)
+            own += ("--master_addr", "127.0.0.1", "--master_port", port, "--node_rank")
+            rest = (TRAIN, "--out", folder, "--steps", 2000, "--pause", 0.02, "--elastic", "--every", 10)
+            first, second = (start(*own, node, *rest, cwd=folder, name=f"node{node}") for node in (0, 1))
+            begun, losses = folder / "starts.txt", folder / "loss-0.txt"
+            wait_until(lambda: losses.exists() and "\n15 " in losses.read_text(), "step 15")
+            second.signal(signal.SIGKILL)
+            wait_until(lambda: len(starts(folder)) == 2, "one node alone")
+            third = start(*own, 1, *rest, cwd=folder, name="again")
+            wait_until(lambda: len(begun.read_text().splitlines()) == 3, "two nodes again")
+            time.sleep(1)
+            first.signal(signal.SIGTERM)
+            third.signal(signal.SIGTERM)
+            assert (first.end(), third.end()) == (75, 75), first.text[-500:] + third.text[-500:]
+            assert [int(line[2]) for line in starts(folder)] == [2, 1, 2]
+            for line in losses.read_text().splitlines():
+                step, loss = int(line.split()[0]), float.fromhex(line.split()[1])
+                expected = float.fromhex(whole[step])
+                assert abs(loss - expected) <= 1e-4 * abs(expected) + 1e-7, f"step {step}: {loss} for {expected}"
+
+        row.case(f"#{number} port {port}", run)
+    return row
+
+
+def start_cost(count):
+    """Seconds from the command to the first line of a script, ours and torchrun's, one after the other."""
+    rows = [Row("start", "mizzen run, to the first line of the script"), Row("start", "torchrun, the same")]
+    ours = (sys.executable, "-m", "mizzen.cli", "run", "--num_gpus", "2", "--no_local_rank")
+    theirs = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "line.py").write_text("import time\nprint(time.time())\n")
+        for _ in range(count):
+            for row, command in zip(rows, (ours, theirs), strict=True):
+                began = time.time()
+                ran = subprocess.run(
+                    [*command, "line.py"], cwd=name, env=environment(), capture_output=True, text=True, check=True
+                )
+                row.runs += 1
+                row.seconds.append(float(ran.stdout.split()[0]) - began)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=10.0 if os.environ.get("FULL") else 1.0, help="times the counts")
+    parser.add_argument("--only", default="", help="rows, by commas: R1,R7")
+    given = parser.parse_args()
+    chance, only = random.Random(given.seed), set(filter(None, given.only.split(",")))
+
+    def times(count):
+        return max(1, round(count * given.scale))
+
+    curves = {}
+
+    def whole(stage):
+        if stage not in curves:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                ran = launch(*WORDS, "--out", folder, "--stage", stage, cwd=folder)
+                assert ran.returncode == 0, ran.stderr
+                curves[stage] = curve(folder)
+        return curves[stage]
+
+    table = {
+        "R1": lambda: [killed(chance, times(50), whole)],
+        "R7": lambda: [preempted(chance, times(40))],
+        "R8": lambda: [hung(chance, times(20))],
+        "R13": lambda: [ports(times(100))],
+        "R14": lambda: [orphans(chance, times(60))],
+        "nodes": lambda: [nodes(chance, times(5))],
+        "start": lambda: start_cost(times(10)),
+    }
+    print(f"seed {given.seed}, scale {given.scale:g}, {os.cpu_count()} cores\n")
+    print("| row | what | runs | failures | time |\n|---|---|--:|--:|---|", flush=True)
+    failures = 0
+    for name, make in table.items():
+        if not only or name in only:
+            for row in make():
+                failures += len(row.failures)
+                print(row, flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""A short, seeded part of `make faults-launcher`: one job that is killed, hangs, is preempted, and goes on."""
+
+import random
+import signal
+from pathlib import Path
+
+from launches import launch, start, wait_until
+
+TRAIN = Path(__file__).with_name("train.py")
+STEPS = 24
+
+
+def curve(folder, rank=0):
+    """Step -> loss, bit by bit; a step that was done twice must have given the same."""
+    found = {}
+    for line in (folder / f"loss-{rank}.txt").read_text().splitlines():
+        step, loss = line.split()
+        assert found.setdefault(int(step), loss) == loss, f"step {step} differs after a restart"
+    return found
+
+
+def test_a_job_that_is_killed_hung_and_preempted_has_the_curve_of_one_that_was_not(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    ran = launch("--num_gpus", 2, TRAIN, "--out", whole, "--steps", STEPS, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+    chance = random.Random(7)
+    faults = (
+        f"kill@{chance.randrange(2)}:{chance.randrange(6, 9)},loop@{chance.randrange(2)}:{chance.randrange(11, 14)}"
+    )
+    words = ("--num_gpus", 2, "--max_restarts", 2, TRAIN, "--out", broken, "--steps", STEPS, "--hang", 2, "--every", 5)
+    job = start(*words, "--faults", faults, "--pause", 0.1, cwd=tmp_path)
+    try:
+        losses = broken / "loss-0.txt"
+        wait_until(lambda: losses.exists() and "\n16 " in losses.read_text(), "step 16", 200)
+        job.signal(signal.SIGTERM)
+        assert job.end() == 75, job.text
+    finally:
+        job.process.kill()
+    assert "was ended by signal 9" in job.text and "restart 1 of 2" in job.text
+    assert "hung: rank" in job.text and "train.py" in job.text and "restart 2 of 2" in job.text
+    assert "saved and stopped" in job.text
+
+    last = max(curve(broken))
+    ran = launch(*words, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    starts = [line.split(maxsplit=3) for line in (broken / "starts.txt").read_text().splitlines()]
+    assert [int(start[1]) for start in starts[:3]] == [0, 5, 10]
+    assert int(starts[3][1]) == last, "a preempted job loses no step"
+    assert starts[3][3] == f"{{'seen': {last}}}", "the client state of the registered callback"
+    for rank in (0, 1):
+        assert curve(broken, rank) == curve(whole, rank)
+
+
+def test_a_request_in_start_up_says_that_nothing_was_saved(tmp_path):
+    (tmp_path / "slow.py").write_text("open('up', 'w').close()\nimport time\ntime.sleep(1000)\n")
+    job = start("--num_gpus", 1, "slow.py", cwd=tmp_path)
+    wait_until((tmp_path / "up").exists, "the rank")
+    job.signal(signal.SIGUSR1)
+    assert job.end() == 76, job.text
+    assert "nothing could be saved" in job.text
+
+
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("up", "w").close()
+time.sleep(1000)
+"""
+
+
+def test_grace_ends(tmp_path):
+    (tmp_path / "deaf.py").write_text(DEAF)
+    job = start("--num_gpus", 1, "--grace", 0.5, "deaf.py", cwd=tmp_path)
+    wait_until((tmp_path / "up").exists, "the rank")
+    job.signal(signal.SIGTERM)
+    assert job.end() == 143, job.text
+    assert "have not saved within 0.5 s" in job.text

@@ -1,0 +1,100 @@
+"""Starting `mizzen run` for real, and looking for what it leaves behind."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+COMMAND = (sys.executable, "-m", "mizzen.cli", "run")
+
+
+def environment(**more):
+    """Our own, without what another launcher has left in it."""
+    dropped = ("MIZZEN_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    return {**kept, "PYTHONPATH": str(ROOT / "src"), "MIZZEN_ACCELERATOR": "cpu", **more}
+
+
+def launch(*words, cwd, timeout=120, **more):
+    """Run it to its end."""
+    return subprocess.run(
+        [*COMMAND, *map(str, words)],
+        cwd=cwd,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@dataclass
+class Running:
+    """A launch that goes on."""
+
+    process: subprocess.Popen
+    log: Path
+    family: set = field(default_factory=set)
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def end(self, timeout=60):
+        """Its exit code."""
+        try:
+            return self.process.wait(timeout)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+
+    @property
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def remember_family(self):
+        """Every process below it, now."""
+        self.family |= {one.pid for one in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def left(self):
+        """Those of them that still live."""
+        return sorted(pid for pid in self.family if _lives(pid))
+
+
+def _lives(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def start(*words, cwd, name="run", **more):
+    """Start it and go on."""
+    log = Path(cwd) / f"{name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, words)],
+            cwd=cwd,
+            env=environment(**more),
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return Running(process, log)
+
+
+def wait_until(is_true, what, limit=90):
+    until = time.monotonic() + limit
+    while not is_true():
+        assert time.monotonic() < until, f"{what}: not within {limit} s"
+        time.sleep(0.05)
+
+
+def folders():
+    """What launches keep while they run."""
+    return {str(path) for base in ("/dev/shm", "/tmp") for path in Path(base).glob("mizzen-*-*")}

@@ -1,0 +1,179 @@
+"""`mizzen run` on one machine: what ranks are given, how a job ends, that nothing is left. Most ranks load no torch."""
+
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from launches import folders, launch, start, wait_until
+
+HELLO = """
+import json, os, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR FROM_FILE GLOO_SOCKET_IFNAME".split()
+found = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:], "path": os.getcwd()}
+for part in json.dumps(found), "second":
+    for half in part[:9], part[9:] + "\\n":
+        sys.stdout.write(half); sys.stdout.flush()
+"""
+
+
+def test_what_ranks_are_given_and_what_becomes_of_their_words(tmp_path):
+    """In a folder with an odd name, too."""
+    tmp_path = tmp_path / "a b;é$(x)"
+    tmp_path.mkdir()
+    (tmp_path / "hello.py").write_text(HELLO)
+    (tmp_path / ".mizzen_env").write_text("# comment\n\nFROM_FILE=a=b c\n")
+    words = ("--show", "all", "--enable_each_rank_log", "logs", "--num_gpus", "3", "hello.py", "a b", "--show", "$(x)")
+    ran = launch(*words, cwd=tmp_path, MIZZEN_INTERFACE="lo")
+    assert ran.returncode == 0, ran.stderr
+    for rank in range(3):
+        first, second = (tmp_path / f"logs/rank{rank}.log").read_text().splitlines()
+        found = json.loads(first)
+        assert found.pop("argv") == [f"--local_rank={rank}", "a b", "--show", "$(x)"]
+        assert found == {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_SIZE": "3", "CROSS_RANK": "0"},
+            **{"CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "FROM_FILE": "a=b c", "path": str(tmp_path)},
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        assert f"[rank {rank}] {first}\n" in ran.stdout and f"[rank {rank}] second\n" in ran.stdout
+    assert len(ran.stdout.splitlines()) == 6, "no line is mixed with another"
+
+
+FAIL = """
+import os, sys, time
+from pathlib import Path
+rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("attempt", attempt, flush=True)
+if rank == "1" and attempt < int(sys.argv[2]):
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), 9)
+    if sys.argv[1] == "exit":
+        sys.exit(7)
+    raise ValueError("bad luck")
+if attempt < int(sys.argv[2]):
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("kill", 137, "mizzen: rank 1 on localhost was ended by signal 9 (SIGKILL): most often the kernel"),
+        ("exit", 7, "mizzen: rank 1 on localhost ended with exit code 7"),
+        ("raise", 1, "mizzen: rank 1 on localhost ended with exit code 1"),
+    ],
+)
+def test_the_first_failure_is_the_last_thing_said(tmp_path, how, code, last):
+    (tmp_path / "fail.py").write_text(FAIL)
+    ran = launch("--num_gpus", 2, "--no_local_rank", "fail.py", how, 1, cwd=tmp_path)
+    assert ran.returncode == code
+    assert ran.stderr.splitlines()[-1].startswith(last)
+    if how == "raise":
+        assert ran.stderr.splitlines()[-2] == "ValueError: bad luck"
+
+
+def test_a_failed_job_starts_again_so_often_as_it_may(tmp_path):
+    (tmp_path / "fail.py").write_text(FAIL)
+    ran = launch("--num_gpus", 2, "--no_local_rank", "--max_restarts", 2, "fail.py", "exit", 2, cwd=tmp_path)
+    assert ran.returncode == 0
+    assert ran.stdout.split() == ["attempt", "0", "attempt", "1", "attempt", "2"]
+    assert "restart 2 of 2" in ran.stderr
+
+
+FAMILY = """
+import os, signal, subprocess, sys, time
+if sys.argv[-1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+open("/dev/shm/torch_%d_left" % os.getpid(), "w").close()
+open(os.environ["RANK"], "w").close()
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def family(tmp_path):
+    """A job of two ranks with a child each, under way."""
+
+    def begin(*words):
+        (tmp_path / "family.py").write_text(FAMILY)
+        for rank in "01":
+            (tmp_path / rank).unlink(missing_ok=True)
+        before = folders()
+        running = start("--num_gpus", 2, "--grace", 10_000, "family.py", *words, cwd=tmp_path)
+        wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), "the ranks")
+        running.remember_family()
+        assert len(running.family) >= 5
+        return running, before
+
+    return begin
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="process groups and /proc as Linux has them")
+@pytest.mark.parametrize(
+    ("number", "word", "code"),
+    [(signal.SIGKILL, "", -9), (signal.SIGTERM, "", 76), (signal.SIGINT, "", 76), (signal.SIGHUP, "deaf", 129)],
+    ids=["kill", "term", "int", "hangup"],
+)
+def test_nothing_is_left_whatever_ends_it(family, number, word, code):
+    running, before = family(word)
+    running.signal(number)
+    assert running.end() == code, running.text
+    wait_until(lambda: not running.left(), f"processes left: {running.left()}", 10)
+    wait_until(lambda: folders() <= before, "folders left", 10)
+    assert not list(Path("/dev/shm").glob("torch_*_left"))
+
+
+def test_a_second_signal_ends_at_once(family):
+    running, _ = family("deaf")
+    running.signal(signal.SIGTERM)
+    wait_until(lambda: "they get the signal" in running.text, "the first signal")
+    running.signal(signal.SIGTERM)
+    assert running.end() == 143
+    assert not running.left()
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    ran = launch("--num_gpus", 1, "--no_python", "./nothing", cwd=tmp_path)
+    assert ran.returncode == 1
+    assert "mizzen: error: ./nothing cannot be started" in ran.stderr
+
+
+MEET = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 2:
+    os.kill(os.getpid(), 9)
+dist.all_reduce(total)
+print("total", total.item(), os.environ["LOCAL_RANK"], os.environ["CROSS_RANK"], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_two_supervisors_with_uneven_slots_start_again_together(tmp_path):
+    """The way of `--no_ssh`: the same command on each node. The first has two ranks, the second has one."""
+    (tmp_path / "meet.py").write_text(MEET)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=1\n")
+    port = free_port()
+    words = ("--hostfile", "hosts", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--show", "all")
+    nodes = [
+        start(*words, "--max_restarts", 1, "--node_rank", node, "meet.py", cwd=tmp_path, name=f"node{node}")
+        for node in (0, 1)
+    ]
+    assert [node.end(120) for node in nodes] == [0, 0], nodes[0].text + nodes[1].text
+    assert {"[rank 0] total 18.0 0 0", "[rank 1] total 18.0 1 0"} <= set(nodes[0].text.splitlines())
+    assert "[rank 2] total 18.0 0 1" in nodes[1].text
+    assert "rank 2 on b was ended by signal 9" in nodes[1].text and "restart 1 of 1" in nodes[1].text
+    assert "mizzen: rank 2" not in nodes[0].text, "the node of the failed rank speaks for all"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,62 @@
+"""`mizzen run` and `mizzen ssh`: words and help; launching itself is in tests/ranks/launcher."""
+
+from dataclasses import fields
+
+import pytest
+
+from mizzen.cli.run import GROUPS, split
+from mizzen.launcher.arrange import Asked
+
+OWN = {"script", "arguments"}
+
+
+def test_every_flag_fills_a_field_and_every_field_has_a_flag():
+    names = {name[2:].replace("-", "_") for _, flags in GROUPS for flag in flags for name in flag.names[-2:]}
+    assert {field.name for field in fields(Asked)} - OWN <= names
+
+
+@pytest.mark.parametrize(
+    ("words", "rest"),
+    [
+        (["--num_gpus", "2", "t.py", "--num_gpus", "3"], ["t.py", "--num_gpus", "3"]),
+        (["-q", "--show=all", "t.py", "--", "-x"], ["t.py", "--", "-x"]),
+        (["--", "-odd.py", "--help"], ["-odd.py", "--help"]),
+        (["--module", "pkg.train", "-h"], ["pkg.train", "-h"]),
+        ([], []),
+    ],
+)
+def test_what_follows_the_script_is_its_own(words, rest):
+    assert split(words)[1] == rest
+
+
+def test_a_dry_run_starts_nothing(mizzen, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=1\n")
+    ran = mizzen("run", "--hostfile", "hosts", "--master_addr", "a", "--dry-run", "t.py", "x y", "--debug")
+    assert ran.code == 0, ran.err
+    assert "3 ranks on 2 hosts" in ran.out and "t.py --local_rank=0 'x y' --debug" in ran.out
+
+
+def test_wrong_words(mizzen):
+    for words, said in (
+        (["--num_gpus", "0", "t.py"], "'0' is not a whole number of at least 1"),
+        (["--launcher", "rsh", "t.py"], "'rsh' is unknown; known: ssh, pdsh"),
+        (["--master_port", "99999", "t.py"], "is no port"),
+        (["--grace", "-1", "t.py"], "not a number of seconds"),
+        ([], "nothing to run"),
+    ):
+        ran = mizzen("run", *words)
+        assert ran.code == 2 and said in ran.err
+
+
+def test_ssh_needs_a_command_and_a_file(mizzen, tmp_path):
+    assert "nothing to run" in mizzen("ssh").err
+    assert "no such file" in mizzen("ssh", "-f", tmp_path / "no", "ls").err
+
+
+def test_help_is_in_groups(mizzen, capsys):
+    with pytest.raises(SystemExit):
+        mizzen("run", "--help")
+    shown = capsys.readouterr().out
+    for title, _ in GROUPS:
+        assert f"\n{title}:" in shown

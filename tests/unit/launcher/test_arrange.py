@@ -1,0 +1,172 @@
+"""From flags to a job."""
+
+from dataclasses import replace
+
+import pytest
+
+from mizzen.errors import UsageError
+from mizzen.launcher.arrange import PORTS, Asked, Facts, again, arrange
+from mizzen.launcher.devices import KINDS
+from mizzen.launcher.emit import emit_k8s, emit_slurm
+from mizzen.launcher.show import describe
+
+HOSTFILE = "w0 slots=4\nw1 slots=2\n"
+FACTS = Facts(id="abc", folder="/job", python="/py", hostfile=None)
+
+
+def made(facts=FACTS, **asked):
+    return arrange(Asked(**{"script": "t.py", **asked}), facts)
+
+
+def test_this_machine():
+    launch = made(num_gpus=2, arguments=("-x",))
+    assert [str(host) for host in launch.job.hosts] == ["localhost:0,1"]
+    assert launch.backend is None and launch.job.master_addr == "" and launch.job.master_port == 0
+    assert launch.job.care.max_restarts == 0 and not launch.job.is_elastic
+
+
+def test_devices_of_this_machine():
+    cuda = replace(FACTS, devices=KINDS[0], count=lambda: 4)
+    assert made(cuda).job.hosts[0].slots == (0, 1, 2, 3)
+    shown = replace(cuda, env={"CUDA_VISIBLE_DEVICES": "5,7"})
+    assert made(shown).job.hosts[0].slots == (5, 7)
+    assert made(shown, num_gpus=1).job.hosts[0].slots == (5,)
+    for facts, count, said in ((shown, 3, "CUDA_VISIBLE_DEVICES=5,7 shows 2"), (cuda, 5, "this machine has 4")):
+        with pytest.raises(UsageError, match=said):
+            made(facts, num_gpus=count)
+    assert made(shown, include="localhost:7").job.hosts[0].slots == (7,)
+
+
+def test_hosts_of_a_file():
+    facts = replace(FACTS, hostfile=HOSTFILE, env={"NCCL_DEBUG": "INFO", "HOME": "x", "PYTHONPATH": "/p"})
+    launch = made(facts)
+    assert launch.backend is not None and launch.backend.name == "ssh" and launch.job.lifeline
+    assert launch.job.master_addr == "w0" and launch.job.master_port in PORTS
+    assert launch.job.environment == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/job:/p"}
+    assert [str(host) for host in made(facts, include="w1:1").job.hosts] == ["w1:1"]
+    assert made(facts, include="w1:1").backend is not None, "one host that is not this machine is reached by ssh"
+    here = replace(facts, is_here=lambda name: name == "w1")
+    assert made(here, include="w1").backend is None
+    assert made(here, include="w1", force_multi=True).backend is not None
+    assert again(launch, 1).job.master_port != launch.job.master_port
+
+
+def test_files_of_variables_win_in_order_and_count_on_one_machine():
+    facts = replace(FACTS, files=(("a", "X=1\nY=1\n"), ("b", "Y=2\n")))
+    assert made(facts, num_gpus=1).job.environment == {"X": "1", "Y": "2"}
+    interface = replace(FACTS, env={"MIZZEN_INTERFACE": "ib0"})
+    assert made(interface, num_gpus=1).job.environment["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_nodes_started_one_by_one():
+    launch = made(no_ssh=True, num_nodes=2, num_gpus=2, node_rank=1, master_addr="10.0.0.1")
+    other = made(replace(FACTS, id="other"), no_ssh=True, num_nodes=2, num_gpus=2, node_rank=0, master_addr="10.0.0.1")
+    assert launch.node == 1 and launch.backend is None
+    assert launch.job == other.job, "nodes that know nothing of each other have the same job"
+    assert launch.job.master_port == 29500
+
+
+def test_slurm_without_a_file():
+    facts = replace(FACTS, env={"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "2"})
+    assert [str(host) for host in made(facts, launcher="slurm", num_nodes=2).job.hosts] == ["n1:0,1", "n2:0,1"]
+    assert [str(host) for host in made(facts, launcher="slurm", exclude="n2", num_gpus=1).job.hosts] == ["n1:0", "n3:0"]
+    outside = made(launcher="slurm", num_nodes=2, num_gpus=4)
+    assert [host.name for host in outside.job.hosts] == ["", ""]
+    with pytest.raises(UsageError, match="say with --num_gpus"):
+        made(launcher="slurm")
+
+
+def test_elastic_jobs():
+    facts = replace(FACTS, hostfile=HOSTFILE)
+    job = made(facts, elastic_training=True).job
+    assert (job.min_nodes, job.max_nodes, job.care.max_restarts) == (1, 2, 100)
+    job = made(facts, min_elastic_nodes=2, max_restarts=1).job
+    assert (job.min_nodes, job.max_nodes, job.care.max_restarts) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"script": ""}, "nothing to run"),
+        ({"autotuning": "tune"}, "--autotuning tune: tuning is not built yet"),
+        ({"module": True, "no_python": True}, "--module and --no_python together"),
+        ({"include": "w0", "num_nodes": 1}, "--include with --num_nodes"),
+        ({"exclude": "w0", "num_gpus": 1}, "--exclude with --num_gpus"),
+        ({"node_rank": 1}, "--node_rank goes with --no_ssh"),
+        ({"no_ssh": True}, "which node this is"),
+        ({"no_ssh": True, "node_rank": 2}, "--node_rank 2: the nodes are 0 to 1"),
+        ({"bind_core_list": "0-3"}, "goes with --bind_cores_to_rank"),
+        ({"min_elastic_nodes": 3}, "the first is at least 1 and not above"),
+        ({"max_elastic_nodes": 3}, "there are 2 hosts"),
+        ({"show": "first"}, "--show 'first'"),
+        ({"launcher": "rsh"}, "--launcher rsh: unknown"),
+    ],
+)
+def test_refusals_say_the_way_out(asked, said):
+    with pytest.raises(UsageError, match=said):
+        made(replace(FACTS, hostfile=HOSTFILE), **asked)
+
+
+def test_refusals_without_a_file():
+    for asked, said in (
+        ({"num_nodes": 2}, "name the hosts with --hostfile"),
+        ({"hostfile": "nowhere"}, "there is no such file"),
+        ({"no_ssh": True, "num_nodes": 2, "num_gpus": 1, "node_rank": 0}, "say with --master_addr"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            made(**asked)
+    with pytest.raises(UsageError, match="the first host is 'localhost'"):
+        made(replace(FACTS, hostfile="localhost slots=1\nw1 slots=1\n"))
+
+
+def test_what_is_shown():
+    text = describe(made(replace(FACTS, hostfile=HOSTFILE), arguments=("a b", "$(x)")))
+    assert "6 ranks on 2 hosts, in /job" in text
+    assert "  w0: ranks 0 to 3, devices 0,1,2,3" in text and "  w1: ranks 4 to 5" in text
+    assert "/py -u t.py --local_rank=0 'a b' '$(x)'" in text
+    assert text.count("\n  ssh ") == 2
+
+
+def test_a_script_for_slurm_keeps_every_word(tmp_path):
+    """The shell itself says what the script would pass on."""
+    import subprocess
+
+    words = ("a b", "$(touch canary)", "it's", "x\ny", "")
+    facts = replace(FACTS, hostfile=HOSTFILE, folder=str(tmp_path), env={"NCCL_X": "a 'b'"})
+    asked = Asked(script="my train.py", arguments=words, max_restarts=2, grace=90, launcher_args="--partition=gpu")
+    text = emit_slurm(arrange(asked, facts).job, asked)
+    assert "#SBATCH --nodes=2" in text and "#SBATCH --signal=USR1@90" in text and "#SBATCH --partition=gpu" in text
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    for name, body in (
+        ("srun", 'shift 2; SLURM_NODEID=1 exec "$@"'),
+        ("scontrol", "echo w0"),
+        ("mizzen", 'for w in "$@"; do printf "%s\\0" "$w"; done; printf "%s" "$NCCL_X"'),
+    ):
+        (fakes / name).write_text(f"#!/bin/sh\n{body}\n")
+        (fakes / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(text)
+    ran = subprocess.run(
+        ["bash", str(tmp_path / "job.sh")],
+        env={"PATH": f"{fakes}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "w[0-1]"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    got = ran.stdout.split("\0")
+    assert tuple(got[-6:-1]) == words and got[-7] == "my train.py" and got[-1] == "a 'b'"
+    assert got[:5] == ["run", "--node_rank", "1", "--master_addr", "w0"]
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_scheduler_needs_no_names():
+    asked = Asked(script="t.py", num_nodes=4, num_gpus=8, emit="slurm")
+    text = emit_slurm(arrange(asked, FACTS).job, asked)
+    assert "#SBATCH --nodes=4" in text and "--num_nodes 4 --num_gpus 8" in text
+
+
+def test_a_manifest_for_kubernetes():
+    asked = Asked(script="train.py", arguments=("--name", "$(HOME)"))
+    text = emit_k8s(arrange(asked, replace(FACTS, hostfile="w0 slots=8\nw1 slots=8\n")).job, asked)
+    for line in ("kind: JobSet", "parallelism: 2", "nvidia.com/gpu: 8", '- "$$(HOME)"', '- "$(JOB_COMPLETION_INDEX)"'):
+        assert line in text.replace('"JobSet"', "JobSet"), text

@@ -1,0 +1,62 @@
+"""Every command in docs/launcher.md runs and prints what the page says, `...` standing for any text or lines."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launches import ROOT, environment
+from mizzen.launcher.job import SAVED, UNSAVED
+from mizzen.launcher.supervisor import HUNG
+
+PAGE = (ROOT / "docs" / "launcher.md").read_text(encoding="utf8")
+
+
+def commands():
+    """(command line, what the page shows below it) for every `$` line of every console block."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            line, _, shown = part.partition("\n")
+            found.append((line, shown))
+    return found
+
+
+def block(kind):
+    return re.search(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize(("line", "shown"), commands(), ids=[line for line, _ in commands()])
+def test_the_command_prints_what_the_page_shows(tmp_path, line, shown):
+    (tmp_path / "hello.py").write_text(block("python"))
+    (tmp_path / "hosts").write_text(block("text"))
+    program, *words = shlex.split(line)
+    assert program == "mizzen"
+    ran = subprocess.run(
+        [sys.executable, "-m", "mizzen.cli", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = [
+        r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(r"\.\.\.", ".*") + r"\n"
+        for line in shown.splitlines()
+    ]
+    assert re.fullmatch("".join(lines), ran.stdout), ran.stdout
+
+
+def test_the_codes_on_the_page_are_those_of_the_code():
+    codes = re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)
+    assert {int(code) for code in codes} == {0, SAVED, UNSAVED, HUNG}
+
+
+def test_files_that_the_page_names_exist():
+    assert Path(ROOT / "tests/cluster/install.sh").is_file()
+    for target in ("test-cluster", "faults-launcher"):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text() and f"make {target}" in PAGE

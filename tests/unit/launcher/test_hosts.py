@@ -1,0 +1,99 @@
+"""Hostfiles, filters and names."""
+
+import pytest
+
+from mizzen.errors import UsageError
+from mizzen.launcher.hosts import Host, expand, in_allocation, limit, parse_hostfile, select, visible
+
+HOSTS = (Host("w0", (0, 1, 2, 3)), Host("w1", (0, 1)), Host("w-2.net", (0,)))
+
+
+def test_a_hostfile():
+    text = "# comment\n\nw0 slots=4\n  w1\tslots=2   # two\nw-2.net slots=1 max_slots=9\n"
+    assert parse_hostfile(text, "hosts") == HOSTS
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("w0 slots=2\nw0 slots=2\n", "hosts, line 2: host 'w0' is there twice"),
+        ("\nw0\n", "hosts, line 2: 'w0' is not `name slots=N`"),
+        ("w0 slots=two\n", "line 1: 'w0 slots=two' is not"),
+        ("w0 slots=2 gpus=3\n", "is not `name slots=N`"),
+        ("w0 slots=0\n", "slots=0: a host without slots"),
+        ("-oProxyCommand=evil slots=1\n", "'-oProxyCommand=evil' is no host name"),
+        ("w0;reboot slots=1\n", "is no host name"),
+        ("user@w0 slots=1\n", "is no host name"),
+        ("# nothing\n", "no host in it"),
+    ],
+)
+def test_a_wrong_hostfile_is_named_with_its_line(text, said):
+    with pytest.raises(UsageError, match=said.replace("(", r"\(")):
+        parse_hostfile(text, "hosts")
+
+
+@pytest.mark.parametrize(
+    ("include", "left"),
+    [
+        ("w0", "w0:0,1,2,3"),
+        ("w0@w1:1", "w0:0,1,2,3 w1:1"),
+        ("w1:1@w0:2,0", "w0:0,2 w1:1"),
+        ("w0:1@w0:3,1", "w0:1,3"),
+        ("", "w0:0,1,2,3 w1:0,1 w-2.net:0"),
+    ],
+)
+def test_include(include, left):
+    assert " ".join(map(str, select(HOSTS, include))) == left
+
+
+@pytest.mark.parametrize(
+    ("exclude", "left"),
+    [("w0", "w1:0,1 w-2.net:0"), ("w0:0,3@w1", "w0:1,2 w-2.net:0"), ("w-2.net:0", "w0:0,1,2,3 w1:0,1")],
+)
+def test_exclude(exclude, left):
+    assert " ".join(map(str, select(HOSTS, exclude=exclude))) == left
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "said"),
+    [
+        ("w0", "w1", "together"),
+        ("w9", "", "unknown host 'w9'; known: w0, w1, w-2.net"),
+        ("w0:9", "", "w0 has no slot 9; it has 0, 1, 2, 3"),
+        ("w0:", "", "'' is no slot number"),
+        ("w0:-1", "", "'-1' is no slot number"),
+        ("", "w0@w1@w-2.net", "leaves no slot"),
+    ],
+)
+def test_a_wrong_filter_says_what_there_is(include, exclude, said):
+    with pytest.raises(UsageError, match=said):
+        select(HOSTS, include, exclude)
+
+
+def test_counts():
+    assert limit(HOSTS, 2, 2) == (Host("w0", (0, 1)), Host("w1", (0, 1)))
+    with pytest.raises(UsageError, match="--num_nodes 4: there are 3 hosts"):
+        limit(HOSTS, 4)
+    with pytest.raises(UsageError, match="--num_gpus 3: w1 has 2 slots"):
+        limit(HOSTS, None, 3)
+
+
+def test_visible_devices():
+    assert visible("CUDA_VISIBLE_DEVICES", " 2,3") == (2, 3)
+    for value, said in (("", "hides every device"), ("GPU-1f", "only numbers")):
+        with pytest.raises(UsageError, match=said):
+            visible("CUDA_VISIBLE_DEVICES", value)
+
+
+@pytest.mark.parametrize(
+    ("names", "expanded"),
+    [
+        ("gpu[03-05,9],login1", ["gpu03", "gpu04", "gpu05", "gpu9", "login1"]),
+        ("a[1-2]b[0-1]", ["a1b0", "a1b1", "a2b0", "a2b1"]),
+        ("node1", ["node1"]),
+        ("", []),
+    ],
+)
+def test_how_slurm_writes_names(names, expanded):
+    assert list(expand(names)) == expanded
+    assert list(in_allocation({"SLURM_JOB_NODELIST": names})) == expanded
