@@ -79,8 +79,8 @@ def _mapping(shard: Shard, number: int) -> Iterator[tuple[str, int, int]]:
     mappings = shard.state.get("param_slice_mappings")
     if mappings is None:
         raise CheckpointError(
-            f"{shard.path}: does not say where each parameter is (param_slice_mappings): it was written by a DeepSpeed "
-            "before 0.7; load and save it with a newer one"
+            f"{shard.path}: does not say where each parameter is (param_slice_mappings): an old DeepSpeed wrote "
+            "it; load it with a newer one and save it again"
         )
     groups = expect(mappings, list, f"{shard.path}: param_slice_mappings")
     if number >= len(groups):
