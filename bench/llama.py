@@ -113,13 +113,14 @@ def flat(work: Work) -> Step:
 
 
 def fsdp2(work: Work) -> Step:
-    """FSDP2 on one rank: bf16 compute, fp32 sums, parameters kept after forward."""
+    """FSDP2 on one rank: bf16 compute, fp32 sums, parameters kept after forward, or not at stage 3."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group(device_id=work.device if work.device.index is not None else None)
+    is_freed = work.config["zero_optimization"]["stage"] == 3
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in work.model.model.layers:
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=is_freed)
     model: Any = fully_shard(work.model, mp_policy=policy, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
 
@@ -141,6 +142,20 @@ def mizzen(work: Work) -> Step:
 
     engine, *_ = library.initialize(model=work.model, config={**work.config, "progress": {"enabled": False}})
     return _engine_loop(engine, work)
+
+
+def wrapped(work: Work) -> Step:
+    """Stage 3 with every unit wrapped, although there is one rank only: what sharding costs beside FSDP2."""
+    from mizzen import api
+    from mizzen.order import ORDER
+    from mizzen.parallel.zero.full.shard import ZeroFull, choose
+
+    class Forced(ZeroFull):
+        def wants(self, config: Any, layout: Any, sketch: Any) -> Any:
+            return choose(config, layout, sketch)
+
+    api.ORDER = (*ORDER[:-2], Forced())  # type: ignore[misc]
+    return mizzen(work)
 
 
 def deepspeed(work: Work) -> Step:
@@ -176,8 +191,8 @@ EAGER: Final = (
     *("mizzen-0", "mizzen-1", "mizzen-2"),
 )
 """A kind, and a ZeRO stage where it has one."""
-FULL: Final = ("deepspeed-3", "mizzen-3")
-"""Parameters sharded too, which on one rank is the same as not at all."""
+FULL: Final = ("fsdp2-3", "deepspeed-3", "mizzen-3", "mizzen-3+wrapped")
+"""Parameters sharded too, which on one rank is the same as not at all; `wrapped` has all units wrapped all the same."""
 COMPILED: Final = tuple(f"{name}+compile" for name in (*EAGER, *FULL))
 """The same, with every decoder layer compiled on its own."""
 FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *FULL, *COMPILED) if name.startswith("mizzen"))
@@ -212,7 +227,8 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
     elif is_compiled:
         for layer in model.model.layers:
             layer.compile()
-    return KINDS[kind](Work(model.train(), lambda number: batches[number % BATCHES], device, config))
+    start = wrapped if "wrapped" in extras else KINDS[kind]
+    return start(Work(model.train(), lambda number: batches[number % BATCHES], device, config))
 
 
 def _config(size: Size) -> LlamaConfig:
