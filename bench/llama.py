@@ -144,20 +144,6 @@ def mizzen(work: Work) -> Step:
     return _engine_loop(engine, work)
 
 
-def wrapped(work: Work) -> Step:
-    """Stage 3 with every unit wrapped, although there is one rank only: what sharding costs beside FSDP2."""
-    from mizzen import api
-    from mizzen.order import ORDER
-    from mizzen.parallel.zero.full.shard import ZeroFull, choose
-
-    class Forced(ZeroFull):
-        def wants(self, config: Any, layout: Any, sketch: Any) -> Any:
-            return choose(config, layout, sketch)
-
-    api.ORDER = (*ORDER[:-2], Forced())  # type: ignore[misc]
-    return mizzen(work)
-
-
 def deepspeed(work: Work) -> Step:
     """The same loop, the same JSON."""
     import deepspeed as library
@@ -191,8 +177,8 @@ EAGER: Final = (
     *("mizzen-0", "mizzen-1", "mizzen-2"),
 )
 """A kind, and a ZeRO stage where it has one."""
-FULL: Final = ("fsdp2-3", "deepspeed-3", "mizzen-3", "mizzen-3+wrapped")
-"""Parameters sharded too, which on one rank is the same as not at all; `wrapped` has all units wrapped all the same."""
+FULL: Final = ("fsdp2-3", "deepspeed-3", "mizzen-3")
+"""Parameters sharded too; on one rank mizzen has nothing to shard, and wraps nothing."""
 COMPILED: Final = tuple(f"{name}+compile" for name in (*EAGER, *FULL))
 """The same, with every decoder layer compiled on its own."""
 FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *FULL, *COMPILED) if name.startswith("mizzen"))
@@ -227,8 +213,7 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
     elif is_compiled:
         for layer in model.model.layers:
             layer.compile()
-    start = wrapped if "wrapped" in extras else KINDS[kind]
-    return start(Work(model.train(), lambda number: batches[number % BATCHES], device, config))
+    return KINDS[kind](Work(model.train(), lambda number: batches[number % BATCHES], device, config))
 
 
 def _config(size: Size) -> LlamaConfig:

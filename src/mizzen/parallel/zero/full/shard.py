@@ -59,8 +59,9 @@ class ZeroFull(Transform):
 
     def wants(self, config: Config, layout: Layout, sketch: Sketch) -> FullChoice | None:
         """Divide a model into units; None at the other stages."""
-        zero = config.zero_optimization
-        if zero.stage < 3 or layout.dp * layout.sp == 1:
+        zero, policy = config.zero_optimization, Policy.of(config)
+        ranks, sharing = layout.dp * layout.sp, layout.dp_shard * layout.sp
+        if zero.stage < 3 or ranks == 1:
             _refuse_at_other_stages(zero)
             _refuse_alone(zero)
             if layout.dp_replicate > 1:
@@ -69,8 +70,38 @@ class ZeroFull(Transform):
                     "(mics_shard_size, data_parallel_replicate_size) needs stage 3"
                 )
             return None
-        _refuse(config, layout.dp_shard * layout.sp)
-        return choose(config, layout, sketch)
+        refuse_what_does_not_float(sketch)
+        _refuse(config, sharing)
+        division = divide(sketch, zero, policy, sharing)
+        _refuse_mixed(division, zero, policy)
+        tenants = [
+            Tenant(p.name, p.shape, policy.held(p.dtype), p.group, is_whole=p.is_whole)
+            for p in division.whole
+            if p.is_trained and p.group is not None
+        ]
+        limit = bucket_limit(sum(tenant.numel for tenant in tenants), zero.reduce_bucket_size)
+        gain = float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0
+        return FullChoice(
+            division=division,
+            holding=FullHolding(
+                mean_over(sharing, config, policy),
+                mean_over(ranks // sharing, config, policy),
+                policy,
+                Wrapping(
+                    accumulation=policy.accumulation,
+                    keeps=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0,
+                    ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
+                ),
+                gain,
+                _quantizing(zero, sharing),
+                choose_owners((p for unit in division.units for p in unit.parameters), sharing),
+            ),
+            # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
+            # would leave between the gathers of units, on each rank at another place.
+            whole=Holding(2, mean_over(ranks, config, policy, early=True), policy, overlap=False, gain=gain),
+            buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
+            states=(states_per_parameter(config), states_per_parameter(config, is_whole=True)),
+        )
 
     def price(self, choice: FullChoice, sketch: Sketch) -> Cost:
         """What sharding saves on one rank at rest, and what is gathered and on its way at most.
@@ -118,45 +149,6 @@ class ZeroFull(Transform):
             own = dict(part.module.named_parameters())
             stores.append(FlatStore(choice.buffers, own, choice.whole, ranks.everyone))
         return replace(part, stores=(*part.stores, *stores))
-
-
-def choose(config: Config, layout: Layout, sketch: Sketch) -> FullChoice:
-    """Divide a model into units."""
-    zero, policy = config.zero_optimization, Policy.of(config)
-    ranks, sharing = layout.dp * layout.sp, layout.dp_shard * layout.sp
-    refuse_what_does_not_float(sketch)
-    division = divide(sketch, zero, policy, sharing)
-    _refuse_mixed(division, zero, policy)
-    tenants = [
-        Tenant(p.name, p.shape, policy.held(p.dtype), p.group, is_whole=p.is_whole)
-        for p in division.whole
-        if p.is_trained and p.group is not None
-    ]
-    limit = bucket_limit(sum(tenant.numel for tenant in tenants), zero.reduce_bucket_size)
-    gain = float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0
-    return FullChoice(
-        division=division,
-        holding=FullHolding(
-            mean_over(sharing, config, policy),
-            mean_over(ranks // sharing, config, policy),
-            policy,
-            Wrapping(
-                accumulation=policy.accumulation,
-                keeps=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0,
-                ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
-            ),
-            gain,
-            _quantizing(zero, sharing),
-            choose_owners((p for unit in division.units for p in unit.parameters), sharing),
-        ),
-        # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
-        # would leave between the gathers of units, on each rank at another place.
-        whole=Holding(
-            2 if ranks > 1 else 0, mean_over(ranks, config, policy, early=True), policy, overlap=False, gain=gain
-        ),
-        buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
-        states=(states_per_parameter(config), states_per_parameter(config, is_whole=True)),
-    )
 
 
 def _refuse(config: Config, sharing: int) -> None:
