@@ -3,16 +3,14 @@
 The names and arguments are those that DeepSpeed's users know. Masters come before the model's own 16-bit values.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from mizzen.checkpoint.export import waiting_for, with_aliases
 from mizzen.checkpoint.open import open_source
-from mizzen.checkpoint.source import Entry, Source
-from mizzen.checkpoint.sources import aliases_of, weights_of
+from mizzen.checkpoint.source import Source
 from mizzen.checkpoint.weights_out import Waiting, write_weights
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
@@ -78,14 +76,5 @@ def fp32_weights(source: Source, *, frozen: bool = True) -> dict[str, Waiting]:
     """Each weight and buffer once per name; fp32 if it has a fraction. Names that mean one weight share a Waiting."""
     left_out = source.facts().get("frozen")
     skipped = set(left_out) if isinstance(left_out, list | tuple) and not frozen else set()
-    found = {name: _waiting(source, entry) for name, entry in weights_of(source).items() if name not in skipped}
-    return found | {alias: found[name] for alias, name in aliases_of(source).items() if name in found}
-
-
-def _waiting(source: Source, entry: Entry) -> Waiting:
-    dtype = torch.float32 if entry.dtype.is_floating_point else entry.dtype
-    return Waiting(entry.shape, dtype, partial(_read, source, entry, dtype))
-
-
-def _read(source: Source, entry: Entry, dtype: torch.dtype) -> Tensor:
-    return source.read(entry).to(dtype)
+    found = waiting_for(source, "fp32")
+    return with_aliases(source, {name: waiting for name, waiting in found.items() if name not in skipped})

@@ -1,23 +1,24 @@
 """Writing named tensors as others read them: safetensors or torch files, with an index when there are several.
 
-Tensors come one at a time. A shard of safetensors needs the memory of one tensor, a torch file that of the shard.
+One tensor at a time is in memory. A file appears whole, in place of an older one, or not at all.
 """
 
-import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign.safetensors import DTYPES
-from mizzen.errors import UsageError
-from mizzen.files import commit_text, fsync_folder, make_folder, write_chunks
+from mizzen.checkpoint.tensors import bytes_of, header_of
+from mizzen.errors import FileError, UsageError
+from mizzen.files import BESIDE, commit_text, fsync_folder, make_folder, remove, replace, write_chunks
 
 UNITS: Final = {
     "": 1,
@@ -30,7 +31,8 @@ UNITS: Final = {
     "GI": 2**30,
     "TI": 2**40,
 }
-WORDS: Final = {dtype: word for word, dtype in DTYPES.items()}
+Told = Callable[[int], None]
+"""Is told how many bytes have been written since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,12 @@ class Waiting:
 
 
 def write_weights(
-    folder: str | Path, tensors: Mapping[str, Waiting], *, shard: int | str | None, safe: bool
+    folder: str | Path,
+    tensors: Mapping[str, Waiting],
+    *,
+    shard: float | str | None,
+    safe: bool,
+    told: Told | None = None,
 ) -> list[Path]:
     """Write all tensors into a folder, in shards of at most so many bytes; returns the files."""
     folder = Path(folder)
@@ -64,8 +71,7 @@ def write_weights(
     ]
     make_folder(folder)
     for name, group in zip(names, groups, strict=True):
-        part = {key: tensors[key] for key in group}
-        write_chunks(folder / name, _safetensors(part) if safe else _torch_file(part))
+        (write_safetensors if safe else write_torch)(folder / name, {key: tensors[key] for key in group}, told)
     fsync_folder(folder)
     written = [folder / name for name in names]
     if len(groups) > 1:
@@ -90,7 +96,7 @@ def split(tensors: Mapping[str, Waiting], limit: float) -> list[list[str]]:
     return groups
 
 
-def size_of(size: int | str | None) -> float:
+def size_of(size: float | str | None) -> float:
     """A number of bytes: 5000, "5GB", "5GiB"; None is no limit."""
     if size is None:
         return math.inf
@@ -100,28 +106,48 @@ def size_of(size: int | str | None) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def _safetensors(tensors: Mapping[str, Waiting]) -> Iterator[bytes | memoryview]:
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in WORDS:
-            raise UsageError(f"{name}: safetensors knows no {tensor.dtype}")
-        offsets = [at, at + tensor.nbytes]
-        table[name] = {"dtype": WORDS[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
-        at = offsets[1]
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for tensor in tensors.values():
-        yield _bytes(tensor.read())
+def write_safetensors(path: Path, tensors: Mapping[str, Waiting], told: Told | None = None) -> int:
+    """Write one safetensors file; returns where its data begins."""
+    header = header_of((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+
+    def chunks() -> Iterator[Any]:
+        yield header
+        for tensor in tensors.values():
+            yield from bytes_of(tensor.read())
+            if told is not None:
+                told(tensor.nbytes)
+
+    beside = path.with_name(path.name + BESIDE)
+    remove(beside, missing_ok=True)
+    write_chunks(beside, chunks())
+    replace(beside, path)
+    return len(header)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+def write_torch(path: Path, tensors: Mapping[str, Waiting], told: Told | None = None) -> None:
+    """Write one file that torch.load reads. The tensors go to a file beside it first, from which they are mapped."""
+    stage, beside = (path.with_name(path.name + suffix + BESIDE) for suffix in (".stage", ""))
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    once = {name: tensors[name] for name in names.values()}  # a tensor with two names is one tensor there too
+    try:
+        place = write_safetensors(stage, once, told)
+        mapped = {}
+        for tensor in once.values():
+            mapped[id(tensor)] = _mapped(stage, place, tensor)
+            place += tensor.nbytes
+        with beside.open("wb") as file:
+            torch.save({name: mapped[id(tensor)] for name, tensor in tensors.items()}, file)
+        replace(beside, path)
+    except OSError as error:
+        raise FileError(f"write {path}: {error}") from error
+    finally:
+        for each in (stage, beside):
+            with suppress(FileError):
+                remove(each, missing_ok=True)
 
 
-def _torch_file(tensors: Mapping[str, Waiting]) -> Sequence[memoryview]:
-    buffer = io.BytesIO()
-    torch.save({name: tensor.read() for name, tensor in tensors.items()}, buffer)
-    return [buffer.getbuffer()]
+def _mapped(path: Path, offset: int, tensor: Waiting) -> Tensor:
+    if not tensor.nbytes:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    data = numpy.memmap(path, dtype=numpy.uint8, mode="c", offset=offset, shape=(tensor.nbytes,))
+    return torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)

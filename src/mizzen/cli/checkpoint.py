@@ -14,7 +14,6 @@ from mizzen.checkpoint.inspect import compare, verify
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.read import MANIFEST, Reader
 from mizzen.checkpoint.sources import weights_of
-from mizzen.checkpoint.weights_out import size_of
 from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
 from mizzen.errors import CheckpointError, UsageError
 
@@ -171,8 +170,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         if arguments.to.suffix in (".bin", ".pt", ".pth"):
             paths = [export_torch(source, arguments.to, told=told, **options)]
         else:
-            shard = size_of(arguments.max_shard_size)
-            paths = export_safetensors(source, arguments.to, shard=shard, told=told, **options)
+            paths = export_safetensors(source, arguments.to, shard=arguments.max_shard_size, told=told, **options)
     for path in paths:
         write(f"wrote {path}, {_size(path.stat().st_size)}")
     return 0

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from mizzen.checkpoint import (
     load_state_dict_from_zero_checkpoint,
 )
 from mizzen.checkpoint.adopt import adopt
+from mizzen.checkpoint.fp32 import fp32_weights
 from mizzen.checkpoint.open import open_source
-from mizzen.checkpoint.weights_out import size_of
+from mizzen.checkpoint.weights_out import size_of, write_weights
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.zero import safe_get_full_optimizer_state
 
@@ -107,11 +109,20 @@ def test_shards_with_an_index(tmp_path, safe):
     assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), wanted)
 
 
-def test_files_are_never_overwritten(tmp_path):
-    (tmp_path / "model.safetensors").write_text("mine")
-    with pytest.raises(OSError, match="model.safetensors"):
-        convert_zero_checkpoint_to_fp32_state_dict(HERE / "zero2", tmp_path, safe_serialization=True)
-    assert (tmp_path / "model.safetensors").read_text() == "mine"
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_file_is_replaced_by_a_whole_one(tmp_path, safe):
+    path = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")
+    path.write_text("older")
+    source = open_source(HERE / "zero2")
+    found = fp32_weights(source)
+    last = list(found)[-1]
+    broken = found | {last: replace(found[last], read=lambda: 1 / 0)}
+    with pytest.raises(ZeroDivisionError):
+        write_weights(tmp_path, broken, shard=None, safe=safe)
+    assert (path.read_text(), len(list(tmp_path.iterdir()))) == ("older", 1)
+    write_weights(tmp_path, found, shard=None, safe=safe)
+    assert_same(load_file(path) if safe else torch.load(path, weights_only=True), expected("zero2"))
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def test_into_a_model(caplog):
