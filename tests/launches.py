@@ -40,6 +40,7 @@ class Running:
     process: subprocess.Popen
     log: Path
     family: set = field(default_factory=set)
+    folders: set = field(default_factory=set)
 
     def signal(self, number):
         self.process.send_signal(number)
@@ -57,12 +58,24 @@ class Running:
         return self.log.read_text(errors="replace")
 
     def remember_family(self):
-        """Every process below it, now."""
+        """Every process below it, now, and the folders of its supervisors."""
         self.family |= {one.pid for one in psutil.Process(self.process.pid).children(recursive=True)}
+        ours = {str(pid) for pid in (*self.family, self.process.pid)}
+        records = [path for base in ("/dev/shm", "/tmp") for path in Path(base).glob("mizzen-*-*/pid")]
+        self.folders |= {path.parent for path in records if _read(path) in ours}
 
     def left(self):
-        """Those of them that still live."""
-        return sorted(pid for pid in self.family if _lives(pid))
+        """Those of them that still live, and what they have left in memory and on disk."""
+        shared = [Path(f"/dev/shm/torch_{pid}_left") for pid in self.family]
+        there = sorted(str(path) for path in (*self.folders, *shared) if path.exists())
+        return sorted(pid for pid in self.family if _lives(pid)) + there
+
+
+def _read(path):
+    try:
+        return path.read_text().strip()
+    except OSError:  # of another job, which is over
+        return ""
 
 
 def _lives(pid):
@@ -93,8 +106,3 @@ def wait_until(is_true, what, limit=90):
     while not is_true():
         assert time.monotonic() < until, f"{what}: not within {limit} s"
         time.sleep(0.05)
-
-
-def folders():
-    """What launches keep while they run."""
-    return {str(path) for base in ("/dev/shm", "/tmp") for path in Path(base).glob("mizzen-*-*")}
