@@ -22,7 +22,7 @@ class StandIn(Mesh):
 
 
 def mpu_of(rank, layout):
-    return Mpu(StandIn(layout, None, None, rank, {}))
+    return Mpu(StandIn(layout, None, None, rank, None, {}))
 
 
 def foreign(**degrees):
