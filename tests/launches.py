@@ -1,6 +1,7 @@
 """Starting `mizzen run` for real, and looking for what it leaves behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -97,6 +98,8 @@ def start(*words, cwd, name="run", **more):
             stderr=file,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            # Tests may run under nohup, and what it ignores is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
     return Running(process, log)
 
