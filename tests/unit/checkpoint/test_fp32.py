@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import mizzen
 from mizzen.checkpoint import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -20,7 +19,6 @@ from mizzen.checkpoint.fp32 import fp32_weights
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.weights_out import size_of, write_weights
 from mizzen.errors import CheckpointError, UsageError
-from mizzen.zero import safe_get_full_optimizer_state
 
 HERE = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 FROZEN = {"adapted.base.weight", "adapted.base.bias"}
@@ -182,22 +180,3 @@ def test_what_is_imported_is_the_same(case, tmp_path):
     for entry in ours.names():
         if entry.kind in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(ours.read(entry), source.read(entry)), entry
-
-
-def test_an_imported_run_goes_on(tmp_path):
-    adopt(open_source(HERE / "zero2"), tmp_path, "imported")
-    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "progress": {"enabled": False}}
-    model = Tiny()
-    model.adapted.base.requires_grad_(False)
-    engine, *_ = mizzen.initialize(model=model, config=config)
-    path, _ = engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
-    told = load_file(HERE / "zero2.safetensors")
-    assert path is not None
-    for name, value in expected("zero2").items():
-        assert torch.equal(engine.module.state_dict()[name], value), name
-    moments = {key.partition("/")[2]: value for key, value in told.items() if key.startswith("exp_avg/")}
-    assert moments
-    for name, value in moments.items():
-        parameter = dict(engine.module.named_parameters())[name]
-        assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), value), name
-    engine.destroy()

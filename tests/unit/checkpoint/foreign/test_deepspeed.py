@@ -74,9 +74,9 @@ def test_nothing_else_is_found(case):
 @pytest.mark.parametrize("case", CASES)
 def test_facts_are_plain(case):
     facts = foreign.open(HERE / case).facts()
-    assert facts["step"] == 3
+    assert facts["global_steps"] == 3
     assert facts["skipped_steps"] == 0
-    assert facts["samples"] == {"pipeline": 6, "moe4": 24}.get(case, 12)
+    assert facts["global_samples"] == {"pipeline": 6, "moe4": 24}.get(case, 12)
     assert facts["version"] == "0.19.8"
     data = {"pipeline": 1, "moe4": 4}.get(case, 2)
     assert facts["ranks"] == {"data": data, "model": 2 if case == "pipeline" else 1}
