@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from mizzen.engine.access import (
     set_local_value,
     update_gradients,
 )
+from mizzen.errors import UsageError
+from mizzen.log import warn_once
 from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.init import Init as _Init
 from mizzen.parallel.zero.full.marks import find, is_pinned, pin, register_use, unregister_use
@@ -44,6 +46,11 @@ safe_set_local_grad = set_local_gradient
 safe_set_local_optimizer_state = set_local_state
 
 
+IN_THE_CONFIGURATION: Final = {"zero_quantized_weights", "zero_quantized_nontrainable_weights"}
+WITHOUT_EFFECT: Final = {"zero_param_parallel_group", "sequence_data_parallel_group", "param_swapper"}
+"""Arguments of `Init` that scripts pass, and that the engine's own groups make needless."""
+
+
 class Init(_Init):
     """Inside, modules are sharded as they are built; `Init(module=model)` shards one that is there."""
 
@@ -61,6 +68,10 @@ class Init(_Init):
         mpu: Any = None,
         **others: Any,
     ) -> None:
+        if unknown := others.keys() - IN_THE_CONFIGURATION - WITHOUT_EFFECT:
+            raise UsageError(f"zero.Init has no argument {', '.join(sorted(unknown))}")
+        for name in sorted(IN_THE_CONFIGURATION & {name for name, value in others.items() if value}):
+            warn_once(f"zero.Init({name}=...) changes nothing here: zero_optimization.{name} of the configuration does")
         super().__init__(
             module,
             group=data_parallel_group,

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mizzen.config.load import load
+from pages import commands, is_as_shown
 from unit.checkpoint.test_files import save
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf8")
-(BLOCK,) = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = [part.partition("\n")[::2] for part in re.split(r"^\$ ", BLOCK, flags=re.MULTILINE)[1:]]
+COMMANDS = commands(PAGE)
 
 
 @pytest.fixture
@@ -28,10 +28,7 @@ def test_the_command_prints_what_the_page_shows(mizzen, folder, line, shown):
     program, *words = shlex.split(line)
     ran = mizzen(*words)
     assert program == "mizzen" and ran.code == 0, ran.err
-    lines = [
-        r"(?:.*\n)*?" if row == "..." else re.escape(row).replace(r"\.\.\.", ".*") + r"\n" for row in shown.splitlines()
-    ]
-    assert re.fullmatch("".join(lines), ran.out), ran.out
+    assert is_as_shown(shown, ran.out), ran.out
 
 
 def test_every_command_is_on_the_page():

@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from pages import commands, is_as_shown
+
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf8")
 
 
-def commands():
-    """(command line, what the page shows below it) for every `$` line of every console block."""
-    found = []
-    for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            line, _, shown = part.partition("\n")
-            found.append((line, shown))
-    return found
+COMMANDS = commands(PAGE)
 
 
 def json_blocks():
@@ -33,23 +28,19 @@ def at_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(("line", "shown"), commands(), ids=[line for line, _ in commands()])
+@pytest.mark.parametrize(("line", "shown"), COMMANDS, ids=[line for line, _ in COMMANDS])
 def test_the_command_prints_what_the_page_shows(mizzen, at_root, line, shown):
     program, *words = shlex.split(line)
     assert program == "mizzen"
     ran = mizzen(*words)
     assert ran.code == (2 if "problem" in shown else 0), ran.err
-    lines = [
-        r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(r"\.\.\.", ".*") + r"\n"
-        for line in shown.splitlines()
-    ]
-    assert re.fullmatch("".join(lines), ran.out), ran.out
+    assert is_as_shown(shown, ran.out), ran.out
 
 
 def test_every_command_is_on_the_page():
     names = {
         " ".join(line.split()[1:3]) if line.split()[1] in ("config", "bench") else line.split()[1]
-        for line, _ in commands()
+        for line, _ in COMMANDS
     }
     shown = names | {"config docs"} if "`mizzen config docs`" in PAGE else names
     assert shown == {

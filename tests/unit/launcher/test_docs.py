@@ -11,25 +11,19 @@ import pytest
 from launches import ROOT, environment
 from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.launcher.supervisor import HUNG
+from pages import commands, is_as_shown
 
 PAGE = (ROOT / "docs" / "launcher.md").read_text(encoding="utf8")
 
 
-def commands():
-    """(command line, what the page shows below it) for every `$` line of every console block."""
-    found = []
-    for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            line, _, shown = part.partition("\n")
-            found.append((line, shown))
-    return found
+COMMANDS = commands(PAGE)
 
 
 def block(kind):
     return re.search(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
-@pytest.mark.parametrize(("line", "shown"), commands(), ids=[line for line, _ in commands()])
+@pytest.mark.parametrize(("line", "shown"), COMMANDS, ids=[line for line, _ in COMMANDS])
 def test_the_command_prints_what_the_page_shows(tmp_path, line, shown):
     (tmp_path / "hello.py").write_text(block("python"))
     (tmp_path / "hosts").write_text(block("text"))
@@ -44,11 +38,7 @@ def test_the_command_prints_what_the_page_shows(tmp_path, line, shown):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    lines = [
-        r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(r"\.\.\.", ".*") + r"\n"
-        for line in shown.splitlines()
-    ]
-    assert re.fullmatch("".join(lines), ran.stdout), ran.stdout
+    assert is_as_shown(shown, ran.stdout), ran.stdout
 
 
 def test_the_codes_on_the_page_are_those_of_the_code():

@@ -4,33 +4,15 @@ import json
 import struct
 from typing import Final
 
-import torch
-
 from mizzen.checkpoint.foreign.extent import Extent, Storage
 from mizzen.checkpoint.foreign.tree import entries, expect, shape_of
 from mizzen.checkpoint.foreign.values import TensorRef, contiguous
+from mizzen.checkpoint.tensors import CODES
 from mizzen.errors import CheckpointError
 
 TABLE: Final = 100_000_000
 """How many bytes the table may have, as in safetensors itself."""
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+DTYPES: Final = {code: dtype for dtype, code in CODES.items()}
 
 
 def load(file: Extent) -> tuple[dict[str, TensorRef], dict[str, object]]:
