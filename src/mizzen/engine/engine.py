@@ -15,7 +15,6 @@ from mizzen.engine.runner import LossFunction, Runner, to_device
 from mizzen.engine.saving import Saving
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Outcome, Updater
-from mizzen.engine.window import Window
 from mizzen.errors import StepError, UsageError
 from mizzen.log import warn_once
 from mizzen.monitor.report import ACCUMULATING, Observer, StepReport
@@ -56,7 +55,6 @@ class Engine(Face):
             self.optimizer = EngineOptimizer(
                 self.updater.optimizer, step=self.step, clear=self.zero_grad, scaler=self.updater.scaler
             )
-        self._window = Window()
         self._stepper = Stepper()
         self._clock = time.perf_counter()
         self._consecutive_skips = 0
@@ -65,8 +63,8 @@ class Engine(Face):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as it is."""
+        self.heed()
         if self.training:
-            self.heed()
             self._window.see((args, kwargs))
         return self.runner.forward(*args, **kwargs)
 

@@ -31,6 +31,7 @@ from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.saving import Saving, folder_of, save_checkpoint
 from mizzen.engine.stopping import Stopping
+from mizzen.engine.window import Window
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
@@ -149,6 +150,7 @@ class Face(nn.Module):
         self.mp_world_size = surroundings.resolved.layout.tp
         self.sequence_parallel_size = surroundings.resolved.layout.sp
         self.managed = self.settings.managed_gradient_accumulation
+        self._window = Window()
         self.global_steps = 0
         """Optimizer steps that were applied."""
         self.global_samples = 0
@@ -448,8 +450,14 @@ class Face(nn.Module):
         self.stopping.client_state = callback
 
     def heed(self) -> None:
-        """Save and leave, if the run was asked to stop and the last step has told all ranks. Called between steps."""
+        """Save and leave, if the run was asked to stop and all ranks know it. Called between steps."""
         self.stopping.heed(self)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether this engine trains, and nothing of a next step has begun."""
+        is_counting = self.managed and self.micro_steps % self.batch.accumulation != 0
+        return self.optimizer is not None and self._window.tally.loss is None and not is_counting
 
     def moved(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""

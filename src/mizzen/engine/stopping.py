@@ -3,7 +3,8 @@
 The request reaches a rank through its progress record, set by the supervisor of `mizzen run`. It travels with the one
 reduction of a step, so that all ranks learn of it after the same step. The save then waits until the user's loop comes
 back, to the engine or to its loader: by then everything that belongs to the step (a scheduler of the user's own, a
-counter) is done, and nothing of the next one is. See docs/launcher.md for the exit codes.
+counter) is done, and nothing of the next one is. In an evaluation, where no step comes for long, the ranks agree
+through the store instead (`parley.py`). See docs/launcher.md for the exit codes.
 """
 
 import signal
@@ -12,6 +13,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from mizzen.comm.communicator import current
+from mizzen.engine.parley import Parley
 from mizzen.environment import Switches, environ
 from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.log import get_logger, log_dist
@@ -32,6 +35,8 @@ class Stopping:
         """What the user wants in a checkpoint that is made because of a request."""
         self._progress = get_progress()
         self._is_agreed = False
+        self._calls = 0
+        self._parley: Parley | None = None
         if Switches.read(environ()).progress is not None and threading.current_thread() is threading.main_thread():
             self._listen()
 
@@ -59,9 +64,24 @@ class Stopping:
 
     def heed(self, engine: "Face") -> None:
         """Save and leave, if that was agreed. Every rank comes here after the same step."""
-        if self._is_agreed:
-            self._is_agreed = False
-            self._leave(engine)
+        self._calls += 1
+        if self._is_agreed or self.is_asked:
+            is_time = self._is_agreed if engine.training else self._stops_here(engine)
+            if is_time:
+                self._is_agreed = False
+                self._leave(engine)
+
+    def _stops_here(self, engine: "Face") -> bool:
+        """Whether all ranks stand in an evaluation. If one does not, the next step tells them all."""
+        return engine.is_between_steps and self._talks(engine).is_agreed(self._calls)
+
+    def _talks(self, engine: "Face") -> Parley:
+        """One for each step: a request that was called off is not taken up again before the next one."""
+        step = engine.global_steps
+        if self._parley is None or self._parley.step != step:
+            store = current().backend.store() if engine.world_size > 1 else None
+            self._parley = Parley(store, engine.global_rank, engine.world_size, step)
+        return self._parley
 
     def _leave(self, engine: "Face") -> NoReturn:
         settings = engine.settings.checkpoint

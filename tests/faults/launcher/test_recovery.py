@@ -4,6 +4,8 @@ import random
 import signal
 from pathlib import Path
 
+import pytest
+
 from launches import launch, start, wait_until
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -52,6 +54,20 @@ def test_a_job_that_is_killed_hung_and_preempted_has_the_curve_of_one_that_was_n
     assert starts[3][3] == f"{{'seen': {last}}}", "the client state of the registered callback"
     for rank in (0, 1):
         assert curve(broken, rank) == curve(whole, rank)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_request_in_a_long_evaluation_saves_there(tmp_path, stage):
+    words = ("--out", tmp_path, "--stage", stage, "--every", 1000, "--evaluate", 3, "--batches", 1_000_000)
+    job = start("--num_gpus", 2, TRAIN, *words, cwd=tmp_path)
+    try:
+        wait_until((tmp_path / "evaluating").exists, "the evaluation")
+        job.signal(signal.SIGTERM)
+        assert job.end() == 75, job.text
+    finally:
+        job.process.kill()
+    assert max(curve(tmp_path)) == 3
+    assert (tmp_path / "checkpoints" / "global_step3" / "manifest.json").is_file()
 
 
 def test_a_request_in_start_up_says_that_nothing_was_saved(tmp_path):

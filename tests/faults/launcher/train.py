@@ -66,6 +66,7 @@ def main():
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--evaluate", type=int, default=0)
+    parser.add_argument("--batches", type=int, default=10, help="of an evaluation")
     parser.add_argument("--hang", type=float, default=0.0)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--elastic", action="store_true")
@@ -117,19 +118,19 @@ def main():
             if engine.global_steps % given.every == 0:
                 engine.save_checkpoint()
             if given.evaluate and engine.global_steps % given.evaluate == 0:
-                evaluate(engine, data, given.out)
+                evaluate(engine, data, given.out, given.batches)
             if engine.global_steps >= given.steps:
                 break
     if rank == 0:
         print("done", flush=True)
 
 
-def evaluate(engine, data, out):
+def evaluate(engine, data, out, batches):
     engine.eval()
     (out / "evaluating").touch()
     with torch.no_grad():
-        for number in range(10):
-            engine(data.values[number : number + 2])
+        for number in range(batches):
+            engine(data.values[number % 10 : number % 10 + 2])
             time.sleep(0.02)
     (out / "evaluating").unlink(missing_ok=True)
     engine.train()
