@@ -1,151 +1,208 @@
-"""The same faults done to torch.distributed.checkpoint, so that the table shows both."""
+"""The same faults done to other systems, so that the table shows them beside ours."""
 
+import io
 import os
 import pickle
 import random
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from faults.checks import Budget, Result
 from faults.malice import Bomb
 from faults.saves import tensors_of
 
-
-def save(folder: Path, number: int) -> None:
-    """One file for each tensor, as many ranks would write."""
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
-    dcp.save(tensors_of(number), storage_writer=writer, no_dist=True)
+Found = dict[str, torch.Tensor] | str
 
 
-def load(folder: Path) -> dict[str, torch.Tensor] | str:
-    """What is loaded, or the name of the error."""
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()}
-    try:
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
-    except BaseException as error:  # noqa: BLE001  whatever it is
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return found
+class Peer(Protocol):
+    """Another system: saves the tensors of `tensors_of(number)`, and loads what a folder holds."""
+
+    title: str
+    data: str
+    """The files that hold numbers, as a pattern."""
+    pickled: str
+    """A file that is unpickled in a load."""
+
+    def prepare(self) -> None: ...
+
+    def save(self, folder: Path, number: int) -> None: ...
+
+    def load(self, folder: Path) -> dict[str, torch.Tensor]: ...
+
+
+def apart(peer: Peer, do: Callable[[], object]) -> tuple[int, Callable[[], object]]:
+    """Do something in a process that may die of it, without a word: the process, once it has begun, and its answer."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reading)
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            peer.prepare()
+            os.write(writing, b"!")
+            answer = io.BytesIO()
+            torch.save(do(), answer)
+            with os.fdopen(writing, "wb") as pipe:
+                pipe.write(answer.getvalue())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    if os.read(reading, 1) != b"!":
+        raise RuntimeError(f"{peer.title} could not be prepared")
+
+    def wait() -> object:
+        with os.fdopen(reading, "rb") as pipe:
+            answer = pipe.read()
+        os.waitpid(pid, 0)
+        return torch.load(io.BytesIO(answer)) if answer else None
+
+    return pid, wait
+
+
+def save(peer: Peer, folder: Path, number: int) -> None:
+    _, wait = apart(peer, lambda: peer.save(folder, number))
+    wait()
+
+
+def loaded(peer: Peer, folders: Iterable[Path]) -> list[Found]:
+    """What is loaded of each folder, or the name of the error, all in one process."""
+
+    def load(folder: Path) -> Found:
+        try:
+            return peer.load(folder)
+        except BaseException as error:  # noqa: BLE001  whatever it is
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+    _, wait = apart(peer, lambda: [load(folder) for folder in folders])
+    return wait() or []
 
 
 def is_save(found: dict[str, torch.Tensor], number: int) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in tensors_of(number).items())
 
 
-def in_child(do: Callable[[], None]) -> None:
-    """Run something in a process that may die of it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            do()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-
-
-def kill(place: Path, budget: Budget) -> Result:
-    """SIGKILL after every flush of a second save of the same folder."""
-    result = Result("kill -9, second save of a folder")
-    for at in range(1, 10):
-        folder = place / str(at)
-        save(folder, 1)
-
-        def cut(folder: Path = folder, at: int = at) -> None:
-            flush, count = os.fsync, 0
-
-            def counted(descriptor: int) -> None:
-                nonlocal count
-                flush(descriptor)
-                count += 1
-                if count == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            os.fsync = counted
-            save(folder, 2)
-
-        in_child(cut)
-        found = load(folder)
+def kill(peer: Peer, place: Path, budget: Budget) -> Result:
+    """SIGKILL at moments spread over a second save of the same folder."""
+    result, count = Result("kill -9, second save of a folder"), 16
+    good, timed = place / "good", place / "timed"
+    save(peer, good, 1)
+    shutil.copytree(good, timed)
+    _, wait = apart(peer, lambda: peer.save(timed, 2))
+    began = time.monotonic()
+    wait()
+    whole = time.monotonic() - began
+    moments = budget.some(range(count))
+    folders = [Path(shutil.copytree(good, place / str(at))) for at in moments]
+    for at, folder in zip(moments, folders, strict=True):
+        pid, wait = apart(peer, lambda folder=folder: peer.save(folder, 2))
+        time.sleep(whole * at / count)
+        os.kill(pid, signal.SIGKILL)
+        wait()
+    for at, found in zip(moments, loaded(peer, folders), strict=True):
         trouble = ""
         if isinstance(found, str):
             trouble = f"neither is left: {found}"
         elif not (is_save(found, 1) or is_save(found, 2)):
             trouble = "a mixture of both, without a word"
-        result.note(trouble, f"after flush {at}")
+        result.note(trouble, f"at {at} of {count}")
     return result
 
 
-def flips(place: Path, budget: Budget) -> Result:
+def flips(peer: Peer, place: Path, budget: Budget) -> Result:
     """One bit of the data turned over."""
     result, chance = Result("one flipped bit"), random.Random(budget.seed)
-    folder = place / "flips"
-    save(folder, 1)
-    files = sorted(folder.glob("*.distcp"))
-    for _ in range(200):
-        path = chance.choice(files)
-        data = bytearray(path.read_bytes())
-        at = chance.randrange(len(data))
-        data[at] ^= 1 << chance.randrange(8)
-        path.write_bytes(data)
-        found = load(folder)
+    save(peer, place / "good", 1)
+    count = 200 if budget.most is None else budget.most
+    files = sorted((place / "good").glob(peer.data))
+    bits = [(path, chance.randrange(8 * path.stat().st_size)) for path in chance.choices(files, k=count)]
+
+    def flipped() -> Iterator[Path]:
+        for path, bit in bits:
+            good = path.read_bytes()
+            data = bytearray(good)
+            data[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(data)
+            yield place / "good"
+            path.write_bytes(good)
+
+    for (path, bit), found in zip(bits, loaded(peer, flipped()), strict=True):
         wrong = not isinstance(found, str) and not is_save(found, 1)
-        result.note("wrong numbers, without a word" if wrong else "", f"{path.name} byte {at}")
-        save(folder, 1)
+        result.note("wrong numbers, without a word" if wrong else "", f"{path.name} byte {bit // 8}")
     return result
 
 
-def shortened(place: Path, budget: Budget) -> Result:
+def shortened(peer: Peer, place: Path, budget: Budget) -> Result:
     """Data cut off."""
-    result = Result("cut off, gone")
-    save(place / "good", 1)
-    name = sorted(path.name for path in (place / "good").glob("*.distcp"))[0]
-    size = (place / "good" / name).stat().st_size
-    for part in range(17):
-        folder = Path(shutil.copytree(place / "good", place / f"{part}"))
+    result, good = Result("cut off, gone"), place / "good"
+    save(peer, good, 1)
+    name = min(good.glob(peer.data)).relative_to(good)
+    size = (good / name).stat().st_size
+    parts = budget.some(range(17))
+    folders = [Path(shutil.copytree(good, place / str(part))) for part in parts]
+    for part, folder in zip(parts, folders, strict=True):
         if part == 16:
             (folder / name).unlink()
         else:
             os.truncate(folder / name, size * part // 16)
-        found = load(folder)
-        result.note("" if isinstance(found, str) or is_save(found, 1) else "wrong numbers, without a word", str(part))
+    for part, found in zip(parts, loaded(peer, folders), strict=True):
+        fine = isinstance(found, str) or is_save(found, 1)
+        result.note("" if fine else "wrong numbers, without a word", f"{part} of 16")
     return result
 
 
-def disk_error(place: Path, budget: Budget) -> Result:
+def disk_error(peer: Peer, place: Path, _: Budget) -> Result:
     """A limit on the size of files while a folder is saved again."""
-    result = Result("disk full while a folder is saved again")
-    for limit in (1, 100, 3000):
-        folder = place / str(limit)
-        save(folder, 1)
+    result, good = Result("disk full while a folder is saved again"), place / "good"
+    save(peer, good, 1)
+    limits = (1, 100, 3000)
+    folders = [Path(shutil.copytree(good, place / str(limit))) for limit in limits]
+    for limit, folder in zip(limits, folders, strict=True):
 
         def limited(folder: Path = folder, limit: int = limit) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            save(folder, 2)
+            peer.save(folder, 2)
 
-        in_child(limited)
-        found = load(folder)
+        _, wait = apart(peer, limited)
+        wait()
+    for limit, found in zip(limits, loaded(peer, folders), strict=True):
         fine = not isinstance(found, str) and (is_save(found, 1) or is_save(found, 2))
         result.note("" if fine else "the checkpoint before is gone", f"{limit} bytes")
     return result
 
 
-def malice(place: Path, budget: Budget) -> Result:
-    """Metadata that runs a command."""
-    result = Result("malicious folders")
-    folder = place / "bad"
-    save(folder, 1)
-    (folder / ".metadata").write_bytes(pickle.dumps(Bomb()))
+def malice(peer: Peer, place: Path, _: Budget) -> Result:
+    """A file that runs a command."""
+    result, good = Result("malicious folders"), place / "good"
+    save(peer, good, 1)
+    names = [path.relative_to(good) for path in good.glob(peer.pickled)]
+    folders = [Path(shutil.copytree(good, place / str(number))) for number in range(len(names))]
+    for name, folder in zip(names, folders, strict=True):
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+        with inside(folder):
+            loaded(peer, [folder])
+        result.note("a command was run" if (folder / "CANARY").exists() else "", name.name)
+    return result
+
+
+@contextmanager
+def inside(place: Path) -> Iterator[None]:
+    """Work in a folder."""
     here = Path.cwd()
     os.chdir(place)
     try:
-        load(folder)
+        yield
     finally:
         os.chdir(here)
-    result.note("a command was run" if (place / "CANARY").exists() else "", ".metadata")
-    return result
+
+
+FAULTS = (kill, flips, shortened, disk_error, malice)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from faults import checks, peers
 from faults.checks import Budget, Result, timed
+from faults.others import installed
 from pool import Pool, World
 
 
@@ -46,9 +47,10 @@ def main() -> int:
         ]
         for run in runs:
             failed += _show(timed(run))
-        print("\nthe same done to torch.distributed.checkpoint:")
-        for run in (peers.kill, peers.flips, peers.shortened, peers.disk_error, peers.malice):
-            _show(timed(lambda run=run: run(place(), budget)))
+        for peer in installed():
+            print(f"\nthe same done to {peer.title}:")
+            for fault in peers.FAULTS:
+                _show(timed(lambda fault=fault, peer=peer: fault(peer, place(), budget)))
     pool.close()
     return 1 if failed else 0
 
