@@ -116,7 +116,8 @@ def fsdp2(work: Work) -> Step:
     """FSDP2 on one rank: bf16 compute, fp32 sums, parameters kept after forward, or not at stage 3."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group(device_id=work.device if work.device.index is not None else None)
+    if not dist.is_initialized():
+        dist.init_process_group(device_id=work.device if work.device.index is not None else None)
     is_freed = work.config["zero_optimization"]["stage"] == 3
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in work.model.model.layers:
@@ -177,8 +178,10 @@ EAGER: Final = (
     *("mizzen-0", "mizzen-1", "mizzen-2"),
 )
 """A kind, and a ZeRO stage where it has one."""
-FULL: Final = ("fsdp2-3", "deepspeed-3", "mizzen-3")
-"""Parameters sharded too; on one rank mizzen has nothing to shard, and wraps nothing."""
+FULL: Final = ("fsdp2-3", "deepspeed-3", "mizzen-3", "fsdp2-3+pretend", "mizzen-3+pretend")
+"""Parameters sharded too; on one rank mizzen has nothing to shard, and wraps nothing. `pretend`: one of eight ranks
+whose collectives do nothing, so that sharding costs what it costs, without a wire; the losses then mean nothing."""
+PRETENDED: Final = 8
 COMPILED: Final = tuple(f"{name}+compile" for name in (*EAGER, *FULL))
 """The same, with every decoder layer compiled on its own."""
 FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *FULL, *COMPILED) if name.startswith("mizzen"))
@@ -206,6 +209,10 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}},
         "zero_optimization": {"stage": int(stage or 0)},
     }
+    if "pretend" in extras:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=PRETENDED, store=FakeStore())  # type: ignore[no-untyped-call]
     if "fused" in extras:
         config["fused"] = FUSED_KEYS
     if is_compiled and kind == "mizzen":

@@ -19,10 +19,8 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.hooks import RemovableHandle
 
 from mizzen.backport import fsdp_groups, fsdp_zeros_for_unused
-from mizzen.parallel.zero.full.absent import fill_absent
 from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.wires import Gather, Scatter
@@ -103,15 +101,30 @@ def share_second_mesh(first: nn.Module, module: nn.Module) -> None:
                 each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
 
 
-def connect(module: Any, gather: Gather, scatter: Scatter) -> list[RemovableHandle]:
+def connect(module: Any, gather: Gather, scatter: Scatter) -> None:
     """Let a wrapped module use our collectives, which see to the mean, and send zeros for what got no gradient."""
     if not fsdp_groups(state_of(module)):
-        return []
+        return
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    return [] if fsdp_zeros_for_unused(module) else fill_absent(module, lambda: whole(module))
+    if not fsdp_zeros_for_unused(module):
+        for group in fsdp_groups(state_of(module)):
+            group.post_backward = partial(_fill_and_reduce, group)
+
+
+def _fill_and_reduce(group: Any, *unused: Any) -> None:
+    """Give every parameter of a unit a gradient before they are reduced, where torch cannot see to that itself.
+
+    Without zeros a rank that took another branch inside a unit would reduce fewer elements than the others.
+    """
+    if group._training_state.name == "PRE_BACKWARD":  # its backward has begun, and nothing of it was sent
+        for each in group.fsdp_params:
+            parameter = each.unsharded_param
+            if parameter.requires_grad and parameter.grad is None and each.unsharded_accumulated_grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    type(group).post_backward(group, *unused)
 
 
 def start(root: Any, units: Sequence[Any], sizes: Sequence[int], how: Wrapping, device_type: str) -> None:

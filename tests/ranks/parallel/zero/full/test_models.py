@@ -5,6 +5,7 @@ import torch
 
 from mizzen.parallel.zero.full import touch
 from mizzen.parallel.zero.full.touch import Touch
+from mizzen.parallel.zero.full.wrap import whole
 from ranks.parallel.zero.full.models import MODELS, rows, start, train
 
 
@@ -34,16 +35,16 @@ def test_accumulation_gives_the_bits_of_stage_2(world, kind):
 def touched(kind):
     """The parameters that a step gathers where they are touched, and what is said of them."""
     engine, said, gathers = start(kind, 3), [], []
-    whole, warn = Touch.gather, touch.warn_once
+    plainly, warn = Touch.gather, touch.warn_once
 
     def gather(self, parameter):
         gathers.append(type(parameter).label)
-        return whole(self, parameter)
+        return plainly(self, parameter)
 
     Touch.gather, touch.warn_once = gather, lambda message, key: said.append(message)
     engine.backward(engine(rows(0, engine.global_rank)))
     assert engine.step().applied
-    Touch.gather, touch.warn_once = whole, warn
+    Touch.gather, touch.warn_once = plainly, warn
     return set(gathers), said
 
 
@@ -52,3 +53,18 @@ def test_what_code_names_is_gathered_once_and_the_rest_is_said(world):
     assert gathers == {"blocks.0.down.weight", "blocks.0.down.bias"}  # reached through a variable
     assert "'blocks.0.down.weight' is used outside of its unit 'blocks.0'" in said[0]
     assert world(2).run(touched, "Base")[0] == (set(), [])
+
+
+def left(kind):
+    """The gathered parameters that have a gradient after a backward, which is memory of whole parameters."""
+    engine = start(kind, 3)
+    for step in range(2):
+        engine.backward(engine(rows(step, engine.global_rank)))
+        engine.step()
+    return [parameter.grad for unit in engine.stores[0].units for parameter in whole(unit.module)]
+
+
+@pytest.mark.parametrize("kind", ["Base", "Branching"])
+def test_no_whole_gradient_is_left(world, kind):
+    for found in world(2).run(left, kind):
+        assert found and not any(gradient is not None for gradient in found)
