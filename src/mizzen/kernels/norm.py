@@ -12,16 +12,17 @@ _CACHE: Final = 1 << 16
 
 def sum_of_squares(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor:
     """The fp64 sum of the squares of all elements, as a 0-d tensor on `device`."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        if flat.device.type == "cpu":
-            buffer = torch.empty(min(flat.numel(), _CACHE), dtype=torch.float64)
-            for part in torch.split(flat, _CACHE):
-                wide = buffer[: part.numel()].copy_(part)
-                total += torch.dot(wide, wide)
-        elif flat.numel():
-            total += torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+    flats = [flat for tensor in tensors if (flat := tensor.detach().reshape(-1)).numel()]
+    if not flats:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if flats[0].device.type != "cpu":
+        return squares_of(flats).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for flat in flats:
+        buffer = torch.empty(min(flat.numel(), _CACHE), dtype=torch.float64)
+        for part in torch.split(flat, _CACHE):
+            wide = buffer[: part.numel()].copy_(part)
+            total += torch.dot(wide, wide)
     return total
 
 
@@ -42,7 +43,7 @@ def are_finite(tensors: list[Tensor]) -> Tensor:
 
 
 def squares_of(tensors: list[Tensor]) -> Tensor:
-    """The fp64 sum of squares of each tensor."""
+    """The fp64 sum of squares of each tensor. A norm of one tensor alone would first copy it to fp64 on a GPU."""
     return _norms(tensors, torch.float64).square()
 
 

@@ -66,7 +66,7 @@ class Gradients:
         """Let full buckets leave during the backward that follows."""
         self.is_armed = bool(last) if self.waits_for_last else last is not None
         self.is_open, self._is_complete, self._next = True, False, 0
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.overlaps else ():
             bucket.missing, bucket.has_left = set(range(len(bucket.parameters))), False
 
     def settle(self) -> None:
@@ -108,7 +108,11 @@ class Gradients:
             self._is_complete = False
             self.has_strangers |= not self.is_open
             self.keep(bucket, position)
-            return
+        elif self.overlaps:
+            self._count(bucket, position)
+
+    def _count(self, bucket: LiveBucket, position: int) -> None:
+        """Send what is full now, and stands next in the order."""
         if bucket.has_left:
             raise UsageError(
                 f"a second gradient of '{bucket.plan.slots[position].name}' arrived in one backward, after the first "
@@ -116,7 +120,7 @@ class Gradients:
                 "zero_optimization.overlap_comm to false"
             )
         bucket.missing.discard(position)
-        while self.overlaps and self._next < len(self.buckets) and not self.buckets[self._next].missing:
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._send(self.buckets[self._next : self._next + 1])
             self._next += 1
 
@@ -182,9 +186,12 @@ class WholeGradients(Gradients):
 
     def _new(self, bucket: LiveBucket, positions: Iterable[int]) -> dict[int, Tensor]:
         """What autograd or the user has put on parameters; to one that is shown already it was added in place."""
+        parameters = bucket.parameters
+        if not bucket.shown:
+            return {at: gradient for at in positions if (gradient := parameters[at].grad) is not None}
         found = {}
         for position in positions:
-            gradient = bucket.parameters[position].grad
+            gradient = parameters[position].grad
             if position in bucket.shown:
                 if gradient is bucket.views[position]:
                     continue
@@ -194,8 +201,9 @@ class WholeGradients(Gradients):
         return found
 
     def _show(self, bucket: LiveBucket, positions: Iterable[int]) -> None:
+        parameters, views = bucket.parameters, bucket.views
         for position in positions:
-            bucket.parameters[position].grad = bucket.views[position]
+            parameters[position].grad = views[position]
         bucket.shown.update(positions)
 
     def _finish_by_rows(self, bucket: LiveBucket, whole: Tensor) -> None:

@@ -97,21 +97,27 @@ class LiveBucket:
         """Add gradients to their places, and multiply all that is in the bucket by a factor."""
         if self.whole is None:
             self._open()
+        if len(self.empty) < len(self.views):
+            gradients = self._add(gradients, factor)
+        self._fill(gradients, factor)
+        self.empty.difference_update(gradients)
+
+    def _add(self, gradients: Mapping[int, Tensor], factor: float) -> Mapping[int, Tensor]:
+        """Add gradients to those that are there, and multiply these; returns the others."""
         first = self.empty & gradients.keys()
         for position in gradients.keys() - first:
             self.views[position].add_(gradients[position])
-        if factor != 1:
-            for position in set(range(len(self.views))) - self.empty:
-                self.views[position].mul_(factor)
-        self._fill({position: dense(gradients[position]) for position in first}, factor)
-        self.empty -= first
+        for position in set(range(len(self.views))) - self.empty if factor != 1 else ():
+            self.views[position].mul_(factor)
+        return {position: gradients[position] for position in first}
 
     def _fill(self, gradients: Mapping[int, Tensor], factor: float) -> None:
         places = [self.views[position] for position in gradients]
+        values = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients.values()]
         if factor == 1 and places:
-            copy_all(places, list(gradients.values()))
+            copy_all(places, values)
             return
-        for place, gradient in zip(places, gradients.values(), strict=True):
+        for place, gradient in zip(places, values, strict=True):
             torch.mul(gradient, factor, out=place)
 
     def filled(self) -> Tensor:
@@ -161,11 +167,6 @@ class LiveBucket:
             is_here = low < high or start <= slot.start - self.start == slot.stop - self.start <= stop
             if is_here:  # a slot without elements still has a name
                 yield number, low, high
-
-
-def dense(gradient: Tensor) -> Tensor:
-    """The same with all its zeros."""
-    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:
