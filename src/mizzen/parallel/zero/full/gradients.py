@@ -43,6 +43,13 @@ class UnitGradients:
         self._is_complete = False
         self._pending: list[Finish] = []
 
+    def see(self, unit: LiveUnit, gradients: Sequence[Tensor | None]) -> None:
+        """Remember which of this rank's own gradients are finite, on a GPU: here they lie as its kernels like them."""
+        found = [gradient for gradient in gradients if gradient is not None]
+        if found and found[0].device.type != "cpu":
+            fine = found[0].new_zeros(1)
+            unit.finite &= are_finite([fine if gradient is None else gradient for gradient in gradients])
+
     def take(self, unit: LiveUnit, sent: Tensor) -> None:
         """Sum the gradients of a unit, laid out as one row of shards for each rank, into this rank's shard."""
         if sent.numel() != unit.gradient.numel() * self.reducer.reduction.ranks:
@@ -51,7 +58,7 @@ class UnitGradients:
                 f"{unit.gradient.numel() * self.reducer.reduction.ranks} are trained: requires_grad of a parameter was "
                 "changed after initialize; make a new engine"
             )
-        if not is_all_finite(sent):
+        if sent.device.type == "cpu" and not is_all_finite(sent):
             unit.finite &= are_finite(list(unit.rows(sent, self.reducer.reduction.ranks)))
         self.add(sent, unit.gradient)
 

@@ -77,7 +77,7 @@ class FullStore:
             kind = QuantizedGather if self.holding.quantizing.weights else Gather
             gather = kind(unit.plan.title, self.place)
             scatter = Scatter(unit.plan.title, self.place, partial(self.gradients.take, unit))
-            connect(unit.module, gather, scatter)
+            connect(unit.module, gather, scatter, partial(self.gradients.see, unit))
         root, *others = self.units
         device_type = str(self.device.type)
         modules, sizes = [unit.module for unit in others], [unit.plan.numel for unit in others]

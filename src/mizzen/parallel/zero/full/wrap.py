@@ -26,6 +26,8 @@ from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.wires import Gather, Scatter
 from mizzen.parallel.zero.reduce import torch_dtype
 
+See = Callable[[Sequence[Tensor | None]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
@@ -101,29 +103,35 @@ def share_second_mesh(first: nn.Module, module: nn.Module) -> None:
                 each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
 
 
-def connect(module: Any, gather: Gather, scatter: Scatter) -> None:
-    """Let a wrapped module use our collectives, which see to the mean, and send zeros for what got no gradient."""
-    if not fsdp_groups(state_of(module)):
-        return
-    module.set_custom_all_gather(gather)
-    module.set_custom_reduce_scatter(scatter)
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
-    if not fsdp_zeros_for_unused(module):
-        for group in fsdp_groups(state_of(module)):
-            group.post_backward = partial(_fill_and_reduce, group)
+def connect(module: Any, gather: Gather, scatter: Scatter, see: See) -> None:
+    """Let a wrapped module use our collectives, which see to the mean, and send zeros for what got no gradient.
+
+    `see` is given the gradients of its trained parameters before they are reduced.
+    """
+    groups = fsdp_groups(state_of(module))
+    if groups:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(scatter)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        fills = not fsdp_zeros_for_unused(module)
+        for group in groups:
+            group.post_backward = partial(_post_backward, group, see, fills)
 
 
-def _fill_and_reduce(group: Any, *unused: Any) -> None:
-    """Give every parameter of a unit a gradient before they are reduced, where torch cannot see to that itself.
+def _post_backward(group: Any, see: See, fills: bool, *unused: Any) -> None:
+    """Look at the gradients of a unit before torch reduces them, and put zeros where there is none.
 
-    Without zeros a rank that took another branch inside a unit would reduce fewer elements than the others.
+    Without zeros a rank that took another branch inside a unit would reduce fewer elements than the others. torch puts
+    them there itself from 2.13 on.
     """
     if group._training_state.name == "PRE_BACKWARD":  # its backward has begun, and nothing of it was sent
-        for each in group.fsdp_params:
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        for each in trained if fills else ():
             parameter = each.unsharded_param
-            if parameter.requires_grad and parameter.grad is None and each.unsharded_accumulated_grad is None:
+            if parameter.grad is None and each.unsharded_accumulated_grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        see([each.unsharded_param.grad for each in trained])
     type(group).post_backward(group, *unused)
 
 
