@@ -1,4 +1,4 @@
-"""Import paths of DeepSpeed over mizzen. Nothing is loaded until a name is asked for; `table.py` says where it lives."""
+"""Import paths of DeepSpeed over mizzen. Nothing is loaded before it is asked for; `table.py` says where it lives."""
 
 import sys
 from typing import Any

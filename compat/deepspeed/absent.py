@@ -1,4 +1,4 @@
-"""Stand-ins for names whose capability mizzen does not have yet: they can be imported, and say so when they are used."""
+"""Stand-ins for names whose capability mizzen does not have yet: they can be imported, and say so when used."""
 
 from collections.abc import Callable
 from functools import cache

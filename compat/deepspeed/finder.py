@@ -1,4 +1,4 @@
-"""Makes the modules that the table lists. No file stands behind them: a name is looked up when it is first asked for."""
+"""Makes the modules that the table lists. No file stands behind them: a name is looked up when it is asked for."""
 
 import importlib
 import sys

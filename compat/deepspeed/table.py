@@ -44,7 +44,9 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("deepspeed", "OnDevice RepeatingLoader", "deepspeed.utils"),
     Row("deepspeed", "logger log_dist", "deepspeed.utils"),
     Row("deepspeed", "DeepSpeedConfig DeepSpeedConfigError", ".config"),
-    Row("deepspeed", "DeepSpeedOptimizer ZeROOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable", ".engine"),
+    Row(
+        "deepspeed", "DeepSpeedOptimizer ZeROOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable", ".engine"
+    ),
     Row("deepspeed", "DeepSpeedDataLoader=Loader", "mizzen.data.loader"),
     Row("deepspeed", "HAS_TRITON", ".facts"),
     Row("deepspeed", "init_inference default_inference_config InferenceEngine", waits_for=INFERENCE),
@@ -54,7 +56,11 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("deepspeed", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig", waits_for=LAYERS),
     Row("deepspeed", "replace_transformer_layer revert_transformer_layer", waits_for=LAYERS),
     Row("deepspeed", "set_autotp_mode", waits_for=TENSOR),
-    Row("git_version_info", "version git_hash git_branch installed_ops compatible_ops torch_info accelerator_name", ".facts"),
+    Row(
+        "git_version_info",
+        "version git_hash git_branch installed_ops compatible_ops torch_info accelerator_name",
+        ".facts",
+    ),
     Row("constants", "TORCH_DISTRIBUTED_DEFAULT_PORT INFERENCE_GENERIC_MODE INFERENCE_SPECIALIZED_MODE", ".facts"),
     # Communication
     Row("comm comm.comm", "*", "mizzen.comm"),
@@ -86,7 +92,11 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.bf16_optimizer", "BF16_Optimizer=DeepSpeedOptimizer", ".engine"),
     Row("runtime.fp16.fused_optimizer", "FP16_Optimizer=DeepSpeedOptimizer", ".engine"),
     Row("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer=DeepSpeedOptimizer", ".engine"),
-    Row("runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler=LossScaler LossScalerBase=LossScaler", "mizzen.precision.scaler"),
+    Row(
+        "runtime.fp16.loss_scaler",
+        "LossScaler DynamicLossScaler=LossScaler LossScalerBase=LossScaler",
+        "mizzen.precision.scaler",
+    ),
     Row("runtime.dataloader", "DeepSpeedDataLoader=Loader", "mizzen.data.loader"),
     Row("runtime.dataloader", "RepeatingLoader", "mizzen.data.repeat"),
     Row(
@@ -114,7 +124,11 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.compiler", "is_compile_supported", ".start"),
     Row("runtime.compiler", "disable is_compiling", "torch.compiler"),
     Row("runtime.sparse_tensor", "SparseTensor", waits_for="sparse gradients"),
-    Row("runtime.progressive_layer_drop", "ProgressiveLayerDrop", waits_for="progressive layer drop in a loop of one's own"),
+    Row(
+        "runtime.progressive_layer_drop",
+        "ProgressiveLayerDrop",
+        waits_for="layer drop by hand",
+    ),
     Row("runtime.eigenvalue", "Eigenvalue", waits_for=COMPRESSION),
     Row("runtime.hybrid_engine", "DeepSpeedHybridEngine", waits_for=HYBRID),
     Row(
@@ -225,19 +239,31 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("launcher.launch", "main=launch", ".commands"),
     Row("env_report", "main=ds_report cli_main=ds_report", ".commands"),
     Row("elasticity", "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config", ".config"),
-    Row("elasticity.elasticity", "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config", ".config"),
-    Row("elasticity elasticity.config", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize", ".config"),
+    Row(
+        "elasticity.elasticity", "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config", ".config"
+    ),
+    Row(
+        "elasticity elasticity.config",
+        "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize",
+        ".config",
+    ),
     Row("elasticity.config", "ElasticityConfig", "mizzen.config.elasticity"),
     Row("autotuning autotuning.autotuner", "Autotuner", waits_for=TUNING),
     # Monitoring
     Row("monitor.monitor", "Monitor MonitorMaster=Monitor", "mizzen.monitor.sinks"),
-    Row("profiling.flops_profiler profiling.flops_profiler.profiler", "FlopsProfiler get_model_profile", waits_for=PROFILER),
+    Row(
+        "profiling.flops_profiler profiling.flops_profiler.profiler",
+        "FlopsProfiler get_model_profile",
+        waits_for=PROFILER,
+    ),
     # Operations
     Row("ops", "__compatible_ops__=COMPATIBLE", ".builders"),
     Row("ops.adam ops.adam.fused_adam", "FusedAdam", ".optimizers"),
     Row("ops.adam ops.adam.cpu_adam", "DeepSpeedCPUAdam", ".optimizers"),
     Row("ops.adam ops.adam.zenflow_cpu_adam", "ZenFlowCPUAdam", waits_for=OFFLOAD),
-    Row("ops.adam ops.adam.zenflow_torch_adam", "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3", waits_for=OFFLOAD),
+    Row(
+        "ops.adam ops.adam.zenflow_torch_adam", "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3", waits_for=OFFLOAD
+    ),
     Row("ops.adagrad ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad", ".optimizers"),
     Row("ops.lamb ops.lamb.fused_lamb", "FusedLamb", ".optimizers"),
     Row("ops.lion ops.lion.fused_lion", "FusedLion", ".optimizers"),
@@ -295,7 +321,11 @@ ROWS: Final[tuple[Row, ...]] = (
         "DistributedAttention single_all_to_all uneven_heads_all2all",
         waits_for=SEQUENCE,
     ),
-    Row("sequence.cross_entropy", "vocab_sequence_parallel_cross_entropy vocab_parallel_cross_entropy", waits_for=SEQUENCE),
+    Row(
+        "sequence.cross_entropy",
+        "vocab_sequence_parallel_cross_entropy vocab_parallel_cross_entropy",
+        waits_for=SEQUENCE,
+    ),
     Row("sequence.fpdt_layer", "FPDT_InputConstruct FPDT_Attention FPDT_FFN FPDT_LogitsLoss", waits_for=SEQUENCE),
     Row("sequence sequence.auto_sp", "auto_wrap_model_for_sp", waits_for=SEQUENCE),
     Row(

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from deepspeed.faces import builders
 from mizzen import accelerator as own
 from mizzen.accelerator import Accelerator
-from importlib.util import find_spec
 from mizzen.environment import environ, integer
 from mizzen.errors import MizzenError, NotBuilt
 
@@ -242,10 +242,10 @@ class DeepSpeedAccelerator:
         return [dtype for dtype in (torch.float, torch.half, torch.bfloat16) if self.inner.supports(dtype)]
 
     def _maker(self, dtype: torch.dtype) -> Callable[..., Tensor]:
-        def make(*args: Any, **_: Any) -> Tensor:
-            if args and all(isinstance(size, int) for size in args):
-                return torch.empty(args, dtype=dtype, device=self.inner.device())
-            return torch.tensor(*args, dtype=dtype, device=self.inner.device())
+        def make(*sizes: Any) -> Tensor:
+            if all(isinstance(size, int) for size in sizes):
+                return torch.empty(sizes, dtype=dtype, device=self.inner.device())
+            return torch.tensor(sizes[0], dtype=dtype, device=self.inner.device())
 
         return make
 
@@ -266,12 +266,12 @@ class DeepSpeedAccelerator:
     def range_push(self, msg: str) -> None:
         """Start a named range in a profile."""
         if self._name == "cuda":
-            torch.cuda.nvtx.range_push(msg)
+            torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
 
     def range_pop(self) -> None:
         """End it."""
         if self._name == "cuda":
-            torch.cuda.nvtx.range_pop()
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Call a function when the device is there."""
@@ -292,7 +292,7 @@ class DeepSpeedAccelerator:
 
     def build_extension(self) -> Any:
         """Nothing is compiled."""
-        raise NotBuilt("nothing is compiled by mizzen: torch.utils.cpp_extension.BuildExtension builds code of your own")
+        raise NotBuilt("mizzen compiles nothing: torch.utils.cpp_extension.BuildExtension builds code of your own")
 
     def export_envs(self) -> list[str]:
         """Prefixes of variables that go to other hosts."""

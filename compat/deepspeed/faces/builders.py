@@ -44,13 +44,11 @@ class OpBuilder:
     def load(self, verbose: bool = True) -> Any:
         """The module that does its work: there is nothing to compile."""
         if self.HOME is None:
-            raise NotBuilt(f"the operation {self.name} waits for a capability that is not built yet: {self._capability()}")
+            capability = WAITING.get(self.NAME, "kernels of that name")
+            raise NotBuilt(f"the operation {self.name} waits for a capability that is not built yet: {capability}")
         return import_module(self.HOME)
 
     jit_load = load
-
-    def _capability(self) -> str:
-        return WAITING.get(self.NAME, "kernels of that name")
 
 
 CUDAOpBuilder = CPUOpBuilder = TorchCPUOpBuilder = OpBuilder

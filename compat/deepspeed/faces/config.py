@@ -1,7 +1,7 @@
 """Configuration objects: mizzen reads and judges the file; these have the attributes that scripts read."""
 
 from collections.abc import Mapping
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Final
 
 from mizzen.comm import groups
@@ -80,7 +80,7 @@ class ZeroStageEnum(IntEnum):
     max_stage = 3
 
 
-class OffloadDeviceEnum(str, Enum):
+class OffloadDeviceEnum(StrEnum):
     """Where tensors may rest."""
 
     none = "none"
@@ -88,7 +88,7 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(str, Enum):
+class OffloadStateTypeEnum(StrEnum):
     """What may be moved there between two steps."""
 
     optim_states = "optim_states"

@@ -4,7 +4,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class ParameterOffload:
         """Nothing."""
 
 
-class DeepSpeedOptimizer(ABC):
+class DeepSpeedOptimizer(ABC):  # noqa: B024
     """For `isinstance`: the optimizer of any engine."""
 
 
@@ -137,13 +137,8 @@ OPTIMIZERS: tuple[type[DropInOptimizer], ...] = (
 """By stage."""
 
 
-class DeepSpeedOptimizerCallable(Protocol):
-    """What makes an optimizer from parameter groups."""
-
-    def __call__(self, params: Any) -> Any: ...
-
-
-DeepSpeedSchedulerCallable = Callable[[Any], Any]
+DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[[Any], Any]
+"""What makes an optimizer from parameter groups, or a schedule from an optimizer."""
 
 
 def dress(engine: Engine) -> None:

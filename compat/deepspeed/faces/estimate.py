@@ -1,4 +1,4 @@
-"""How much memory training takes, by a rule of thumb; `mizzen plan` says it for a model, a file and a number of ranks."""
+"""How much memory training takes, by a rule of thumb. `mizzen plan` says it for a file and a number of ranks."""
 
 from typing import Any
 

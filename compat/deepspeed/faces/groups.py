@@ -9,7 +9,8 @@ from mizzen.errors import NotBuilt
 
 
 def _world() -> ProcessGroup | None:
-    return groups.get_world_group()
+    found: ProcessGroup | None = groups.get_world_group()
+    return found
 
 
 def _size() -> int:
@@ -116,4 +117,39 @@ def _get_data_parallel_group_ranks() -> list[int]:
     return list(range(_size()))
 
 
-__all__ = [name for name, value in vars().copy().items() if callable(value) and name.startswith(("_get", "get", "init"))]
+__all__ = [
+    "_get_broadcast_src_rank",
+    "_get_data_parallel_group",
+    "_get_data_parallel_group_ranks",
+    "_get_data_parallel_rank",
+    "_get_data_parallel_world_size",
+    "_get_expert_data_parallel_group",
+    "_get_expert_parallel_group",
+    "_get_expert_parallel_rank",
+    "_get_expert_parallel_world_size",
+    "_get_local_all_to_all_group",
+    "_get_max_expert_size",
+    "_get_max_expert_size_name",
+    "_get_model_parallel_group",
+    "_get_model_parallel_rank",
+    "_get_model_parallel_world_size",
+    "_get_sequence_data_parallel_group",
+    "_get_sequence_data_parallel_rank",
+    "_get_sequence_data_parallel_world_size",
+    "_get_sequence_parallel_group",
+    "_get_sequence_parallel_rank",
+    "_get_sequence_parallel_world_size",
+    "_get_tensor_model_parallel_group",
+    "_get_tensor_model_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+    "initialize",
+]

@@ -3,7 +3,6 @@
 from deepspeed.faces.tools import (
     clone_tensors_for_torch_save,
     instrument_w_nvtx,
-    log_dist,
     log_dist_once,
     logger,
     see_memory_usage,
@@ -12,6 +11,7 @@ from deepspeed.faces.tools import (
 )
 from mizzen.comm import is_initialized
 from mizzen.data.repeat import RepeatingLoader
+from mizzen.log import log_dist
 from mizzen.zero import (
     OnDevice,
     get_z3_leaf_modules,

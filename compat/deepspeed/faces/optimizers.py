@@ -173,8 +173,8 @@ def _has_kernel(groups: list[Any]) -> bool:
 def _states_are_fp32(optimizer: object, asked: bool) -> None:
     if not asked:
         raise NotBuilt(
-            f"{type(optimizer).__name__}(fp32_optimizer_states=False): states have fp32; an optimizer of few bits, such "
-            "as AdamW8bit, is chosen by its name in the configuration"
+            f"{type(optimizer).__name__}(fp32_optimizer_states=False): states have fp32; an optimizer of few bits, "
+            "such as AdamW8bit, is chosen by its name in the configuration"
         )
 
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mizzen.ambient import AMBIENT
 from mizzen.parallel.zero.full.facts import facts_of
@@ -42,8 +43,7 @@ def _status(parameter: Tensor) -> ZeroParamStatus:
 
 
 def _shard(parameter: Tensor) -> Tensor:
-    is_sharded = facts_of(parameter).status in ("sharded", "gathered")
-    return local(parameter) if is_sharded else parameter.detach()
+    return local(parameter) if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _number(parameter: Tensor) -> int:

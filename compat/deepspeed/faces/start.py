@@ -26,7 +26,7 @@ def initialize(*args: Any, **kwargs: Any) -> api.Setup:
             bound[name] = without_hints(given)
     engine, *others = api.initialize(**bound)
     dress(engine)
-    return engine, *others  # type: ignore[return-value]
+    return engine, *others
 
 
 initialize.__signature__ = signature(api.initialize)  # type: ignore[attr-defined]
