@@ -4,9 +4,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 from functools import cache
-from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Final
 
 from deepspeed.table import ROWS, RUNNABLE, Row
@@ -62,8 +61,11 @@ def _found(row: Row, name: str) -> Any:
     return module if own == "." else getattr(module, own)
 
 
-class Finder(MetaPathFinder, InspectLoader):
-    """Finds and makes the modules of the table; those that have files are Python's own business."""
+class Finder:
+    """Finds and makes the modules of the table; those that have files are Python's own business.
+
+    A finder and a loader by its methods: the classes that Python has for that load eighty modules of their own.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -76,6 +78,9 @@ class Finder(MetaPathFinder, InspectLoader):
     def is_package(self, fullname: str) -> bool:
         """Whether modules are below."""
         return fullname in children()
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """None lets Python make an empty one."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Let names be looked up when they are asked for."""
@@ -97,6 +102,10 @@ class Finder(MetaPathFinder, InspectLoader):
             return f"raise SystemExit('{fullname} is not a program')\n"
         home, _, function = RUNNABLE[fullname].partition(":")
         return f"from {home} import {function}\n\nraise SystemExit({function}())\n"
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The same, compiled."""
+        return compile(self.get_source(fullname), f"<{fullname}>", "exec")
 
     @staticmethod
     def names(path: str) -> set[str]:

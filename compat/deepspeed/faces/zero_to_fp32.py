@@ -25,7 +25,7 @@ __all__ = [
 
 def main(words: Sequence[str] | None = None) -> int:
     """Convert, as the command line says."""
-    parser = argparse.ArgumentParser(description="Write the weights of a checkpoint in fp32.")
+    parser = argparse.ArgumentParser("zero_to_fp32.py", description="Write the weights of a checkpoint in fp32.")
     parser.add_argument("checkpoint_dir", help="the folder of checkpoints, with the tag's folder in it")
     parser.add_argument("output_dir", help="where to write")
     parser.add_argument("--max_shard_size", default="5GB", help="bytes of one file (default: 5GB)")
