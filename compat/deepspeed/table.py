@@ -192,6 +192,7 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     # Helpers
     Row("utils", "*", ".loose"),
+    Row("utils", "z3_leaf_module", "mizzen.zero"),
     Row("utils.groups", "*", ".groups"),
     Row("utils.logging", "logger log_dist log_dist_once warning_once set_log_level_from_string", ".tools"),
     Row("utils.timer", "SynchronizedWallClockTimer ThroughputTimer", ".tools"),
