@@ -81,7 +81,8 @@ class Finder:
         """A module of the table, or None."""
         if not fullname.startswith("deepspeed.") or fullname not in contents():
             return None
-        return ModuleSpec(fullname, self, origin="mizzen", is_package=self.is_package(fullname))
+        is_package = self.is_package(fullname)
+        return ModuleSpec(fullname, self, origin="mizzen", is_package=is_package)  # type: ignore[arg-type]
 
     def is_package(self, fullname: str) -> bool:
         """Whether modules are below."""

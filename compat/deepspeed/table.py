@@ -106,7 +106,8 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row("runtime.lr_schedules", "add_tuning_arguments", "mizzen.optim.flags"),
     Row("runtime.lr_schedules", "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR", ".facts"),
-    Row("runtime.config", "DeepSpeedConfig DeepSpeedConfigError", ".config"),
+    Row("runtime.config", "DeepSpeedConfig DeepSpeedConfigError DeepSpeedConfigWriter", ".config"),
+    Row("runtime.config_utils", "DeepSpeedConfigModel=Section", "mizzen.config.section"),
     Row(
         "runtime.config",
         "ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER ADAGRAD_OPTIMIZER MUON_OPTIMIZER "
@@ -251,7 +252,9 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("elasticity.config", "ElasticityConfig", "mizzen.config.elasticity"),
     Row("autotuning autotuning.autotuner", "Autotuner", waits_for=TUNING),
     # Monitoring
-    Row("monitor.monitor", "Monitor MonitorMaster=Monitor", "mizzen.monitor.sinks"),
+    Row("monitor.monitor", "Monitor", "mizzen.monitor.sinks"),
+    Row("monitor.monitor", "MonitorMaster", ".config"),
+    Row("monitor.config", "DeepSpeedMonitorConfig=Config", "mizzen.config.schema"),
     Row(
         "profiling.flops_profiler profiling.flops_profiler.profiler",
         "FlopsProfiler get_model_profile",

@@ -63,6 +63,9 @@ def trained(stage):
     data, same = batches(3), batches(3)
     losses = [theirs.train_batch(data) for _ in range(3)]
     reports = [ours.train_batch(same) for _ in range(3)]
+    assert theirs.zero_optimization_partition_gradients() == (stage >= 2)
+    assert theirs.zero_round_robin_gradients() is False and theirs.get_data_types() == (torch.float32, torch.float32)
+    assert theirs.save_non_zero_checkpoint == (theirs.global_rank == 0) and theirs.flops_profiler is None
     kinds = {
         "engine": isinstance(theirs, package.DeepSpeedEngine) and isinstance(ours, package.DeepSpeedEngine),
         "any": isinstance(theirs.optimizer, package.runtime.base_optimizer.DeepSpeedOptimizer),

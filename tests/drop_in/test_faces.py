@@ -162,6 +162,23 @@ def test_a_configuration_answers_by_the_names_of_scripts(package):
         package.DeepSpeedConfig({"train_batch_size": -1})
 
 
+def test_a_configuration_is_put_together_and_written(package, tmp_path):
+    writer = package.runtime.config.DeepSpeedConfigWriter()
+    writer.add_config("train_batch_size", 4)
+    writer.write_config(tmp_path / "config.json")
+    other = package.runtime.config.DeepSpeedConfigWriter()
+    other.load_config(tmp_path / "config.json")
+    assert other.data == {"train_batch_size": 4}
+
+
+def test_numbers_go_where_the_configuration_says(package, tmp_path):
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config = package.DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": section})
+    monitor = package.monitor.monitor.MonitorMaster(config.monitor_config)
+    monitor.write_events([("Train/score", 0.5, 8)])
+    assert monitor.enabled and "0.5" in next(tmp_path.rglob("*score*")).read_text()
+
+
 def test_elastic_batches(package):
     section = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4], "version": 0.1}
     config = {"elasticity": section}
