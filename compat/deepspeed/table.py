@@ -38,7 +38,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("deepspeed", "initialize add_config_arguments tp_model_init is_compile_supported", ".start"),
     Row("deepspeed", "init_distributed", "mizzen.comm"),
     Row("deepspeed", "add_tuning_arguments", "mizzen.optim.flags"),
-    Row("deepspeed", "DeepSpeedEngine=Engine", "mizzen.engine.engine"),
+    Row("deepspeed runtime.engine", "DeepSpeedEngine", ".kinds"),
     Row("deepspeed", "get_accelerator", ".accelerator"),
     Row("deepspeed", "comm=. dist=.", "deepspeed.comm"),
     Row("deepspeed", "OnDevice RepeatingLoader", "deepspeed.utils"),
@@ -83,7 +83,6 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("accelerator.abstract_accelerator", "DeepSpeedAccelerator", ".accelerator"),
     Row("accelerator.real_accelerator", "SUPPORTED_ACCELERATOR_LIST", ".accelerator"),
     # The engine
-    Row("runtime.engine", "DeepSpeedEngine=Engine", "mizzen.engine.engine"),
     Row("runtime.engine", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable", ".engine"),
     Row("runtime.base_optimizer", "DeepSpeedOptimizer ZeROOptimizer", ".engine"),
     Row("runtime", "DeepSpeedOptimizer ZeROOptimizer", ".engine"),

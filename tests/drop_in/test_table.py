@@ -9,7 +9,7 @@ from inspect import isclass, ismodule
 import pytest
 
 from house.tree import ROOT
-from mizzen.errors import NotBuilt
+from mizzen.errors import NotBuilt, UsageError
 from mizzen.launcher.drop_in import FOLDER
 
 sys.path.insert(0, str(FOLDER))
@@ -139,6 +139,36 @@ def test_the_import_is_light_silent_and_found():
         check=False,
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+ASKED = """
+import sys
+import torch
+from deepspeed import DeepSpeedEngine
+assert not isinstance(torch.nn.Linear(1, 1), DeepSpeedEngine)
+assert not [name for name in sys.modules if name.startswith("mizzen.engine")]
+"""
+
+
+def test_whether_a_model_is_an_engine_can_be_asked_without_loading_engines():
+    """Accelerate asks it of every model that it unwraps, once this is installed."""
+    variables = {"PYTHONPATH": f"{ROOT / 'src'}:{FOLDER}"}
+    ran = subprocess.run([sys.executable, "-c", ASKED], env=variables, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_the_class_of_engines_is_not_called():
+    from deepspeed import DeepSpeedEngine
+    from mizzen.engine.engine import Engine
+
+    class Mine(DeepSpeedEngine):
+        pass
+
+    assert issubclass(Engine, DeepSpeedEngine) and issubclass(Mine, DeepSpeedEngine)
+    assert not issubclass(int, DeepSpeedEngine)
+    assert DeepSpeedEngine.save_checkpoint is Engine.save_checkpoint
+    with pytest.raises(UsageError, match="initialize"):
+        DeepSpeedEngine(model=None)
 
 
 def test_clients_take_its_version_for_new_enough():
