@@ -1,4 +1,4 @@
-"""The class of engines, for `isinstance`, without loading them: a client asks of every model, also where none is used."""
+"""The class of engines, for `isinstance`, without loading them: clients ask of every model, also where none is used."""
 
 import sys
 from importlib import import_module
@@ -14,7 +14,7 @@ class _Kind(type):
         return cls.__subclasscheck__(type(instance))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        home = sys.modules.get(HOME)  # before that is loaded there is no engine
+        home = sys.modules.get(HOME) if cls is DeepSpeedEngine else None  # before that is loaded there is no engine
         return type.__subclasscheck__(cls, subclass) or (home is not None and issubclass(subclass, home.Engine))
 
     def __getattr__(cls, name: str) -> Any:
