@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.faces import parameters
-from deepspeed.faces.folder import leave_files
+from deepspeed.faces.folder import leave_files, refuse_others
 from deepspeed.faces.getters import KEYS
 from mizzen.engine.engine import Engine
 from mizzen.engine.optimizer import EngineOptimizer
@@ -95,6 +95,13 @@ class DropInEngine(Engine):
             name = str(tag) if tag else f"global_step{self.global_steps}"
             leave_files(self, root, name, client_state or {})
         return saved
+
+    def load_checkpoint(
+        self, load_dir: str | PathLike[str] | None = None, tag: str | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load, as mizzen does; a folder of the other format is an error with the way out, not an empty answer."""
+        refuse_others(Path(folder_of(self.settings.checkpoint, load_dir)), tag)
+        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
 
 class DropInOptimizer(EngineOptimizer):
