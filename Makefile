@@ -66,6 +66,6 @@ bench: .venv/ready ## mizzen beside its peers on two CPU ranks, in about two min
 	$(BIN)/python -m bench.cpu_ranks $(ARGS)
 
 clean: ## remove everything that was made here
-	rm -rf .venv .venvs build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info \
-	  compat/build compat/*.egg-info
+	rm -rf .venv .venvs build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf compat/build compat/*.egg-info compat/deepspeed/__pycache__ compat/deepspeed/faces/__pycache__
