@@ -40,7 +40,7 @@ test: .venv/ready ## all tests that this machine can run
 lint: .venv/ready ## style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict src compat
 
 test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERSION=2.11.0
 	$(OTHER)/bin/python -m pytest $(ARGS)
@@ -68,3 +68,4 @@ bench: .venv/ready ## mizzen beside its peers on two CPU ranks, in about two min
 clean: ## remove everything that was made here
 	rm -rf .venv .venvs build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf compat/build compat/*.egg-info compat/deepspeed/__pycache__ compat/deepspeed/faces/__pycache__
