@@ -1,12 +1,12 @@
-"""ZeRO++ against plain stage 3 over a slow link: two nodes that are network namespaces, joined by a shaped veth pair.
+"""ZeRO++ against plain stage 3 over a slow link: two nodes that are network namespaces, joined by a shaped wire.
 
     python -m bench.slow_link                 # as root; 2 nodes of 2 ranks, 1 Gbit/s and 2 ms each way
     python -m bench.slow_link --inside 1      # one rank in each, so without hpZ and a second hop
 
-It makes two namespaces and a pair of devices, named after the number of this process, and takes them away again.
-Nothing else on the machine is changed. It needs root and the commands `ip` and `tc` (`apt-get install iproute2`), and
-otherwise says so and measures nothing. The delay needs the kernel's netem; where it is not compiled in, the rate alone
-is shaped, by tbf, and the output says what the kernel has said.
+It makes two namespaces and two devices, named after the number of this process, and takes them away again. Nothing else
+on the machine is changed. It needs root and the commands `ip` and `tc` (`apt-get install iproute2`), and otherwise says
+so and measures nothing. The wire is a veth pair shaped by the kernel's netem; where that is not compiled in, it is a
+loop in user space (`bench.wire`), and the output says so.
 """
 
 import argparse
@@ -30,6 +30,9 @@ ROOT: Final = Path(__file__).parents[1]
 ADDRESSES: Final = ("10.213.77.1", "10.213.77.2")
 PORT: Final = 29400
 PATIENCE: Final = 900
+MTU: Final = 65000
+RATES: Final = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+DELAYS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +45,33 @@ class Link:
     nodes: tuple[str, str]
     devices: tuple[str, str]
 
-    def made_by(self) -> list[list[str]]:
-        """The commands that make it, without a shape."""
+    def joined_by(self) -> list[list[str]]:
+        """The commands that make a pair of devices whose sending the kernel shapes."""
         (one, other), (left, right) = self.nodes, self.devices
-        words = [["ip", "netns", "add", node] for node in self.nodes]
-        words.append(["ip", "link", "add", left, "netns", one, "type", "veth", "peer", "name", right, "netns", other])
+        pair = ["ip", "link", "add", left, "netns", one, "type", "veth", "peer", "name", right, "netns", other]
+        shape = ["netem", "rate", self.rate, "delay", self.delay, "limit", "100000"]
+        return [
+            pair,
+            *(
+                ["ip", "netns", "exec", node, "tc", "qdisc", "add", "dev", device, "root", *shape]
+                for node, device in zip(self.nodes, self.devices, strict=True)
+            ),
+        ]
+
+    def carried_by(self) -> list[str]:
+        """The command that makes such a pair in user space and carries packets for as long as it runs."""
+        (one, other), (left, right) = self.nodes, self.devices
+        rate, delay = in_units(self.rate, RATES), in_units(self.delay, DELAYS)
+        return [sys.executable, "-m", "bench.wire", one, left, other, right, str(rate), str(delay)]
+
+    def started_by(self, mtu: int | None) -> list[list[str]]:
+        """The commands that give the devices addresses."""
+        words = []
         for node, device, address in zip(self.nodes, self.devices, ADDRESSES, strict=True):
             words.append(["ip", "-n", node, "addr", "add", f"{address}/24", "dev", device])
+            words += [["ip", "-n", node, "link", "set", device, "mtu", str(mtu)]] if mtu else []
             words += [["ip", "-n", node, "link", "set", name, "up"] for name in ("lo", device)]
         return words
-
-    def shaped_by(self, node: int, *, with_delay: bool) -> list[str]:
-        """The command that shapes what leaves a node."""
-        start = ["ip", "netns", "exec", self.nodes[node], "tc", "qdisc", "add", "dev", self.devices[node], "root"]
-        if with_delay:
-            return [*start, "netem", "rate", self.rate, "delay", self.delay, "limit", "100000"]
-        return [*start, "tbf", "rate", self.rate, "burst", "256kb", "latency", "400ms"]
 
     def removed_by(self) -> list[list[str]]:
         """The devices go with their namespaces."""
@@ -72,27 +86,52 @@ def reason_not_to(user: int, found: Mapping[str, str | None]) -> str | None:
     return f"skipped: no command {' and '.join(missing)} here; apt-get install iproute2" if missing else None
 
 
+def in_units(text: str, units: Mapping[str, float]) -> float:
+    """A number with its unit, as `tc` has it: 100mbit, 2ms."""
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    if not digits.replace(".", "", 1).isdigit() or text[len(digits) :] not in units:
+        raise SystemExit(f"bench.slow_link: {text!r} is no number with one of the units {', '.join(units)}")
+    return float(digits) * units[text[len(digits) :]]
+
+
 @contextmanager
 def linked(link: Link) -> Iterator[str]:
     """Two nodes for as long as it lasts; yields what the wire is like."""
+    carrier = None
     try:
-        for words in link.made_by():
-            subprocess.run(words, check=True, capture_output=True, text=True)
-        yield _shape(link)
+        for node in link.nodes:
+            _do(["ip", "netns", "add", node])
+        refusal = _refusal(link.nodes[0])
+        if refusal is None:
+            for words in link.joined_by():
+                _do(words)
+        else:
+            carrier = subprocess.Popen(link.carried_by(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            if carrier.stdout is None or carrier.stdout.readline() != "ready\n":
+                raise RuntimeError("the wire in user space did not come up")
+        for words in link.started_by(None if refusal is None else MTU):
+            _do(words)
+        how = "netem" if refusal is None else f"a loop in user space: this kernel has no netem ('{refusal}')"
+        yield f"{link.rate} and {link.delay} each way, by {how}"
     finally:
+        if carrier is not None:
+            carrier.kill()
         for words in link.removed_by():
             subprocess.run(words, check=False, capture_output=True)
 
 
-def _shape(link: Link) -> str:
-    tried = subprocess.run(link.shaped_by(0, with_delay=True), check=False, capture_output=True, text=True)
-    if tried.returncode == 0:
-        subprocess.run(link.shaped_by(1, with_delay=True), check=True, capture_output=True)
-        return f"{link.rate} and {link.delay} each way, by netem"
-    for node in range(2):
-        subprocess.run(link.shaped_by(node, with_delay=False), check=True, capture_output=True)
-    said = " ".join(tried.stderr.split())
-    return f"{link.rate} each way by tbf, without a delay: this kernel has no netem ('{said}')"
+def _do(words: Sequence[str]) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+def _refusal(node: str) -> str | None:
+    """What the kernel says to netem; None when it has it."""
+    words = ["ip", "netns", "exec", node, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    tried = subprocess.run(words, check=False, capture_output=True, text=True)
+    if tried.returncode:
+        return " ".join(tried.stderr.split())
+    _do([*words[:6], "del", "dev", "lo", "root"])
+    return None
 
 
 def run(link: Link, options: argparse.Namespace) -> dict[str, Any]:

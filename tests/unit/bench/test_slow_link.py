@@ -1,9 +1,13 @@
 """The bench over a slow link: what it would do to a machine, when it does nothing, and what it prints."""
 
+import socket
+import time
+
 import pytest
 from bench import slow_link
 from bench.slow_link import Link, main, reason_not_to, report
 from bench.slow_rank import SYSTEMS, sent
+from bench.wire import Direction
 
 LINK = Link("1gbit", "2ms", ("one", "two"), ("left", "right"))
 
@@ -21,11 +25,37 @@ def test_without_root_nothing_happens(monkeypatch, capsys):
 
 
 def test_what_is_made_is_taken_away():
-    made = [words[-1] for words in LINK.made_by() if words[1:3] == ["netns", "add"]]
-    assert made == [words[-1] for words in LINK.removed_by()] == ["one", "two"]
-    with_delay, without = (" ".join(LINK.shaped_by(1, with_delay=flag)) for flag in (True, False))
-    assert with_delay.startswith("ip netns exec two tc qdisc add dev right root netem rate 1gbit delay 2ms")
-    assert "tbf rate 1gbit" in without and "2ms" not in without
+    assert [words[-1] for words in LINK.removed_by()] == ["one", "two"]
+    pair, *shapes = (" ".join(words) for words in LINK.joined_by())
+    assert pair == "ip link add left netns one type veth peer name right netns two"
+    assert shapes[1].startswith("ip netns exec two tc qdisc add dev right root netem rate 1gbit delay 2ms")
+
+
+def test_a_wire_in_user_space_gets_the_same_numbers():
+    assert LINK.carried_by()[2:] == ["bench.wire", "one", "left", "two", "right", "1000000000.0", "0.002"]
+    with pytest.raises(SystemExit, match="'2 miles' is no number with one of the units us, ms, s"):
+        Link("1gbit", "2 miles", ("one", "two"), ("left", "right")).carried_by()
+
+
+def test_packets_go_over_it_in_turn_and_late():
+    """100 bytes at 8,000 bits per second take 0.1 s each, and then the delay."""
+    ends = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(2)]
+    (sender, source), (target, receiver) = ends
+    source.setblocking(False)
+    way = Direction(source.fileno(), target.fileno(), rate=8000.0, delay=0.05)
+    began = time.monotonic()
+    for number in range(3):
+        sender.send(bytes([number]) * 100)
+    way.take()
+    assert [round(due - way.packets[0][0], 3) for due, _ in way.packets] == [0, 0.1, 0.2]
+    assert way.packets[0][0] - began >= 0.15
+    while (early := way.give()) is not None:
+        time.sleep(early)
+    assert time.monotonic() - began >= 0.35
+    assert [receiver.recv(200)[0] for _ in range(3)] == [0, 1, 2]
+    assert way.waiting == 0
+    for end in (*ends[0], *ends[1]):
+        end.close()
 
 
 def test_the_table_has_ratios_and_bytes():
