@@ -4,7 +4,7 @@ The collectives themselves, with the signatures that users know, are in `collect
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypedDict
 
@@ -15,7 +15,7 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm.account import Call
 from mizzen.comm.backend import Backend, Group, Handle, Request
 from mizzen.comm.ledger import CommLog, Timing
-from mizzen.comm.tags import Tag, compare, differ_on_device, words
+from mizzen.comm.tags import Tag, compare, differ_on_device, digest, words
 from mizzen.comm.torch_backend import TorchBackend
 from mizzen.comm.watch import Patience, Watch
 from mizzen.environment import Switches, environ
@@ -95,6 +95,14 @@ class Together:
         return all(work.is_completed() for work in self.works)
 
 
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """All tags of a group's collectives on a device, one after the other, as a hash."""
+
+    hash: int
+    device: torch.device
+
+
 class Communicator:
     """A backend in use: every operation of this process goes through `run`."""
 
@@ -104,8 +112,8 @@ class Communicator:
             raise AssertionError(f"backend {backend.name}: this rank is not among all ranks")
         self.backend = backend
         self.watch = Watch(world.rank, len(world.ranks), backend.store(), patience)
-        self.parted: torch.Tensor | None = None
-        """On a device: true once the tags of some collective have differed since the flag was last taken."""
+        self._trails: dict[Any, Trail] = {}
+        """On a device: where the ranks of each group say to have been since that was last compared."""
 
     def group(self, handle: Any, operation: str) -> Group | None:
         """Who is in a group, or a word of warning to a rank that is not."""
@@ -157,12 +165,23 @@ class Communicator:
 
             compare(text, group.ranks, gather)
         else:
+            # [Note: trails] Nothing can be compared before a collective without waiting for the device, so it is done
+            # once a step, with a hash of all that was said: every unit more would cost a message of its own.
+            before = self._trails.get(handle)
+            self._trails[handle] = Trail(digest(f"{before.hash if before else 0} {text}"), device)
 
-            def reduce_max(value: torch.Tensor) -> None:
+    def take_parted(self) -> torch.Tensor | None:
+        """Compare the trails: a flag on the device, or None when there are none."""
+        flag = None
+        trails, self._trails = self._trails, {}
+        for handle, trail in trails.items():
+
+            def reduce_max(value: torch.Tensor, handle: Any = handle) -> None:
                 self._wait(Request("all_reduce", (value, dist.ReduceOp.MAX), payload=(value,)), handle)
 
-            differs = differ_on_device(text, device, reduce_max)
-            self.parted = differs if self.parted is None else self.parted | differs
+            differs = differ_on_device(trail.hash, trail.device, reduce_max)
+            flag = differs if flag is None else flag | differs
+        return flag
 
     def meet(self, tag: Tag, handle: Any, payload: Sequence[torch.Tensor]) -> None:
         """Compare where the ranks of a group are, without exchanging anything else."""
@@ -221,10 +240,11 @@ def meet(tag: Tag, group: Any, *payload: torch.Tensor) -> None:
 
 
 def take_parted() -> torch.Tensor | None:
-    """Whether tags have differed on a device since the last call: a flag there, or None when none were compared."""
-    comm = current()
-    flag, comm.parted = comm.parted, None
-    return flag
+    """Whether tags have differed on a device since the last call: a flag there, or None when there were none.
+
+    All ranks call this at the same place, as they call a collective.
+    """
+    return current().take_parted()
 
 
 def set_patience(**seconds: float) -> Patience:

@@ -61,9 +61,8 @@ def compare(text: str, ranks: Sequence[int], gather: Callable[[torch.Tensor], to
     )
 
 
-def differ_on_device(text: str, device: torch.device, reduce_max: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """A flag on the device that is true when the texts differ; the host is not synchronised."""
-    value = digest(text)
+def differ_on_device(value: int, device: torch.device, reduce_max: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """A flag on the device that is true when the ranks' hashes differ; the host is not synchronised."""
     # `full` passes the number with the kernel, where copying a host tensor would wait for the stream.
     both = torch.cat([torch.full((1,), number, dtype=torch.int64, device=device) for number in (value, -value)])
     reduce_max(both)

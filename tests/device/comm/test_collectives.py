@@ -55,7 +55,9 @@ def test_tags_are_compared_on_the_device(no_host_sync):
 @pytest.mark.parametrize(("theirs", "differs"), [("here", False), ("there", True)])
 def test_the_flag_says_whether_they_differ(theirs, differs):
     other = torch.tensor([digest(theirs), -digest(theirs)], device="cuda")
-    flag = differ_on_device("here", torch.device("cuda"), lambda values: values.copy_(torch.maximum(values, other)))
+    flag = differ_on_device(
+        digest("here"), torch.device("cuda"), lambda values: values.copy_(torch.maximum(values, other))
+    )
     assert flag.item() is differs
 
 

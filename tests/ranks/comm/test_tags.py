@@ -1,10 +1,14 @@
 """Tagged collectives: ranks that parted ways are told so before anything is exchanged, and nobody is aborted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import mizzen.comm as dist
 from mizzen.comm import Tag
+from mizzen.comm.backend import Request
+from mizzen.comm.communicator import current
 from mizzen.errors import CommError
 from mizzen.progress import get_progress
 
@@ -97,3 +101,20 @@ def test_a_group_names_global_ranks(world):
     assert first == second
     assert "rank 1 at step 1" in first
     assert "rank 3 at step 3" in first
+
+
+def trails(kinds):
+    """Leave tags as collectives on a device do, in the order that this rank is given, and compare."""
+    communicator = current()
+    group = communicator.backend.group(None)
+    for unit in kinds[dist.get_rank()]:
+        request = Request("exchange", (), payload=(torch.empty(4, device="meta"),))
+        communicator._compare(Tag(1, unit, "forward"), request, None, group)
+    (trail,) = communicator._trails.values()
+    communicator._trails[None] = replace(trail, device=torch.device("cpu"))  # where gloo can compare them
+    return bool(dist.take_parted()), dist.take_parted()
+
+
+@pytest.mark.parametrize(("kinds", "differ"), [(("ab", "ab"), False), (("ab", "ba"), True), (("ab", "a"), True)])
+def test_trails_differ_when_anything_on_the_way_did(world, kinds, differ):
+    assert world(2).run(trails, kinds) == [(differ, None)] * 2

@@ -70,6 +70,6 @@ def test_the_flag_of_a_device(theirs, differs):
     def reduce_max(values):
         values.copy_(torch.maximum(values, torch.tensor([digest(theirs), -digest(theirs)])))
 
-    flag = differ_on_device("here", torch.device("cpu"), reduce_max)
+    flag = differ_on_device(digest("here"), torch.device("cpu"), reduce_max)
     assert flag.dtype == torch.bool
     assert flag.item() is differs
