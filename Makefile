@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VERSION ?= 2.11.0
+JOBS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
@@ -13,7 +14,7 @@ OTHER := .venvs/torch-$(VERSION)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "PYTHON=python3.12 chooses the interpreter of a new environment; ARGS='tests/unit -x' goes to pytest."
+	@echo "PYTHON=python3.12 chooses the interpreter of a new environment; ARGS='tests/unit -x' goes to pytest; JOBS=8 runs more at once."
 
 # torch comes first and alone: it is the largest by far, and setuptools must be there to install the package itself.
 .venv/ready: pyproject.toml constraints.txt
@@ -35,7 +36,7 @@ demo: .venv/ready ## train a small language model on two ranks of this machine, 
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready ## all tests that this machine can run
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: .venv/ready ## style, format and types
 	$(BIN)/ruff check .
@@ -43,7 +44,7 @@ lint: .venv/ready ## style, format and types
 	$(BIN)/mypy --strict src compat
 
 test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERSION=2.11.0
-	$(OTHER)/bin/python -m pytest $(ARGS)
+	$(OTHER)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-cluster: .venv/ready ## every back end on hosts made of network namespaces; installs what it needs when it is root
 	sh tests/cluster/install.sh
