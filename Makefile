@@ -9,10 +9,11 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-torch test-cluster docs faults faults-launcher bench bench-checkpoint clean
+.PHONY: help demo test lint test-torch test-cluster docs faults faults-checkpoint faults-launcher bench bench-cpu \
+  bench-checkpoint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "PYTHON=python3.12 chooses the interpreter of a new environment; ARGS='tests/unit -x' goes to pytest; JOBS=8 runs more at once."
 
@@ -50,21 +51,25 @@ test-cluster: .venv/ready ## every back end on hosts made of network namespaces;
 	sh tests/cluster/install.sh
 	CLUSTER=1 $(BIN)/python -m pytest -rs tests/cluster
 
-faults-launcher: .venv/ready ## kills, hangs, preemptions and ports, counted; FULL=1 for ten times as many
-	PYTHONPATH=src:tests $(BIN)/python -m faults.launcher.figures $(ARGS)
-
 docs: .venv/ready ## regenerate docs/config.md from the configuration's own words
 	$(BIN)/python -m mizzen.cli config docs > docs/config.md.new
 	mv docs/config.md.new docs/config.md
 
-faults: .venv/ready ## break saves in every way and show what is left of them, in about ten minutes; see docs/checkpoints.md
+faults: faults-checkpoint faults-launcher ## every fault of saves and of jobs, counted, in about half an hour
+
+faults-checkpoint: .venv/ready ## break saves in every way and show what is left of them; see docs/checkpoints.md
 	PYTHONPATH=src:tests $(BIN)/python -m faults.table $(ARGS)
+
+faults-launcher: .venv/ready ## kills, hangs, preemptions and ports; FULL=1 for ten times as many; see docs/launcher.md
+	PYTHONPATH=src:tests $(BIN)/python -m faults.launcher.figures $(ARGS)
+
+bench: bench-cpu bench-checkpoint ## mizzen beside its peers on two CPU ranks, in about five minutes; see docs/bench.md
+
+bench-cpu: .venv/ready ## steps of a small GPT
+	$(BIN)/python -m bench.cpu_ranks $(ARGS)
 
 bench-checkpoint: .venv/ready ## saving and loading 200 M parameters beside torch's own checkpoints; needs 8 GB of memory
 	$(BIN)/python -m bench.checkpoint $(ARGS)
-
-bench: .venv/ready ## mizzen beside its peers on two CPU ranks, in about two minutes; see docs/bench.md
-	$(BIN)/python -m bench.cpu_ranks $(ARGS)
 
 clean: ## remove everything that was made here
 	rm -rf .venv .venvs build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

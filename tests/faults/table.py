@@ -1,4 +1,4 @@
-"""`make faults`: every fault, all of the tries, as a table. `--most N` tries N of each kind."""
+"""`make faults-checkpoint`: every fault, all of the tries, as a table. `--most N` tries N of each kind."""
 
 import argparse
 import tempfile

@@ -1,4 +1,4 @@
-"""A short, seeded part of `make faults`."""
+"""A short, seeded part of `make faults-checkpoint`."""
 
 import pytest
 
