@@ -21,6 +21,7 @@ from mizzen.engine.engine import Engine
 from mizzen.engine.face import Surroundings
 from mizzen.engine.prepare import (
     agree,
+    at_home,
     check_equal,
     check_optimizer,
     choose_optimizer,
@@ -75,7 +76,7 @@ def initialize(
     retire(model)
     sketch = Sketch.of(model)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
-    plan = build(settings, world.size, grouped(sketch, model, chosen), ORDER)
+    plan = build(at_home(settings), world.size, grouped(sketch, model, chosen), ORDER)
     check_optimizer(chosen, plan)
     agree(plan)
     accelerator = get_accelerator()

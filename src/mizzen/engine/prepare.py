@@ -18,6 +18,7 @@ from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
 from mizzen.errors import ConfigError, PlanError, UsageError
+from mizzen.log import info_once
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups
@@ -29,6 +30,18 @@ from mizzen.parallel.zero.shard import DATA_AXES
 from mizzen.plan.build import Plan
 from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy
+
+
+def at_home(config: Config) -> Config:
+    """The same without an offload to the host where training runs there: what it would move rests there already."""
+    zero = config.zero_optimization
+    sections = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
+    needless = [name for name, section in sections.items() if section is not None and section.device == "cpu"]
+    if get_accelerator().name != "cpu" or not needless:
+        return config
+    for name in needless:
+        info_once(f"zero_optimization.{name} to the cpu has no effect here: training runs on the cpu")
+    return config.model_copy(update={"zero_optimization": zero.model_copy(update=dict.fromkeys(needless))})
 
 
 def agree(plan: Plan) -> None:

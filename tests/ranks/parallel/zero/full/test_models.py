@@ -68,3 +68,13 @@ def left(kind):
 def test_no_whole_gradient_is_left(world, kind):
     for found in world(2).run(left, kind):
         assert found and not any(gradient is not None for gradient in found)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_offload_to_the_host_has_no_effect_where_training_runs_there(world, stage):
+    places = {"offload_optimizer": {"device": "cpu"}} | ({"offload_param": {"device": "cpu"}} if stage == 3 else {})
+    expected, found = (
+        world(2).run(train, "Base", stage, deterministic=True, zero_optimization={"stage": stage, **more})[0]
+        for more in ({}, places)
+    )
+    assert found[0] == expected[0]
