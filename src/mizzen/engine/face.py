@@ -31,6 +31,7 @@ from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.saving import Saving, folder_of, save_checkpoint
 from mizzen.engine.stopping import Stopping
+from mizzen.engine.window import Window
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
@@ -157,6 +158,8 @@ class Face(nn.Module):
         """Forward and backward passes on this rank."""
         self.skipped_steps = 0
         """Optimizer steps that were due and not taken."""
+        self.window = Window()
+        """The micro-batches since the last step."""
         self.saving: Saving
         self.stopping: Stopping
         self.parts: Parts = ()
@@ -275,6 +278,13 @@ class Face(nn.Module):
     def initial_dynamic_scale(self) -> float:
         """What it starts from where it does."""
         return 2.0**self.settings.fp16.initial_scale_power
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether micro-batches wait for a step. Where boundaries are set from outside, counting would not tell."""
+        if self.window.boundary is None and self.managed:
+            return self.micro_steps % self.batch.accumulation > 0
+        return self.window.tally.loss is not None
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
