@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import groups
 from mizzen.comm.communicator import take_parted
@@ -89,6 +90,7 @@ class FullStore:
             root.module.register_load_state_dict_pre_hook(self._forget),
             root.module.register_load_state_dict_post_hook(lambda *_: self.refresh()),
         ]
+        root.handles += self._entrances()
         for unit in self.units:
             with torch.no_grad(), held_open(unit.module):
                 stand_ins = dict(zip(unit.parameters, whole(unit.module), strict=True))
@@ -100,6 +102,20 @@ class FullStore:
             for name, parameter in unit.parameters.items():
                 self.replaced = (*self.replaced, (stand_ins[name], name))
                 mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharing), stand_ins[name])
+
+    def _entrances(self) -> list[RemovableHandle]:
+        """A part of the model that is called on its own, as an encoder is before generation, is a forward pass too."""
+        root, *others = self.units
+        inside = {id(module) for unit in others for module in unit.module.modules()}
+        parts = [module for module in root.module.modules() if module is not root.module and id(module) not in inside]
+        return [
+            handle
+            for part in parts
+            for handle in (
+                part.register_forward_pre_hook(self._enter, prepend=True),
+                part.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.place.calls and not self.place.is_backward and recover(self.model):
