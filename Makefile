@@ -40,7 +40,7 @@ test: .venv/ready ## all tests that this machine can run
 lint: .venv/ready ## style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict src compat
 
 test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERSION=2.11.0
 	$(OTHER)/bin/python -m pytest $(ARGS)

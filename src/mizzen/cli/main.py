@@ -42,6 +42,7 @@ GROUPS: Final = (
         (
             Command("report", "versions, devices and what works here", "mizzen.cli.report"),
             Command("bench", "measure communication", "mizzen.cli.bench"),
+            Command("compat", "let `import deepspeed` find mizzen here, or no longer", "mizzen.cli.compat"),
         ),
     ),
     (

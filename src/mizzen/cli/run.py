@@ -72,6 +72,7 @@ GROUPS: Final = (
             Flag(("--module",), "run a module, as python -m does", type=bool),
             Flag(("--no_python",), "run a program that is no Python script", type=bool),
             Flag(("--no_local_rank",), "do not pass --local_rank=N to it", type=bool),
+            Flag(("--drop-in",), "let `import deepspeed` find mizzen in this job", type=bool),
             Flag(("--venv_script",), "a file to source on each host first", "FILE"),
         ),
     ),
@@ -130,6 +131,7 @@ def configure(parser: Parser) -> None:
     parser.epilog = examples(
         "mizzen run train.py --lr 0.1",
         "mizzen run --num_gpus 2 --max_restarts 3 train.py",
+        "mizzen run --drop-in their_script.py --deepspeed_config config.json",
         "mizzen run --hostfile hosts --include node1:0,1@node2 train.py",
         "mizzen run --hostfile hosts --launcher slurm --dry-run train.py",
     )

@@ -45,6 +45,7 @@ class Asked:
     module: bool = False
     no_python: bool = False
     no_local_rank: bool = False
+    drop_in: bool = False
     no_ssh: bool = False
     no_ssh_check: bool = False
     force_multi: bool = False
@@ -131,6 +132,7 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         min_nodes=least,
         max_nodes=most,
         care=_care(asked, facts),
+        drop_in=asked.drop_in,
         lifeline=backend is not None and backend.name in ("ssh", "pdsh"),
     )
     way = Way(

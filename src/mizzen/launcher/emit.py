@@ -91,6 +91,7 @@ def _options(job: Job) -> list[str]:
     options += ["--grace", f"{care.grace:g}"]
     program = job.program
     options += {"module": ["--module"], "executable": ["--no_python"], "script": []}[program.kind]
+    options += ["--drop-in"] if job.drop_in else []
     return [*options, *([] if program.takes_local_rank else ["--no_local_rank"])]
 
 

@@ -84,6 +84,8 @@ class Job:
     min_nodes: int = 1
     max_nodes: int = 1
     care: Care = Care()
+    drop_in: bool = False
+    """Whether ranks find the drop-in; each host has its own copy of it."""
     lifeline: bool = False
     """Whether standard input ties a supervisor to the launcher: it brings requests, and its end is the end."""
 

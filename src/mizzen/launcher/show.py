@@ -23,6 +23,8 @@ def _lines(launch: Launch) -> Iterator[str]:
         yield f"  {host.name or '(named by Slurm)'}: {ranks}, devices {_slots(host.slots)}"
         first = last + 1
     yield f"each rank runs:\n  {shlex.join(job.program.words(job.python, 0))}"
+    if job.drop_in:
+        yield "which finds the drop-in before whatever is installed"
     if job.environment:
         yield "with:"
         yield from (f"  {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items()))

@@ -18,6 +18,7 @@ from mizzen.errors import LaunchError
 from mizzen.launcher.cores import domains, numactl, physical, shares
 from mizzen.launcher.crew import TICK, Crew, Order
 from mizzen.launcher.devices import find_devices
+from mizzen.launcher.drop_in import with_drop_in
 from mizzen.launcher.ending import Ending, decide
 from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
@@ -182,6 +183,8 @@ class Supervisor:
             own = rank_environment(job, host, place, local_rank, folder=folder, devices=devices, threads=threads)
             if "OMP_NUM_THREADS" in given and not cores:
                 own["OMP_NUM_THREADS"] = job.environment.get("OMP_NUM_THREADS", given["OMP_NUM_THREADS"])
+            if job.drop_in:
+                own |= with_drop_in({**given, **own})
             binding = numactl(cores[local_rank], domains()) if cores else ()
             orders.append(
                 Order(

@@ -1,0 +1,111 @@
+"""Op builders: names that programs ask about. mizzen compiles nothing, so building always succeeds or never can."""
+
+from importlib import import_module
+from typing import Any, Final
+
+from mizzen.errors import NotBuilt
+
+
+class OpBuilder:
+    """One operation: what it is called, and whether there is something behind it here."""
+
+    NAME = ""
+    BUILD_VAR = ""
+    HOME: str | None = None
+    """The module that does its work."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+
+    def absolute_name(self) -> str:
+        """Its import path."""
+        return f"deepspeed.ops.{self.name}"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether `load` works."""
+        return self.HOME is not None
+
+    def builder_available(self) -> bool:
+        """The same."""
+        return self.is_compatible()
+
+    def sources(self) -> list[str]:
+        """No file of ours is compiled."""
+        return []
+
+    def include_paths(self) -> list[str]:
+        """None."""
+        return []
+
+    def cxx_args(self) -> list[str]:
+        """None."""
+        return []
+
+    def load(self, verbose: bool = True) -> Any:
+        """The module that does its work: there is nothing to compile."""
+        if self.HOME is None:
+            capability = WAITING.get(self.NAME, "kernels of that name")
+            raise NotBuilt(f"the operation {self.name} waits for a capability that is not built yet: {capability}")
+        return import_module(self.HOME)
+
+    jit_load = load
+
+
+CUDAOpBuilder = CPUOpBuilder = TorchCPUOpBuilder = OpBuilder
+
+WAITING: Final = {
+    "async_io": "NVMe storage",
+    "gds": "NVMe storage",
+    "pin_memory": "offload",
+    "dc": "passes over the graph",
+    "random_ltd": "data efficiency",
+    "sparse_attn": "sparse attention",
+    "fp_quantizer": "LoRA and quantized weights",
+    "transformer_inference": "inference",
+    "inference_core_ops": "inference",
+    "cutlass_ops": "inference",
+    "ragged_ops": "inference",
+    "ragged_device_ops": "inference",
+    "spatial_inference": "inference",
+}
+
+_ADAM, _LION, _LAMB = "torch.optim.adamw", "mizzen.optim.lion", "mizzen.optim.lamb"
+NAMES: Final[dict[str, tuple[str, str | None]]] = {
+    "AsyncIOBuilder": ("async_io", None),
+    "CCLCommBuilder": ("deepspeed_ccl_comm", None),
+    "CPUAdagradBuilder": ("cpu_adagrad", "torch.optim.adagrad"),
+    "CPUAdamBuilder": ("cpu_adam", _ADAM),
+    "CPULionBuilder": ("cpu_lion", _LION),
+    "DeepCompileBuilder": ("dc", None),
+    "EvoformerAttnBuilder": ("evoformer_attn", None),
+    "FPQuantizerBuilder": ("fp_quantizer", None),
+    "FusedAdamBuilder": ("fused_adam", _ADAM),
+    "FusedLambBuilder": ("fused_lamb", _LAMB),
+    "FusedLionBuilder": ("fused_lion", _LION),
+    "GDSBuilder": ("gds", None),
+    "InferenceBuilder": ("transformer_inference", None),
+    "InferenceCoreBuilder": ("inference_core_ops", None),
+    "InferenceCutlassBuilder": ("cutlass_ops", None),
+    "PinMemoryBuilder": ("pin_memory", None),
+    "QuantizerBuilder": ("quantizer", "mizzen.kernels.quantize"),
+    "RaggedOpsBuilder": ("ragged_device_ops", None),
+    "RaggedUtilsBuilder": ("ragged_ops", None),
+    "RandomLTDBuilder": ("random_ltd", None),
+    "ShareMemCommBuilder": ("deepspeed_shm_comm", None),
+    "SparseAttnBuilder": ("sparse_attn", None),
+    "SpatialInferenceBuilder": ("spatial_inference", None),
+    "StochasticTransformerBuilder": ("stochastic_transformer", None),
+    "TransformerBuilder": ("transformer", None),
+    "UtilsBuilder": ("utils", "torch._utils"),
+}
+"""Class -> the name of its operation, and the module that does it here."""
+
+for _class, (_name, _home) in NAMES.items():
+    _body = {"NAME": _name, "BUILD_VAR": f"DS_BUILD_{_name.upper()}", "HOME": _home, "__module__": __name__}
+    globals()[_class] = type(_class, (OpBuilder,), _body)
+
+ALL_OPS: Final = {name: globals()[kind]() for kind, (name, _) in NAMES.items()}
+COMPATIBLE: Final = {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
+"""Name of an operation -> whether there is something behind it."""
+
+__all__ = ["ALL_OPS", "CUDAOpBuilder", "CPUOpBuilder", "OpBuilder", *NAMES]

@@ -1,0 +1,171 @@
+"""Console scripts and `python -m` programs: each is a command of mizzen, told in its words."""
+
+import argparse
+import base64
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from mizzen.cli.main import main
+from mizzen.cli.run import split
+from mizzen.environment import environ
+from mizzen.errors import MizzenError, NotBuilt, UsageError
+from mizzen.launcher.arrange import HOSTFILE, Asked, arrange
+from mizzen.launcher.hosts import parse_hostfile, select
+from mizzen.launcher.start import execute, gather
+
+DEEPSPEED_ENVIRONMENT_NAME: Final = ".deepspeed_env"
+DLTS_HOSTFILE: Final = HOSTFILE
+PDSH_MAX_FAN_OUT: Final = 1024
+NUMBERS: Final = ("num_nodes", "num_gpus", "num_accelerators", "node_rank", "min_elastic_nodes", "max_elastic_nodes")
+NOTHING: Final = re.compile(rf"--(?:{'|'.join(NUMBERS)})[ =]-1(?= |$)")
+"""Options that say nothing, by their -1."""
+
+
+def deepspeed(args: Sequence[str] | None = None) -> int:
+    """`mizzen run`."""
+    words = _words(args)
+    return main(["run", *_said(words)] if words else ["run", "--help"])
+
+
+def ds_report(args: Sequence[str] | None = None) -> int:
+    """`mizzen report`."""
+    hidden = ("--hide_operator_status", "--hide_errors_and_warnings")
+    return main(["report", *(word for word in _words(args) if word not in hidden)])
+
+
+def ds_ssh(args: Sequence[str] | None = None) -> int:
+    """`mizzen ssh`."""
+    return main(["ssh", *_words(args)])
+
+
+def ds_elastic(args: Sequence[str] | None = None) -> int:
+    """`mizzen elastic`."""
+    words = _words(args)
+    for name in ("-w", "--world-size"):
+        if name in words and words[words.index(name) + 1 : words.index(name) + 2] == ["0"]:
+            del words[words.index(name) : words.index(name) + 2]
+    return main(["elastic", *words])
+
+
+def ds_bench(args: Sequence[str] | None = None) -> int:
+    """`mizzen bench comm`, on all devices of this machine unless this is a rank already."""
+    words = ["bench", "comm", *_words(args)]
+    if "RANK" in environ() or "--help" in words or "-h" in words:
+        return main(words)
+    return main(["run", "--no_local_rank", "--module", "mizzen.cli", *words])
+
+
+def ds_io(args: Sequence[str] | None = None) -> int:
+    """Waits for NVMe storage."""
+    return _refused("ds_io")
+
+
+def ds_nvme_tune(args: Sequence[str] | None = None) -> int:
+    """Waits for NVMe storage."""
+    return _refused("ds_nvme_tune")
+
+
+def ds_to_universal(args: Sequence[str] | None = None) -> int:
+    """Says that there is nothing to convert."""
+    error = UsageError(
+        "there is nothing to convert: mizzen loads every checkpoint, its own and DeepSpeed's, at any layout; give the "
+        "folder to load_checkpoint, or see mizzen checkpoint import"
+    )
+    return _told(error)
+
+
+def launch(args: Sequence[str] | None = None) -> int:
+    """`python -m deepspeed.launcher.launch`: the ranks of one node, of a job whose hosts are given as one word."""
+    parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch", allow_abbrev=False)
+    parser.add_argument("--world_info", required=True)
+    parser.add_argument("--node_rank", type=int, default=0)
+    parser.add_argument("--master_addr", default="127.0.0.1")
+    parser.add_argument("--master_port", type=int, default=29500)
+    for flag in ("--module", "--no_python", "--no_local_rank", "--bind_cores_to_rank", "--quiet", "-q"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--bind_core_list")
+    parser.add_argument("--save_pid", type=int, default=0)
+    parser.add_argument("--enable_each_rank_log", default="None")
+    parser.add_argument("--log_level", default="info")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = vars(parser.parse_args(_words(args)))
+    quiet = given.pop("q") or given.pop("quiet")
+    try:
+        hosts = decode_world_info(given.pop("world_info"))
+        filters = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in hosts.items())
+        given |= {"arguments": tuple(given["arguments"]), "save_pid": bool(given["save_pid"]), "quiet": quiet}
+        asked = Asked(no_ssh=True, include=filters, hostfile="--world_info", **given)
+        facts = replace(gather(Asked(), environ()), hostfile=_hostfile(hosts))
+        return execute(arrange(asked, facts), environ())
+    except MizzenError as error:
+        return _told(error)
+
+
+def _hostfile(hosts: dict[str, list[int]]) -> str:
+    return "".join(f"{name} slots={max(slots) + 1}\n" for name, slots in hosts.items())
+
+
+def decode_world_info(word: str) -> dict[str, list[int]]:
+    """Host -> slots, from one word."""
+    try:
+        found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word))
+        return {name: slots if isinstance(slots, list) else list(range(int(slots))) for name, slots in found.items()}
+    except ValueError as error:
+        raise UsageError(f"--world_info {word[:60]!r} is no base64 of JSON: {error}") from error
+
+
+def encode_world_info(world_info: dict[str, Any]) -> str:
+    """Host -> slots, as one word."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Host -> number of slots, from a file; None where there is none."""
+    try:
+        with open(hostfile_path, encoding="utf8") as file:
+            return {host.name: len(host.slots) for host in parse_hostfile(file.read(), hostfile_path)}
+    except FileNotFoundError:
+        return None
+
+
+def parse_resource_filter(
+    host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """Host -> slots that a filter leaves."""
+    hosts = parse_hostfile(_hostfile(host_info), "host_info")
+    return {host.name: list(host.slots) for host in select(hosts, include_str, exclude_str)}
+
+
+def parse_inclusion_exclusion(resource_pool: dict[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """The same, from numbers of slots."""
+    pool = {name: list(range(count)) for name, count in resource_pool.items()}
+    return parse_resource_filter(pool, inclusion, exclusion)
+
+
+def _words(args: Iterable[str] | None) -> list[str]:
+    return list(sys.argv[1:] if args is None else args)
+
+
+def _said(words: list[str]) -> list[str]:
+    """Without the options that say nothing, in our part of the words; what the script gets is its own."""
+    own, rest = map(list, split(words))
+    for place in reversed(range(len(own))):
+        if NOTHING.fullmatch(own[place]):
+            del own[place]
+        elif NOTHING.fullmatch(" ".join(own[place : place + 2])):
+            del own[place : place + 2]
+    return [*own, *rest]
+
+
+def _refused(name: str) -> int:
+    return _told(NotBuilt(f"{name} waits for a capability that is not built yet: NVMe storage"))
+
+
+def _told(error: MizzenError) -> int:
+    sys.stderr.write(f"mizzen: error: {error}\n")
+    return 2

@@ -1,0 +1,127 @@
+"""Configuration objects: mizzen reads and judges the file; these have the attributes that scripts read."""
+
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
+from typing import Any, Final
+
+from mizzen.comm import groups
+from mizzen.comm.mpu import layout_from_mpu
+from mizzen.config.elastic import compute_elastic
+from mizzen.config.load import load
+from mizzen.config.resolve import resolve
+from mizzen.config.source import Source, read_source
+from mizzen.config.zero import ZeroConfig
+from mizzen.errors import ConfigError
+
+DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ElasticityIncompatibleWorldSize = ConfigError
+DeepSpeedZeroConfig = ZeroConfig
+
+
+class DeepSpeedConfig:
+    """A configuration fitted to this job. Any key of the file is an attribute, and so are the names below."""
+
+    def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict = read_source(config)
+        world = groups.get_world_size() if groups.is_initialized() else 1
+        if mpu is not None:
+            world = layout_from_mpu(mpu, world).dp
+        self.resolved = resolve(load(self._param_dict), world)
+        self.settings = self.resolved.config
+        self.world_size = world
+        self.global_rank = groups.get_rank() if groups.is_initialized() else 0
+
+    def __getattr__(self, name: str) -> Any:
+        """A value by the name that scripts use, or by its key."""
+        if name.startswith("__") or name in ("settings", "resolved"):
+            raise AttributeError(name)
+        key = OTHER_NAMES.get(name, name)
+        if key.split(".")[0] not in type(self.settings).model_fields:
+            raise AttributeError(f"the configuration has no {name!r}")
+        return self.settings.at(key)
+
+    def print(self, name: str) -> None:
+        """Print every value."""
+        self.print_user_config(name)
+
+    def print_user_config(self, name: str = "configuration") -> None:
+        """Print what was given."""
+        print(f"{name}: {self._param_dict}")  # noqa: T201
+
+
+OTHER_NAMES: Final[Mapping[str, str]] = {
+    "zero_config": "zero_optimization",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "bfloat16_config": "bf16",
+    "float16_config": "fp16",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "flops_profiler_config": "flops_profiler",
+    "activation_checkpointing_config": "activation_checkpointing",
+    "comms_config": "comms_logger",
+    "loss_scale": "fp16.loss_scale",
+    "elasticity_enabled": "elasticity.enabled",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+}
+
+
+class ZeroStageEnum(IntEnum):
+    """The stages by name."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Where tensors may rest."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """What may be moved there between two steps."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ValidationMode:
+    """What to do about ranks that save under different tags."""
+
+    WARN = "WARN"
+    IGNORE = "IGNORE"
+    FAIL = "FAIL"
+
+
+def compute_elastic_config(
+    ds_config: Source, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
+) -> tuple[Any, ...]:
+    """(batch, numbers of GPUs that fit it), and the micro-batch for a known number where that is asked for."""
+    section = load(ds_config).elasticity
+    if not section.enabled:
+        raise ConfigError("elasticity.enabled", "elasticity is off: set it to true")
+    found = compute_elastic(section, world_size)
+    rows = (found.batch, list(found.valid_gpus))
+    return (*rows, found.micro) if return_microbatch or world_size else rows
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether a configuration asks for it."""
+    return bool(ds_config.get("elasticity", {}).get("enabled", False))
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
+    """Nothing: the launcher gives a job no configuration of its own."""

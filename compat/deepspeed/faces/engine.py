@@ -1,0 +1,151 @@
+"""What clients reach for in an engine and its optimizer, beyond what mizzen's have."""
+
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.faces import parameters
+from deepspeed.faces.folder import leave_files
+from mizzen.engine.engine import Engine
+from mizzen.engine.optimizer import EngineOptimizer
+from mizzen.engine.saving import folder_of
+
+
+class DropInEngine(Engine):
+    """An engine whose `train_batch` returns a loss, and whose checkpoints look as clients expect."""
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: Any = None) -> Tensor:  # type: ignore[override]
+        """One step; the loss of its report, which is in `last_step`."""
+        report = super().train_batch(data_iter, loss_fn)
+        return torch.tensor(float("nan") if report.loss is None else report.loss, device=self.device)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str] | None = None,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        async_save: bool | None = None,
+    ) -> bool:
+        """Save, then leave beside it the small files that clients look for."""
+        saved = super().save_checkpoint(
+            save_dir, tag, client_state, save_latest, exclude_frozen_parameters, async_save=async_save
+        )
+        if saved:
+            root = Path(folder_of(self.settings.checkpoint, save_dir))
+            name = str(tag) if tag else f"global_step{self.global_steps}"
+            leave_files(self, root, name, client_state or {})
+        return saved
+
+
+class DropInOptimizer(EngineOptimizer):
+    """The same optimizer, with the names of its kin."""
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The tensors of each group."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    @property
+    def initialized_optimizer(self) -> "DropInOptimizer":
+        """Itself."""
+        return self
+
+
+class PartitioningOptimizer(DropInOptimizer):
+    """Of ZeRO stages 1 and 2."""
+
+
+class FullPartitioningOptimizer(DropInOptimizer):
+    """Of ZeRO stage 3."""
+
+    @property
+    def parameter_offload(self) -> "ParameterOffload":
+        """What gathers parameters there; here hooks of mizzen's own do, and stay."""
+        return ParameterOffload()
+
+
+class _NoModule:
+    """Stands for a model none of whose parameters needs anything done."""
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """None."""
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[Any]:
+        """None."""
+        return iter(())
+
+
+class _Coordinator:
+    """Stands for a recorded order of gathers: there is none."""
+
+    def is_invalid_trace(self) -> bool:
+        """Whether the record is void."""
+        return True
+
+    def _invalidate_trace(self) -> None:
+        """Nothing."""
+
+
+class ParameterOffload:
+    """Lists and calls that clients go through around generation. Gathered parameters stay whole by themselves."""
+
+    def __init__(self) -> None:
+        self.module = _NoModule()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self.param_coordinator = _Coordinator()
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Nothing."""
+
+
+class DeepSpeedOptimizer(ABC):  # noqa: B024
+    """For `isinstance`: the optimizer of any engine."""
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """For `isinstance`: the optimizer of an engine that shards."""
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """For `isinstance`: at ZeRO stages 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
+    """For `isinstance`: at ZeRO stage 3."""
+
+
+DeepSpeedOptimizer.register(EngineOptimizer)
+DeepSpeedZeroOptimizer.register(PartitioningOptimizer)
+DeepSpeedZeroOptimizer_Stage3.register(FullPartitioningOptimizer)
+
+OPTIMIZERS: tuple[type[DropInOptimizer], ...] = (
+    DropInOptimizer,
+    PartitioningOptimizer,
+    PartitioningOptimizer,
+    FullPartitioningOptimizer,
+)
+"""By stage."""
+
+
+DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[[Any], Any]
+"""What makes an optimizer from parameter groups, or a schedule from an optimizer."""
+
+
+def dress(engine: Engine) -> None:
+    """Give an engine, as mizzen has built it, the wider classes of this file. They add methods and no state."""
+    stage = engine.settings.zero_optimization.stage
+    engine.__class__ = DropInEngine
+    if engine.optimizer is not None:
+        engine.optimizer.__class__ = OPTIMIZERS[stage]
+    if stage == 3:
+        parameters.install()

@@ -1,0 +1,74 @@
+"""Small files that clients look for in a folder of checkpoints. They are written and never read back.
+
+What a client finds: `zero_to_fp32.py`, and in the tag's folder the files whose names say that ranks have saved, with
+the stage in them and the client's own state. The state of training is in mizzen's files beside them.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from deepspeed.faces import zero_to_fp32
+from mizzen.engine.engine import Engine
+from mizzen.log import warn_once
+
+SCRIPT: Final = "zero_to_fp32.py"
+MODEL: Final = "mp_rank_00_model_states.pt"
+MODEL_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+OPTIMIZER: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+OPTIMIZERS: Final = "*_optim_states.pt"
+
+
+def leave_files(engine: Engine, root: Path, tag: str, client_state: Mapping[str, Any]) -> None:
+    """Write them, on the first rank. What cannot be written is told and does not fail a save that is committed."""
+    if engine.global_rank != 0:
+        return
+    stage = engine.settings.zero_optimization.stage
+    facts = {
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "dp_world_size": engine.dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+    }
+    stub = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": engine.dp_world_size}, **facts}
+    folder = root / tag
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({**facts, **client_state}, folder / (MODEL_3 if stage == 3 else MODEL))
+        torch.save(stub, folder / OPTIMIZER)
+        shutil.copyfile(zero_to_fp32.__file__, root / SCRIPT)
+    except Exception as error:  # noqa: BLE001  (pickle raises whatever a client's object raises)
+        warn_once(f"{folder}: the checkpoint is saved; files for other programs beside it are not: {error}")
+
+
+def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """The file that holds a client's own state."""
+    return _existing(Path(checkpoint_dir) / (MODEL_3 if zero_stage == 3 else MODEL))
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    """The files that say which stage has saved."""
+    return get_checkpoint_files(checkpoint_dir, OPTIMIZERS)
+
+
+def get_model_state_files(checkpoint_dir: str) -> list[str]:
+    """The files that hold models, or a client's own state."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
+    """Files of a folder by a pattern."""
+    found = sorted(str(path) for path in Path(checkpoint_dir).glob(glob_pattern))
+    if not found:
+        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
+    return found
+
+
+def _existing(path: Path) -> str:
+    if not path.exists():
+        raise FileNotFoundError(f"can't find model states file at '{path}'")
+    return str(path)

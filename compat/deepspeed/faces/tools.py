@@ -1,0 +1,182 @@
+"""Small functions that scripts import: memory on a line, timers, seeds, moving things to a device."""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from deepspeed.faces.accelerator import get_accelerator, range_of
+from mizzen.accelerator import Timer
+from mizzen.accelerator import get_accelerator as own_accelerator
+from mizzen.log import LEVELS, get_logger, info_once, log_dist, set_level, warn_once
+
+Value = TypeVar("Value")
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """The same structure with tensors of its own; tensors that were one stay one, so that they are saved once."""
+    clones: dict[Any, Tensor] = {}
+
+    def clone(tensor: Tensor) -> Tensor:
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in clones:
+            clones[key] = tensor.detach().clone().to(device)
+        return clones[key]
+
+    return tree_map_only(Tensor, clone, item)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Tensor], bool] | None = None) -> Any:
+    """The same structure with its tensors on a device."""
+    return tree_map_only(Tensor, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t, item)
+
+
+copy_to_device = move_to_device
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Say, if forced, what this process uses of the device, on rank 0."""
+    if force:
+        memory = own_accelerator().memory()
+        peak = f", at most {memory.peak / 1e9:.2f} GB" if memory.peak is not None else ""
+        log_dist(f"{message}: {memory.allocated / 1e9:.2f} GB allocated{peak}, {memory.reserved / 1e9:.2f} GB reserved")
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """torch's own; an engine clips by itself, as `gradient_clipping` says."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """The norm of norms."""
+    return float(sum(norm**2 for norm in norm_list) ** 0.5)
+
+
+def instrument_w_nvtx(function: Callable[..., Value]) -> Callable[..., Value]:
+    """The function, as a range of its name in a profile."""
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Value:
+        with range_of(function.__qualname__):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Whether torch is within a range."""
+    major, minor, *_ = torch.__version__.split(".")
+    have = (int(major), int(minor))
+    return all(
+        compare(have, tuple(int(part) for part in str(wanted).split(".")[:2]))
+        for wanted, compare in ((min_version, tuple.__ge__), (max_version, tuple.__le__))
+        if wanted is not None
+    )
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
+    """Set the threshold by name."""
+    if custom_logger is None:
+        set_level(log_level_str)
+    else:
+        custom_logger.setLevel(LEVELS[log_level_str.lower()])
+
+
+logger = get_logger()
+log_dist_once = info_once
+warning_once = warn_once
+
+
+def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    """Say something on rank 0, if forced."""
+    if force:
+        log_dist(message)
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name."""
+
+    class Timer:
+        """One of them; in milliseconds."""
+
+        def __init__(self, name: str) -> None:
+            self.name_ = name
+            self._timer = Timer(own_accelerator())
+
+        def start(self) -> None:
+            """Start it."""
+            self._timer.start()
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """Stop it."""
+            self._timer.stop()
+
+        def elapsed(self, reset: bool = True) -> float:
+            """Milliseconds between starts and stops since the last time this was asked."""
+            return 1e3 * self._timer.read()
+
+    def __init__(self) -> None:
+        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+
+    def __call__(self, name: str) -> "SynchronizedWallClockTimer.Timer":
+        """The timer of that name."""
+        return self.timers.setdefault(name, self.Timer(name))
+
+    def get_timers(self) -> dict[str, "SynchronizedWallClockTimer.Timer"]:
+        """All of them."""
+        return self.timers
+
+    def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, ranks: Any = None) -> None:
+        """Say what they have measured."""
+        found = [f"{name}: {self.timers[name].elapsed() / normalizer:.2f}" for name in names if name in self.timers]
+        log_dist(f"time (ms) | {' | '.join(found)}", ranks=ranks or [0])
+
+    @staticmethod
+    def memory_usage() -> str:
+        """What this process uses of the device."""
+        memory = own_accelerator().memory()
+        return f" | mem_allocated: {memory.allocated / 1e9:.4f} GB"
+
+
+class ThroughputTimer:
+    """Samples per second between `start` and `stop`."""
+
+    def __init__(self, config: Any = None, batch_size: int = 1, start_step: int = 2, **_: Any) -> None:
+        self.batch_size, self.start_step = max(1, batch_size), start_step
+        self.steps, self.seconds, self._since = 0, 0.0, 0.0
+
+    def start(self) -> None:
+        """A step starts."""
+        get_accelerator().synchronize()
+        self._since = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A step ends."""
+        get_accelerator().synchronize()
+        self.steps += 1
+        if self.steps > self.start_step:
+            self.seconds += time.perf_counter() - self._since
+
+    def avg_samples_per_sec(self) -> float:
+        """The mean so far, without the first steps."""
+        counted = self.steps - self.start_step
+        return self.batch_size * counted / self.seconds if counted > 0 and self.seconds else float("-inf")
+
+
+def get_caller_func(frame: int = 3) -> str:
+    """The name of a function on the way here."""
+    return sys._getframe(frame).f_code.co_name
