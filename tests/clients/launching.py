@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mizzen.launcher.drop_in import FOLDER
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def environment(**more: str) -> dict[str, str]:
-    search = [ROOT / "src", ROOT / "tests", HERE / "throwaway"]
+    search = [FOLDER, ROOT / "src", ROOT / "tests"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PL_"))}
     return kept | {
         "PYTHONPATH": os.pathsep.join(map(str, search)),

@@ -104,7 +104,7 @@ class FullStore:
                 mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharing), stand_ins[name])
 
     def _entrances(self) -> list[RemovableHandle]:
-        """A part of the model that is called on its own, as an encoder is before generation, is a forward pass too."""
+        """In evaluation a part of the model may be called on its own, as an encoder is before generation."""
         root, *others = self.units
         inside = {id(module) for unit in others for module in unit.module.modules()}
         parts = [module for module in root.module.modules() if module is not root.module and id(module) not in inside]
@@ -112,8 +112,8 @@ class FullStore:
             handle
             for part in parts
             for handle in (
-                part.register_forward_pre_hook(self._enter, prepend=True),
-                part.register_forward_hook(self._leave, always_call=True),
+                part.register_forward_pre_hook(_evaluating(self._enter), prepend=True),
+                part.register_forward_hook(_evaluating(self._leave), always_call=True),
             )
         ]
 
@@ -306,6 +306,11 @@ def _dense(parameter: Tensor) -> None:
     """What an embedding may give as a sparse gradient cannot be sharded."""
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
+
+
+def _evaluating(hook: Callable[..., None]) -> Callable[..., None]:
+    """The same while nothing is differentiated."""
+    return lambda *args: None if torch.is_grad_enabled() else hook(*args)
 
 
 def _drop(parameter: Tensor) -> None:
