@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     Seq2SeqTrainer,
@@ -85,7 +86,7 @@ def simple(folder: Path, build, config: dict | None, *, resumed: Path | None = N
     """Train what `build` makes; its arguments are there before the model is."""
     arguments = arguments_of(folder, config, **more)
     model = build()
-    held = sum(value.numel() for value in model.parameters())
+    held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in model.parameters())
     trainer = Recording(model=model, args=arguments, train_dataset=Tokens(48), eval_dataset=Tokens(24))
     found = train(trainer, config is not None, resumed)
     found["held at first"] = held
