@@ -14,12 +14,12 @@ class _Absent(type):
     _capability: str
 
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
-        raise NotBuilt(_message(f"{cls._path}.{cls.__name__}", cls._capability))
+        raise NotBuilt(_message(cls._path, cls._capability))
 
     def __getattr__(cls, name: str) -> Callable[..., NoReturn]:
         if name.startswith("_"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        return _refusing(f"{cls._path}.{cls.__name__}.{name}", cls._capability)
+        return _refusing(f"{cls._path}.{name}", cls._capability)
 
 
 def _message(path: str, capability: str) -> str:
@@ -40,5 +40,6 @@ def absent(path: str, name: str, capability: str) -> Any:
     """One object per name, wherever it is imported from: a class where names are written so, otherwise a function."""
     if not name.lstrip("_")[:1].isupper():
         return _refusing(f"{path}.{name}", capability)
-    body = {"__module__": path, "__doc__": f"Waits for {capability}.", "_path": path, "_capability": capability}
+    own = {"_path": f"{path}.{name}", "_capability": capability}
+    body = {"__module__": path, "__doc__": f"Waits for {capability}.", **own}
     return _Absent(name, (), body)

@@ -61,6 +61,14 @@ def _found(row: Row, name: str) -> Any:
     return module if own == "." else getattr(module, own)
 
 
+class Listed(ModuleType):
+    """A module of the table. A name that it lists is not lost to a module below that is called the same."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in contents()[self.__name__]):
+            super().__setattr__(name, value)
+
+
 class Finder:
     """Finds and makes the modules of the table; those that have files are Python's own business.
 
@@ -73,22 +81,23 @@ class Finder:
         """A module of the table, or None."""
         if not fullname.startswith("deepspeed.") or fullname not in contents():
             return None
-        return ModuleSpec(fullname, self, origin="mizzen", is_package=self.is_package(fullname))
+        is_package = self.is_package(fullname)
+        return ModuleSpec(fullname, self, origin="mizzen", is_package=is_package)  # type: ignore[arg-type]
 
     def is_package(self, fullname: str) -> bool:
         """Whether modules are below."""
         return fullname in children()
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        """None lets Python make an empty one."""
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty one."""
+        return Listed(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Let names be looked up when they are asked for."""
         path = module.__name__
 
         def look_up(name: str) -> Any:
-            found = resolve(path, name)
-            setattr(module, name, found)
+            found = vars(module)[name] = resolve(path, name)
             return found
 
         vars(module)["__getattr__"] = look_up

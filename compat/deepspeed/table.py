@@ -38,7 +38,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("deepspeed", "initialize add_config_arguments tp_model_init is_compile_supported", ".start"),
     Row("deepspeed", "init_distributed", "mizzen.comm"),
     Row("deepspeed", "add_tuning_arguments", "mizzen.optim.flags"),
-    Row("deepspeed", "DeepSpeedEngine=Engine", "mizzen.engine.engine"),
+    Row("deepspeed runtime.engine", "DeepSpeedEngine", ".kinds"),
     Row("deepspeed", "get_accelerator", ".accelerator"),
     Row("deepspeed", "comm=. dist=.", "deepspeed.comm"),
     Row("deepspeed", "OnDevice RepeatingLoader", "deepspeed.utils"),
@@ -83,7 +83,6 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("accelerator.abstract_accelerator", "DeepSpeedAccelerator", ".accelerator"),
     Row("accelerator.real_accelerator", "SUPPORTED_ACCELERATOR_LIST", ".accelerator"),
     # The engine
-    Row("runtime.engine", "DeepSpeedEngine=Engine", "mizzen.engine.engine"),
     Row("runtime.engine", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable", ".engine"),
     Row("runtime.base_optimizer", "DeepSpeedOptimizer ZeROOptimizer", ".engine"),
     Row("runtime", "DeepSpeedOptimizer ZeROOptimizer", ".engine"),
@@ -106,7 +105,8 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row("runtime.lr_schedules", "add_tuning_arguments", "mizzen.optim.flags"),
     Row("runtime.lr_schedules", "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR", ".facts"),
-    Row("runtime.config", "DeepSpeedConfig DeepSpeedConfigError", ".config"),
+    Row("runtime.config", "DeepSpeedConfig DeepSpeedConfigError DeepSpeedConfigWriter", ".config"),
+    Row("runtime.config_utils", "DeepSpeedConfigModel=Section", "mizzen.config.section"),
     Row(
         "runtime.config",
         "ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER ADAGRAD_OPTIMIZER MUON_OPTIMIZER "
@@ -192,6 +192,7 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     # Helpers
     Row("utils", "*", ".loose"),
+    Row("utils", "z3_leaf_module", "mizzen.zero"),
     Row("utils.groups", "*", ".groups"),
     Row("utils.logging", "logger log_dist log_dist_once warning_once set_log_level_from_string", ".tools"),
     Row("utils.timer", "SynchronizedWallClockTimer ThroughputTimer", ".tools"),
@@ -250,7 +251,9 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("elasticity.config", "ElasticityConfig", "mizzen.config.elasticity"),
     Row("autotuning autotuning.autotuner", "Autotuner", waits_for=TUNING),
     # Monitoring
-    Row("monitor.monitor", "Monitor MonitorMaster=Monitor", "mizzen.monitor.sinks"),
+    Row("monitor.monitor", "Monitor", "mizzen.monitor.sinks"),
+    Row("monitor.monitor", "MonitorMaster", ".config"),
+    Row("monitor.config", "DeepSpeedMonitorConfig=Config", "mizzen.config.schema"),
     Row(
         "profiling.flops_profiler profiling.flops_profiler.profiler",
         "FlopsProfiler get_model_profile",

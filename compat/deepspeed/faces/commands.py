@@ -72,8 +72,8 @@ def ds_nvme_tune(args: Sequence[str] | None = None) -> int:
 def ds_to_universal(args: Sequence[str] | None = None) -> int:
     """Says that there is nothing to convert."""
     error = UsageError(
-        "there is nothing to convert: mizzen loads every checkpoint, its own and DeepSpeed's, at any layout; give the "
-        "folder to load_checkpoint, or see mizzen checkpoint import"
+        "there is nothing to convert: mizzen loads its checkpoints at any layout, and mizzen checkpoint import makes such "
+        "a checkpoint of DeepSpeed's folders"
     )
     return _told(error)
 

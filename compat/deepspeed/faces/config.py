@@ -1,7 +1,9 @@
 """Configuration objects: mizzen reads and judges the file; these have the attributes that scripts read."""
 
+import json
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Any, Final
 
 from mizzen.comm import groups
@@ -9,9 +11,13 @@ from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.elastic import compute_elastic
 from mizzen.config.load import load
 from mizzen.config.resolve import resolve
+from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
 from mizzen.config.zero import ZeroConfig
+from mizzen.environment import World, environ
 from mizzen.errors import ConfigError
+from mizzen.monitor.build import build_observers
+from mizzen.monitor.sinks import monitor_of
 
 DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ElasticityIncompatibleWorldSize = ConfigError
 DeepSpeedZeroConfig = ZeroConfig
@@ -38,6 +44,11 @@ class DeepSpeedConfig:
         if key.split(".")[0] not in type(self.settings).model_fields:
             raise AttributeError(f"the configuration has no {name!r}")
         return self.settings.at(key)
+
+    @property
+    def monitor_config(self) -> Config:
+        """What `MonitorMaster` takes."""
+        return self.settings
 
     def print(self, name: str) -> None:
         """Print every value."""
@@ -68,6 +79,40 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "load_universal_checkpoint": "checkpoint.load_universal",
 }
+
+
+class DeepSpeedConfigWriter:
+    """A configuration that is put together, and written to a file."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data = {} if data is None else data
+
+    def add_config(self, key: str, value: Any) -> None:
+        """Set one key."""
+        self.data[key] = value
+
+    def load_config(self, filename: str) -> None:
+        """Take the keys of a file."""
+        self.data = read_source(Path(filename))
+
+    def write_config(self, filename: str) -> None:
+        """Write them all."""
+        Path(filename).write_text(json.dumps(self.data))
+
+
+class MonitorMaster:
+    """What a script writes numbers to, as the configuration of its sinks says."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        settings = monitor_config.settings if isinstance(monitor_config, DeepSpeedConfig) else monitor_config
+        if not isinstance(settings, Config):
+            settings = load(settings)
+        self._monitor = monitor_of(build_observers(settings, World.detect(environ())))
+        self.enabled = self._monitor.enabled
+
+    def write_events(self, event_list: Any) -> None:
+        """Write (name, value, samples) of each; rank 0 writes."""
+        self._monitor.write_events(event_list)
 
 
 class ZeroStageEnum(IntEnum):

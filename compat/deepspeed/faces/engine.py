@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from deepspeed.faces import parameters
 from deepspeed.faces.folder import leave_files
+from deepspeed.faces.getters import KEYS
 from mizzen.engine.engine import Engine
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.saving import folder_of
@@ -19,6 +20,57 @@ from mizzen.engine.saving import folder_of
 
 class DropInEngine(Engine):
     """An engine whose `train_batch` returns a loss, and whose checkpoints look as clients expect."""
+
+    checkpoint_engine = None
+    """mizzen has one way to write checkpoints."""
+    flops_profiler = None
+    sparse_tensor_module_names: frozenset[str] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        """A value of the configuration by the method that returns it, or what mizzen's engine finds."""
+        if name in KEYS:
+            value = self.settings.at(KEYS[name])
+            return lambda: value
+        return super().__getattr__(name)
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.settings.zero_optimization.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.settings.zero_optimization.stage >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether states rest on the host of a device: offload is not built yet."""
+        return False
+
+    zero_use_cpu_optimizer = zero_partial_offload = zero_nvme_offload_optimizer = super_offload = zero_cpu_offload
+
+    @property
+    def save_zero_checkpoint(self) -> bool:
+        """Whether this rank writes part of a sharded state."""
+        return self.settings.zero_optimization.stage > 0
+
+    @property
+    def save_non_zero_checkpoint(self) -> bool:
+        """Whether this rank writes what all ranks have."""
+        return self.global_rank == 0
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(the dtype the model computes with, the one gradients are summed in)."""
+        settings = self.settings
+        low = torch.float16 if settings.fp16.enabled else torch.bfloat16 if settings.bf16.enabled else torch.float32
+        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        return low, names.get(str(settings.data_types.grad_accum_dtype), torch.float32)
+
+    def is_map_style_dataset(self, obj: Any) -> bool:
+        """Whether samples are asked for by number."""
+        return "__getitem__" in dir(obj) and "__len__" in dir(obj)
+
+    def is_iterable_style_dataset(self, obj: Any) -> bool:
+        """Whether samples come one after the other."""
+        return isinstance(obj, torch.utils.data.IterableDataset)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: Any = None) -> Tensor:  # type: ignore[override]
         """One step; the loss of its report, which is in `last_step`."""

@@ -4,6 +4,7 @@ What a client finds: `zero_to_fp32.py`, and in the tag's folder the files whose 
 the stage in them and the client's own state. The state of training is in mizzen's files beside them.
 """
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, Final
 import torch
 
 from deepspeed.faces import zero_to_fp32
+from mizzen.checkpoint.folder import remove_if_empty
+from mizzen.checkpoint.read import MANIFEST
 from mizzen.engine.engine import Engine
 from mizzen.log import warn_once
 
@@ -20,6 +23,8 @@ MODEL: Final = "mp_rank_00_model_states.pt"
 MODEL_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 OPTIMIZER: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 OPTIMIZERS: Final = "*_optim_states.pt"
+MARK: Final = "drop-in.json"
+"""Names the files of a tag's folder that are ours, so that they go when the checkpoint has gone."""
 
 
 def leave_files(engine: Engine, root: Path, tag: str, client_state: Mapping[str, Any]) -> None:
@@ -38,11 +43,24 @@ def leave_files(engine: Engine, root: Path, tag: str, client_state: Mapping[str,
     folder = root / tag
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({**facts, **client_state}, folder / (MODEL_3 if stage == 3 else MODEL))
+        model = MODEL_3 if stage == 3 else MODEL
+        (folder / MARK).write_text(json.dumps([model, OPTIMIZER, MARK]))
+        torch.save({**facts, **client_state}, folder / model)
         torch.save(stub, folder / OPTIMIZER)
         shutil.copyfile(zero_to_fp32.__file__, root / SCRIPT)
+        sweep(root, spared=tag)
     except Exception as error:  # noqa: BLE001  (pickle raises whatever a client's object raises)
         warn_once(f"{folder}: the checkpoint is saved; files for other programs beside it are not: {error}")
+
+
+def sweep(root: Path, *, spared: str) -> None:
+    """Remove such files from folders whose checkpoint was deleted since."""
+    for mark in root.glob(f"*/{MARK}"):
+        folder = mark.parent
+        if folder.name != spared and not (folder / MANIFEST).exists():
+            for name in json.loads(mark.read_text()):
+                (folder / Path(name).name).unlink(missing_ok=True)
+            remove_if_empty(folder)
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:

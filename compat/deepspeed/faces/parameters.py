@@ -8,9 +8,7 @@ and only parameters answer: `hasattr(tensor, "ds_numel")` is false for all else,
 
 from collections.abc import Callable
 from enum import Enum
-from itertools import count
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +45,10 @@ def _shard(parameter: Tensor) -> Tensor:
 
 
 def _number(parameter: Tensor) -> int:
+    """The same for all objects that stand for a parameter, and no other one's as long as it lives."""
     owner = AMBIENT.owners.get(parameter)
-    return _NUMBERS.setdefault(owner if owner is not None else parameter, next(_COUNT))
+    return id(parameter if owner is None else owner)
 
-
-_NUMBERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-_COUNT: Final = count()
 
 FACTS: Final[dict[str, Callable[[Tensor], Any]]] = {
     "ds_id": _number,

@@ -1,0 +1,95 @@
+"""Engines made by the drop-in: the losses of mizzen's own, and what clients reach for beside them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drop_in import programs
+from house.tree import ROOT
+from mizzen.errors import ConfigError
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_train_batch_returns_the_loss_of_the_report(world, stage):
+    for theirs, ours, kinds in world(2).run(programs.trained, stage):
+        assert theirs == ours
+        assert kinds == {
+            "engine": True,
+            "any": True,
+            "sharded": stage > 0,
+            "stage 1 and 2": stage in (1, 2),
+            "stage 3": stage == 3,
+            "torch": True,
+        }
+
+
+def test_parameters_have_facts_at_stage_3(world):
+    found = world(2).run(programs.facts)
+    for early, here, sharded, inside, shards in found:
+        assert [row[:2] for row in early] == [(256, (32, 8)), (32, (32,)), (32, (1, 32)), (1, (1,))]
+        assert {row[2] for row in early} == {"NOT_AVAILABLE"}
+        assert sharded == [True, True, True, False]  # a small one is whole
+        assert inside and here == shards
+    assert [sum(pair) for pair in zip(found[0][1], found[1][1], strict=True)] == [256, 32, 32, 2]
+
+
+def test_generation_goes_through_the_hooks_of_stage_3(world):
+    (inside, outside), (other, _) = world(2).run(programs.generated)
+    assert inside == other == pytest.approx(outside)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_folder_of_checkpoints_looks_as_clients_expect(world, tmp_path, stage):
+    (path, client, whole), *_ = world(2).run(programs.saved, str(tmp_path), stage)
+    assert (Path(path).name, client) == ("global_step2", {"epoch": 2})
+    assert [folder.name for folder in tmp_path.glob("global_step*")] == ["global_step2"]  # the older one has gone
+    assert (tmp_path / "latest").read_text().strip() == "global_step2"
+    package = programs.deepspeed()
+    from deepspeed.utils import zero_to_fp32
+
+    (optimizer,) = zero_to_fp32.get_optim_files(path)
+    stub = torch.load(optimizer, weights_only=False)
+    assert stub["optimizer_state_dict"]["zero_stage"] == stage
+    model = torch.load(zero_to_fp32.get_model_state_file(path, stage), weights_only=False)
+    assert (model["epoch"], model["global_steps"]) == (2, 2)
+    weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert weights.keys() == whole.keys() and all(torch.equal(weights[name], whole[name]) for name in whole)
+    with pytest.raises(FileNotFoundError, match="can't find"):
+        zero_to_fp32.get_optim_files(tmp_path)
+    assert package.__version__
+
+
+def test_the_script_in_the_folder_needs_mizzen_alone(world, tmp_path):
+    (path, _, whole), *_ = world(1).run(programs.saved, str(tmp_path), 2)
+    ran = subprocess.run(
+        [sys.executable, "zero_to_fp32.py", ".", "out", "--safe_serialization"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_a_client_s_own_keys_are_told_once_and_a_typo_is_an_error(capfd):
+    package = programs.deepspeed()
+    from deepspeed.faces.start import without_hints
+
+    hints = {"zero_optimization.stage3_prefetch_bucket_size": 7.5, "trainer.name": "x", "train_batch_size": 1}
+    assert without_hints(hints).keys() == {"zero_optimization.stage3_prefetch_bucket_size", "train_batch_size"}
+    plain = {"train_batch_size": 1}
+    assert without_hints(plain) is plain
+    for _ in range(2):
+        without_hints(hints)
+    assert capfd.readouterr().err.count("trainer.name") <= 1
+    with pytest.raises(ConfigError, match="gradient_cliping: unknown key; did you mean 'gradient_clipping'"):
+        package.initialize(model=programs.Model(), config={**plain, "gradient_cliping": 1.0})

@@ -1,0 +1,224 @@
+"""Faces that stand behind import paths: optimizers, accelerator, groups, builders, configuration, small functions."""
+
+import argparse
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drop_in import programs
+from mizzen.errors import ConfigError, NotBuilt, UsageError
+
+
+@pytest.fixture
+def package():
+    return programs.deepspeed()
+
+
+def stepped(optimizer_of, steps=3):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = optimizer_of(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_adam_is_torch_s(package):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    decoupled = stepped(lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1, fused=True))
+    plain = stepped(lambda params: torch.optim.Adam(params, lr=0.1, weight_decay=0.1, fused=True))
+    assert not torch.equal(decoupled, plain)
+    assert torch.equal(stepped(lambda params: FusedAdam(params, lr=0.1, weight_decay=0.1)), decoupled)
+    assert torch.equal(stepped(lambda params: FusedAdam(params, 0.1, weight_decay=0.1, adam_w_mode=False)), plain)
+    assert torch.equal(stepped(lambda params: DeepSpeedCPUAdam(params, 0.1, weight_decay=0.1)), decoupled)
+    assert torch.equal(stepped(lambda params: DeepSpeedCPUAdam([{"params": params}], 0.1, weight_decay=0.1)), decoupled)
+    with pytest.raises(NotBuilt, match="bias_correction"):
+        FusedAdam([nn.Parameter(torch.ones(1))], bias_correction=False)
+    with pytest.raises(NotBuilt, match="AdamW8bit"):
+        DeepSpeedCPUAdam([nn.Parameter(torch.ones(1))], fp32_optimizer_states=False)
+
+
+def test_accelerate_makes_every_host_optimizer_with_arguments_of_adam(package):
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    adagrad = stepped(lambda params: torch.optim.Adagrad(params, lr=0.1))
+    assert torch.equal(stepped(lambda params: DeepSpeedCPUAdagrad(params, lr=0.1, adamw_mode=False)), adagrad)
+    lion = stepped(lambda params: FusedLion(params, lr=0.1))
+    assert torch.equal(stepped(lambda params: DeepSpeedCPULion(params, lr=0.1, adamw_mode=False)), lion)
+    with pytest.raises(UsageError, match="no argument speed"):
+        DeepSpeedCPULion([nn.Parameter(torch.ones(1))], speed=3)
+
+
+def test_lamb_refuses_what_it_cannot_do(package):
+    from deepspeed.ops.lamb import FusedLamb
+
+    assert stepped(lambda params: FusedLamb(params, lr=0.1)).isfinite().all()
+    with pytest.raises(UsageError, match="gradient_clipping"):
+        FusedLamb([nn.Parameter(torch.ones(1))], max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_engine_takes_such_an_optimizer(world, stage):
+    assert world(2).run(trained_with_fused_adam, stage) == world(2).run(trained_with_fused_adam, None)
+
+
+def trained_with_fused_adam(stage):
+    package = programs.deepspeed()
+    from deepspeed.ops.adam import FusedAdam
+
+    torch.manual_seed(0)
+    model = programs.Model()
+    settings = programs.config(stage or 0)
+    if stage is not None:
+        del settings["optimizer"]
+    optimizer = FusedAdam(model.parameters(), lr=0.01) if stage is not None else None
+    engine, *_ = package.initialize(model=model, optimizer=optimizer, config=settings)
+    data = programs.batches(2)
+    return [engine.train_batch(data).item() for _ in range(2)]
+
+
+def test_the_accelerator_is_wide(package):
+    device = package.accelerator.get_accelerator()
+    assert isinstance(device, package.accelerator.DeepSpeedAccelerator)
+    assert (device.device_name(), device.communication_backend_name()) == ("cpu", "gloo")
+    assert (device.device_name(0), device.current_device_name()) == ("cpu", "cpu")
+    assert device.is_available() and device.is_synchronized_device() and device.use_host_timers()
+    assert torch.float in device.supported_dtypes() and isinstance(device.is_bf16_supported(), bool)
+    assert device.memory_allocated() > 0 and device.max_memory_allocated() >= 0
+    assert device.total_memory() >= device.available_memory() > 0
+    assert device.on_accelerator(torch.ones(1)) and device.is_pinned(device.pin_memory(torch.ones(1)))
+    assert device.FloatTensor([1.0, 2.0]).tolist() == [1.0, 2.0] and device.LongTensor(2, 3).shape == (2, 3)
+    state = device.get_rng_state()
+    first = torch.rand(1)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(1), first)
+    with device.stream(device.Stream()), device.capture_to_graph(device.create_graph()):
+        event = device.Event(enable_timing=True)
+        event.record()
+    device.synchronize()
+    device.range_push("x")
+    device.range_pop()
+    assert device.create_op_builder("FusedAdamBuilder").NAME == "fused_adam"
+    assert device.get_op_builder("NoBuilder") is None
+    assert device.visible_devices_envs() == [] and device.lazy_call(lambda: 3) == 3
+    package.accelerator.set_accelerator(device)
+    assert package.accelerator.is_current_accelerator_supported()
+    assert copy.copy(device).device_name() == "cpu"
+
+
+def test_groups_are_of_data_parallel_ranks(world):
+    assert world(2).run(groups_of) == [(2, 0, 1, 0, True), (2, 1, 1, 0, True)]
+
+
+def groups_of():
+    groups = programs.deepspeed().utils.groups
+    return (
+        groups._get_data_parallel_world_size(),
+        groups._get_data_parallel_rank(),
+        groups._get_sequence_parallel_world_size(),
+        groups._get_model_parallel_rank(),
+        groups._get_sequence_parallel_group() is None and groups._get_data_parallel_group() is not None,
+    )
+
+
+def test_experts_are_refused(package):
+    with pytest.raises(NotBuilt, match="mixture of experts"):
+        package.utils.groups.initialize(ep_size=2)
+    with pytest.raises(NotBuilt, match="tensor parallelism"):
+        package.tp_model_init(nn.Linear(1, 1), tp_size=2, dtype=torch.float32)
+    model = nn.Linear(1, 1)
+    assert package.tp_model_init(model=model, tp_size=1, dtype=torch.float32, config={}) is model
+    assert package.moe.utils.has_moe_layers(model) == (False, 0)
+
+
+def test_builders_load_what_there_is(package):
+    from deepspeed.ops import op_builder
+
+    assert op_builder.FusedAdamBuilder().load().AdamW is torch.optim.AdamW
+    assert package.ops.__compatible_ops__["fused_adam"] and not package.ops.__compatible_ops__["async_io"]
+    for name, builder in package.ops.op_builder.all_ops.ALL_OPS.items():
+        assert builder.name == name and builder.absolute_name() == f"deepspeed.ops.{name}"
+        if builder.is_compatible():
+            assert builder.load()
+        else:
+            with pytest.raises(NotBuilt, match=f"{name} waits"):
+                builder.load()
+
+
+def test_a_configuration_answers_by_the_names_of_scripts(package):
+    config = package.DeepSpeedConfig({**programs.config(2), "gradient_clipping": 0.5, "bf16": {"enabled": True}})
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (8, 4)
+    assert (config.gradient_accumulation_steps, config.gradient_clipping) == (2, 0.5)
+    assert (config.zero_optimization_stage, config.zero_config.stage) == (2, 2)
+    assert config.bfloat16_enabled and not config.fp16_enabled and config.optimizer_name == "AdamW"
+    assert not hasattr(config, "colour")
+    with pytest.raises(package.DeepSpeedConfigError):
+        package.DeepSpeedConfig({"train_batch_size": -1})
+
+
+def test_a_configuration_is_put_together_and_written(package, tmp_path):
+    writer = package.runtime.config.DeepSpeedConfigWriter()
+    writer.add_config("train_batch_size", 4)
+    writer.write_config(tmp_path / "config.json")
+    other = package.runtime.config.DeepSpeedConfigWriter()
+    other.load_config(tmp_path / "config.json")
+    assert other.data == {"train_batch_size": 4}
+
+
+def test_numbers_go_where_the_configuration_says(package, tmp_path):
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config = package.DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": section})
+    monitor = package.monitor.monitor.MonitorMaster(config.monitor_config)
+    monitor.write_events([("Train/score", 0.5, 8)])
+    assert monitor.enabled and "0.5" in next(tmp_path.rglob("*score*")).read_text()
+
+
+def test_elastic_batches(package):
+    section = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4], "version": 0.1}
+    config = {"elasticity": section}
+    batch, gpus = package.elasticity.compute_elastic_config(config, "0.19")
+    assert package.elasticity.elasticity_enabled(config) and all(batch % count == 0 for count in gpus)
+    *same, micro = package.elasticity.compute_elastic_config(config, "0.19", world_size=gpus[-1])
+    assert same == [batch, gpus] and micro in (2, 4)
+    with pytest.raises(ConfigError, match="elasticity is off"):
+        package.elasticity.compute_elastic_config({}, "0.19")
+
+
+def test_small_functions(package, capsys):
+    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+    from deepspeed.runtime.utils import move_to_device, required_torch_version
+    from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
+
+    tied = torch.ones(3)
+    clones = clone_tensors_for_torch_save({"a": tied, "b": [tied, 4]})
+    assert clones["a"] is clones["b"][0] is not tied and clones["b"][1] == 4
+    assert move_to_device({"a": tied}, "meta")["a"].is_meta
+    assert required_torch_version(min_version=2.11) and not required_torch_version(max_version=1.13)
+    package.utils.see_memory_usage("here", force=True)
+    package.utils.logger.setLevel(20)
+    timers = SynchronizedWallClockTimer()
+    timers("x").start()
+    timers("x").stop()
+    assert timers("x").elapsed() >= 0
+    throughput = ThroughputTimer(batch_size=2, start_step=0)
+    throughput.start()
+    throughput.stop()
+    assert throughput.avg_samples_per_sec() > 0
+    assert package.utils.instrument_w_nvtx(lambda: 5)() == 5
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
+
+    estimate_zero3_model_states_mem_needs_all_live(nn.Linear(1000, 1000), num_gpus_per_node=8)
+    assert "1,001,000 parameters" in capsys.readouterr().out
+
+
+def test_arguments_of_scripts(package):
+    parser = package.add_config_arguments(argparse.ArgumentParser())
+    package.add_tuning_arguments(parser)
+    given = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json", "--warmup_num_steps", "5"])
+    assert given.deepspeed and given.deepspeed_config == "x.json" and given.warmup_num_steps == 5
