@@ -151,8 +151,9 @@ def from_folders(folder: Path) -> dict:
     for name, config in {"ddp": None, "stage 2": configuration(2), "stage 3": configuration(3)}.items():
         found[f"pretrained, {name}"] = simple(folder / f"from {name}", read, config)
         forget()
-    found["pretrained, evaluated at once"] = evaluate(folder / "at once", read)
-    forget()
+    for name, config in {"ddp": None, "stage 3": configuration(3)}.items():
+        found[f"evaluated at once, {name}"] = evaluate(folder / f"at once {name}", config, read)
+        forget()
     made = folder / "made"
     found["made, stage 3"] = simple(folder / "made 3", partial(make_and_keep, made), configuration(3))
     forget()
@@ -161,11 +162,12 @@ def from_folders(folder: Path) -> dict:
     return found
 
 
-def evaluate(folder: Path, read) -> dict:
-    """A Trainer that never trains: an engine without an optimizer."""
-    arguments = arguments_of(folder, configuration(3))
-    trainer = Recording(model=read(), args=arguments, eval_dataset=Tokens(24))
-    found = {"evaluated": trainer.evaluate()["eval_loss"]}
+def evaluate(folder: Path, config: dict | None, read) -> dict:
+    """A Trainer that evaluates, on an engine without an optimizer, before it trains."""
+    arguments = arguments_of(folder, config)
+    trainer = Recording(model=read(), args=arguments, train_dataset=Tokens(48), eval_dataset=Tokens(24))
+    first = trainer.evaluate()["eval_loss"]
+    found = train(trainer, config is not None) | {"at first": first}
     trainer.accelerator.free_memory()
     return found
 

@@ -80,10 +80,10 @@ def even(completion_ids, **_) -> list[float]:
     return [float(sum(token % 2 == 0 for token in tokens)) for tokens in completion_ids]
 
 
-def grpo(folder: Path, config: dict | None, **more):
+def grpo(folder: Path, config: dict | None, steps: int = STEPS, **more):
     """The model and its reference come from a folder; at stage 3 both are sharded while they are read."""
     settings = GRPOConfig(
-        **common(folder, config, max_steps=6, save_steps=3, learning_rate=1e-2),
+        **common(folder, config, max_steps=steps, learning_rate=1e-2),
         num_generations=4,
         max_completion_length=8,
         beta=0.05,
@@ -101,7 +101,7 @@ def grpo(folder: Path, config: dict | None, **more):
 
 def in_pieces(folder: Path, config: dict | None):
     """The same, gathered layer by layer for every token."""
-    return grpo(folder, config, ds3_gather_for_generation=False)
+    return grpo(folder, config, 6, ds3_gather_for_generation=False)
 
 
 def run(trainer, is_sharded: bool, resumed: Path | None = None) -> dict:
@@ -137,7 +137,7 @@ def main(folder: Path, *chosen: str) -> None:
             place = folder / f"{kind} {way}"
             found[f"{kind}, {way}"] = run(make(place, config), config is not None)
             forget()
-            if kind in ("sft", "dpo"):
+            if kind in ("sft", "dpo", "grpo"):
                 again = make(folder / f"{kind} {way} 2", config)
                 found[f"{kind}, {way}, resumed"] = run(again, config is not None, place / f"checkpoint-{MIDDLE}")
                 forget()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mizzen.launcher.drop_in import FOLDER
 
 HERE = Path(__file__).parent
@@ -58,3 +60,13 @@ def launch(script: str, folder: Path) -> tuple[list[dict], str]:
     """Run a script on two ranks: what each has found, and everything that was written to the terminal."""
     written = run([*TORCHRUN, HERE / script, folder], folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], written
+
+
+def close(value):
+    """Five digits."""
+    return pytest.approx(value, rel=1e-5, abs=1e-5)
+
+
+def own_lines(written: str) -> list[str]:
+    """What the engine has written, and warnings from its files, beside what the clients write."""
+    return [line for line in written.splitlines() if line.startswith("mizzen") or "src/mizzen" in line]
