@@ -30,7 +30,7 @@ def test_a_loop_gets_what_it_gets_from_ddp(accelerate, maker, stage, accumulatio
         assert max(found["norms"]) > 0.5  # clipping had something to do
         for key in ("losses", "norms", "gathered", "after"):
             assert found[key] == close(expected[key]), key
-        assert found["unwrapped"] == expected["unwrapped"]
+        assert found["unwrapped"].removeprefix("FSDP") == expected["unwrapped"]  # FSDP2 renames classes
         # At stage 3 the first rank alone has all weights.
         assert found["state"] == (close(expected["state"]) if number == 0 or stage < 3 else None)
         assert not any(found["skipped"])
