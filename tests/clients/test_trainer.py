@@ -136,8 +136,7 @@ def test_a_model_is_sharded_while_it_is_read_or_made(models):
         assert rank["made, stage 3"]["losses"] == close(rank["made, ddp"]["losses"])
 
 
-def test_a_trainer_evaluates_before_it_trains(models):
+def test_a_trainer_that_never_trains_evaluates(models):
     for rank in models[0]:
         found, expected = (rank[f"evaluated at once, {name}"] for name in ("stage 3", "ddp"))
-        for key in ("at first", "losses", "evaluated", "norms"):
-            assert found[key] == close(expected[key]), key
+        assert found["evaluated"] == close(expected["evaluated"])

@@ -45,13 +45,19 @@ def owner_of(parameter: nn.Parameter) -> Owner | None:
     return found if isinstance(found, Owner) else None
 
 
-def retire(model: nn.Module) -> None:
-    """Take a model away from the engine that trains it, if one does: two engines cannot hold one parameter."""
+def retire(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Take a model away from the engine that has it, if one does: two engines cannot hold one parameter.
+
+    Returns the parameter objects that are no longer the model's, each with the one in its place.
+    """
     restore(model)
-    for parameter in model.parameters():
+    before = dict(model.named_parameters())
+    for parameter in before.values():
         owner = owner_of(parameter)
         if owner is not None:
             owner.store.detach()
+    after = dict(model.named_parameters())
+    return [(old, after[name]) for name, old in before.items() if after[name] is not old]
 
 
 def full_value(parameter: nn.Parameter) -> Tensor | None:
