@@ -90,7 +90,7 @@ class FullStore:
             root.module.register_load_state_dict_pre_hook(self._forget),
             root.module.register_load_state_dict_post_hook(lambda *_: self.refresh()),
         ]
-        root.handles += self._entrances()
+        root.handles += _entrances(self.units, self._enter, self._leave)
         for unit in self.units:
             with torch.no_grad(), held_open(unit.module):
                 stand_ins = dict(zip(unit.parameters, whole(unit.module), strict=True))
@@ -102,20 +102,6 @@ class FullStore:
             for name, parameter in unit.parameters.items():
                 self.replaced = (*self.replaced, (stand_ins[name], name))
                 mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharing), stand_ins[name])
-
-    def _entrances(self) -> list[RemovableHandle]:
-        """In evaluation a part of the model may be called on its own, as an encoder is before generation."""
-        root, *others = self.units
-        inside = {id(module) for unit in others for module in unit.module.modules()}
-        parts = [module for module in root.module.modules() if module is not root.module and id(module) not in inside]
-        return [
-            handle
-            for part in parts
-            for handle in (
-                part.register_forward_pre_hook(_evaluating(self._enter), prepend=True),
-                part.register_forward_hook(_evaluating(self._leave), always_call=True),
-            )
-        ]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.place.calls and not self.place.is_backward and recover(self.model):
@@ -306,6 +292,23 @@ def _dense(parameter: Tensor) -> None:
     """What an embedding may give as a sparse gradient cannot be sharded."""
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
+
+
+def _entrances(
+    units: Sequence[LiveUnit], enter: Callable[..., None], leave: Callable[..., None]
+) -> list[RemovableHandle]:
+    """In evaluation a part of the model may be called on its own, as an encoder is before generation."""
+    root, *others = units
+    inside = {id(module) for unit in others for module in unit.module.modules()}
+    parts = [module for module in root.module.modules() if module is not root.module and id(module) not in inside]
+    return [
+        handle
+        for part in parts
+        for handle in (
+            part.register_forward_pre_hook(_evaluating(enter), prepend=True),
+            part.register_forward_hook(_evaluating(leave), always_call=True),
+        )
+    ]
 
 
 def _evaluating(hook: Callable[..., None]) -> Callable[..., None]:
