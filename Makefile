@@ -83,3 +83,4 @@ bench: .venv/ready ## mizzen beside its peers on two CPU ranks, in about two min
 clean: ## remove everything that was made here
 	rm -rf .venv .venvs .venv-clients build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf compat/build compat/*.egg-info compat/deepspeed/__pycache__ compat/deepspeed/faces/__pycache__

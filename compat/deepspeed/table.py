@@ -117,10 +117,11 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE", ".facts"),
     Row(
         "runtime.utils",
-        "see_memory_usage move_to_device copy_to_device set_random_seed clip_grad_norm_ get_global_norm "
-        "required_torch_version",
+        "see_memory_usage move_to_device copy_to_device set_random_seed clip_grad_norm_ get_global_norm get_grad_norm "
+        "required_torch_version ensure_directory_exists noop_decorator empty_cache",
         ".tools",
     ),
+    Row("runtime.utils", "partition_uniform partition_balanced PartitionedTensor", waits_for=PIPELINE),
     Row("runtime.compiler", "is_compile_supported", ".start"),
     Row("runtime.compiler", "disable is_compiling", "torch.compiler"),
     Row("runtime.sparse_tensor", "SparseTensor", waits_for="sparse gradients"),
@@ -375,7 +376,8 @@ ROWS: Final[tuple[Row, ...]] = (
         waits_for=COMPRESSION,
     ),
     Row("compression.scheduler", "compression_scheduler", waits_for=COMPRESSION),
-    Row("compression.helper", "convert_conv1d_to_linear recursive_getattr recursive_setattr", waits_for=COMPRESSION),
+    Row("compression.helper utils.module_utils", "recursive_getattr recursive_setattr", ".tools"),
+    Row("compression.helper", "convert_conv1d_to_linear", waits_for=COMPRESSION),
     Row(
         "runtime.data_pipeline.data_sampling.data_analyzer",
         "DataAnalyzer DistributedDataAnalyzer",

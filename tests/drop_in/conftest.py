@@ -1,4 +1,4 @@
-"""The drop-in on the path of this process, and of the ranks that it asks for, for these tests alone."""
+"""The drop-in on the path of this process for these tests alone."""
 
 import sys
 
@@ -8,9 +8,12 @@ from mizzen.launcher.drop_in import FOLDER
 
 
 @pytest.fixture(autouse=True)
-def on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+def on_the_path(request):
+    """Ranks put it there themselves: the process that they are forked from serves other tests, too."""
+    if "world" not in request.fixturenames:
+        sys.path.insert(0, str(FOLDER))
     yield
+    sys.path[:] = [path for path in sys.path if path != str(FOLDER)]
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "deepspeed.finder"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         del sys.modules[name]

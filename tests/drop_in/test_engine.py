@@ -10,7 +10,7 @@ import torch
 
 from drop_in import programs
 from house.tree import ROOT
-from mizzen.errors import ConfigError
+from mizzen.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -61,6 +61,16 @@ def test_a_folder_of_checkpoints_looks_as_clients_expect(world, tmp_path, stage)
     with pytest.raises(FileNotFoundError, match="can't find"):
         zero_to_fp32.get_optim_files(tmp_path)
     assert package.__version__
+
+
+def test_a_folder_of_deepspeed_is_not_taken_for_an_empty_one(tmp_path):
+    package = programs.deepspeed()
+    theirs = ROOT / "tests" / "fixtures" / "deepspeed" / "zero2"
+    engine = programs.build(package, 0)
+    for tag in (None, "step3"):
+        with pytest.raises(CheckpointError, match="step3 was saved by DeepSpeed.*mizzen checkpoint import"):
+            engine.load_checkpoint(theirs, tag=tag)
+    assert engine.load_checkpoint(tmp_path) == (None, None)
 
 
 def test_the_script_in_the_folder_needs_mizzen_alone(world, tmp_path):

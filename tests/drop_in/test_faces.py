@@ -217,6 +217,21 @@ def test_small_functions(package, capsys):
     assert "1,001,000 parameters" in capsys.readouterr().out
 
 
+def test_modules_by_their_paths(package, tmp_path):
+    from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+    from deepspeed.runtime import utils
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    recursive_setattr(model, "0.0", nn.Identity())
+    assert isinstance(recursive_getattr(model, "0.0"), nn.Identity)
+    recursive_setattr(model, "0", nn.Linear(3, 4))
+    model(torch.ones(1, 3)).sum().backward()
+    assert utils.get_grad_norm(model.parameters()) == pytest.approx(4.0)  # 12 weights and 4 biases of 1
+    utils.ensure_directory_exists(str(tmp_path / "a" / "b.txt"))
+    assert (tmp_path / "a").is_dir() and utils.noop_decorator(model) is model
+    utils.empty_cache()
+
+
 def test_arguments_of_scripts(package):
     parser = package.add_config_arguments(argparse.ArgumentParser())
     package.add_tuning_arguments(parser)

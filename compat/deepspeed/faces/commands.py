@@ -72,8 +72,8 @@ def ds_nvme_tune(args: Sequence[str] | None = None) -> int:
 def ds_to_universal(args: Sequence[str] | None = None) -> int:
     """Says that there is nothing to convert."""
     error = UsageError(
-        "there is nothing to convert: mizzen loads its checkpoints at any layout, and mizzen checkpoint import makes such "
-        "a checkpoint of DeepSpeed's folders"
+        "there is nothing to convert: mizzen loads its checkpoints at any layout; mizzen checkpoint import makes such "
+        "a checkpoint out of folders of DeepSpeed"
     )
     return _told(error)
 

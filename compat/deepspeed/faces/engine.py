@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from deepspeed.faces import parameters
-from deepspeed.faces.folder import leave_files
+from deepspeed.faces.folder import leave_files, refuse_others
 from deepspeed.faces.getters import KEYS
 from mizzen.engine.engine import Engine
 from mizzen.engine.optimizer import EngineOptimizer
@@ -96,6 +96,28 @@ class DropInEngine(Engine):
             name = str(tag) if tag else f"global_step{self.global_steps}"
             leave_files(self, root, name, client_state or {})
         return saved
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str] | None = None,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load; where a client keeps the schedule to itself, learning rates are states of the optimizer."""
+        refuse_others(Path(folder_of(self.settings.checkpoint, load_dir)), tag)
+        return super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states or self.lr_scheduler is None,
+            load_module_only,
+            custom_load_fn,
+        )
 
 
     def load_checkpoint(

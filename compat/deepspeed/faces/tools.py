@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy
@@ -64,6 +65,40 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 def get_global_norm(norm_list: Iterable[float]) -> float:
     """The norm of norms."""
     return float(sum(norm**2 for norm in norm_list) ** 0.5)
+
+
+def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the gradients that this rank has; an engine's own is `get_global_grad_norm()`."""
+    wanted = [parameters] if isinstance(parameters, Tensor) else parameters
+    return float(nn.utils.get_total_norm([p.grad for p in wanted if p.grad is not None], norm_type))
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def noop_decorator(func: Value) -> Value:
+    """The function."""
+    return func
+
+
+def empty_cache() -> None:
+    """Give unused memory back to the device."""
+    own_accelerator().empty_cache()
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """What a path with dots leads to."""
+    for part in module_name.split("."):
+        model = getattr(model, part)
+    return model
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Put something where a path with dots leads to."""
+    parent, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, last, module)
 
 
 def instrument_w_nvtx(function: Callable[..., Value]) -> Callable[..., Value]:

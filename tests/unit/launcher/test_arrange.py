@@ -6,8 +6,11 @@ import pytest
 
 from mizzen.errors import UsageError
 from mizzen.launcher.arrange import PORTS, Asked, Facts, again, arrange
+from mizzen.launcher.backends import NAMES
 from mizzen.launcher.devices import KINDS
+from mizzen.launcher.drop_in import FOLDER, with_drop_in
 from mizzen.launcher.emit import emit_k8s, emit_slurm
+from mizzen.launcher.job import Job
 from mizzen.launcher.show import describe
 
 HOSTFILE = "w0 slots=4\nw1 slots=2\n"
@@ -170,3 +173,18 @@ def test_a_manifest_for_kubernetes():
     text = emit_k8s(arrange(asked, replace(FACTS, hostfile="w0 slots=8\nw1 slots=8\n")).job, asked)
     for line in ("kind: JobSet", "parallelism: 2", "nvidia.com/gpu: 8", '- "$$(HOME)"', '- "$(JOB_COMPLETION_INDEX)"'):
         assert line in text.replace('"JobSet"', "JobSet"), text
+
+
+def test_the_drop_in_goes_with_the_job_on_every_back_end():
+    for name in (None, *NAMES):
+        facts = replace(FACTS, hostfile=HOSTFILE if name else None)
+        launch = made(facts, drop_in=True, **({"launcher": name} if name else {}))
+        assert Job.decode(launch.job.encode()).drop_in
+        assert "which finds the drop-in" in describe(launch)
+    assert "--drop-in" in emit_slurm(launch.job, Asked(script="t.py"))
+
+
+def test_ranks_look_at_the_drop_in_first():
+    assert with_drop_in({})["PYTHONPATH"] == str(FOLDER)
+    assert with_drop_in({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == f"{FOLDER}:/a:/b"
+    assert (FOLDER / "deepspeed" / "__init__.py").is_file() and next(FOLDER.glob("deepspeed-*.dist-info/METADATA"))
