@@ -1,6 +1,6 @@
 """A loop of your own with Accelerate, its plugin made from arguments.
 
-    mizzen run --drop-in --no_local_rank --num_gpus 2 examples/clients/accelerate_loop.py
+mizzen run --drop-in --no_local_rank --num_gpus 2 examples/clients/accelerate_loop.py
 """
 
 import sys

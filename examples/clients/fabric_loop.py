@@ -1,6 +1,6 @@
 """A loop of your own with Fabric. Its strategy wants CUDA; on a CPU this script says so and ends.
 
-    mizzen run --drop-in --no_local_rank --num_gpus 2 examples/clients/fabric_loop.py
+mizzen run --drop-in --no_local_rank --num_gpus 2 examples/clients/fabric_loop.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Supervised fine-tuning of an adapter with TRL and PEFT; tokenizer and model are made here, so nothing is downloaded.
 
-    mizzen run --drop-in --no_local_rank --num_gpus 2 examples/clients/sft.py
+mizzen run --drop-in --no_local_rank --num_gpus 2 examples/clients/sft.py
 """
 
 import sys
@@ -18,7 +18,7 @@ CONFIG = {
     "gradient_accumulation_steps": "auto",
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
 }
-WORDS = ["<pad>", "<s>", "</s>", *"one two three four five six seven eight nine ten".split()]
+WORDS = ["<pad>", "<s>", "</s>", *["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]]
 
 
 def tokenizer():

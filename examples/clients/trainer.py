@@ -1,6 +1,6 @@
 """HF Trainer on mizzen: the script says `deepspeed=`, and nothing of mizzen.
 
-    mizzen run --drop-in --no_local_rank --num_gpus 2 examples/clients/trainer.py
+mizzen run --drop-in --no_local_rank --num_gpus 2 examples/clients/trainer.py
 """
 
 import sys

@@ -118,9 +118,7 @@ def two_models(stages: tuple[int, int] | None) -> dict:
     else:
         plugins = {name: from_arguments(stage) for name, stage in zip(("student", "teacher"), stages, strict=True)}
         # Without an optimizer there is one use for a plugin: sharding.
-        accelerator = Accelerator(
-            deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
-        )
+        accelerator = Accelerator(deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
     student = llama(3)
     optimizer = AdamW(student.parameters(), lr=RATE)
     student, optimizer, loader = accelerator.prepare(student, optimizer, batches())
@@ -161,7 +159,12 @@ def main(folder: Path) -> None:
         forget()
         found[f"{name}, resumed"] = resumed(make(), folder / name)
         forget()
-    for name, stages in {"ddp": None, "stages 2 and 0": (2, 0), "stages 2 and 3": (2, 3), "stages 3 and 3": (3, 3)}.items():
+    for name, stages in {
+        "ddp": None,
+        "stages 2 and 0": (2, 0),
+        "stages 2 and 3": (2, 3),
+        "stages 3 and 3": (3, 3),
+    }.items():
         found[f"two models, {name}"] = two_models(stages)
         forget()
     leave(found, folder)

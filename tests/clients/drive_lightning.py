@@ -102,9 +102,7 @@ def build(name: str) -> Language:
 def strategy_of(name: str):
     if name.startswith("ddp"):
         return DDPStrategy(process_group_backend="gloo")
-    return OnCpu(
-        stage=int(name.split()[1].strip(",")), logging_batch_size_per_gpu=MICRO, process_group_backend="gloo"
-    )
+    return OnCpu(stage=int(name.split()[1].strip(",")), logging_batch_size_per_gpu=MICRO, process_group_backend="gloo")
 
 
 def trainer_of(name: str, folder: Path, *callbacks, epochs: int = 2) -> pl.Trainer:

@@ -86,7 +86,9 @@ def simple(folder: Path, build, config: dict | None, *, resumed: Path | None = N
     """Train what `build` makes; its arguments are there before the model is."""
     arguments = arguments_of(folder, config, **more)
     model = build()
-    held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in model.parameters())
+    held = sum(
+        value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in model.parameters()
+    )
     trainer = Recording(model=model, args=arguments, train_dataset=Tokens(48), eval_dataset=Tokens(24))
     found = train(trainer, config is not None, resumed)
     found["held at first"] = held
@@ -221,9 +223,7 @@ def generation(folder: Path) -> dict:
             predict_with_generate=True,
             generation_max_length=LENGTH,
         )
-        trainer = RecordingPairs(
-            model=translator(), args=arguments, train_dataset=Pairs(48), eval_dataset=Pairs(20)
-        )
+        trainer = RecordingPairs(model=translator(), args=arguments, train_dataset=Pairs(48), eval_dataset=Pairs(20))
         found[f"generation, {name}"] = train(trainer, config is not None)
         predicted = trainer.predict(Pairs(18))
         found[f"generation, {name}"]["tokens"] = predicted.predictions.tolist()

@@ -119,7 +119,6 @@ class DropInEngine(Engine):
             custom_load_fn,
         )
 
-
     def load_checkpoint(
         self,
         load_dir: str | PathLike[str] | None = None,
