@@ -1,4 +1,4 @@
-"""HF Trainer on an engine gets the losses that it gets from torch's DDP; a run that is resumed, those of one that is not.
+"""HF Trainer on an engine gets the losses that it gets from torch's DDP, and a resumed run those of an unbroken one.
 
 Each script is launched once, on two gloo ranks, and does many runs; the tests look at what its ranks have left behind.
 """

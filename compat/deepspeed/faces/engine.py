@@ -119,27 +119,6 @@ class DropInEngine(Engine):
             custom_load_fn,
         )
 
-    def load_checkpoint(
-        self,
-        load_dir: str | PathLike[str] | None = None,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., None] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load; where a client keeps the schedule to itself, learning rates are states of the optimizer."""
-        return super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states or self.lr_scheduler is None,
-            load_module_only,
-            custom_load_fn,
-        )
-
 
 class DropInOptimizer(EngineOptimizer):
     """The same optimizer, with the names of its kin."""
