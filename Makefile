@@ -7,10 +7,11 @@ ARGS ?=
 
 BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
+CLIENTS := .venv-clients/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-torch test-cluster docs faults faults-checkpoint faults-launcher bench bench-cpu \
-  bench-checkpoint clean
+.PHONY: help demo test lint test-torch test-cluster test-clients client-tests docs faults faults-checkpoint \
+  faults-launcher bench bench-cpu bench-checkpoint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,7 +22,15 @@ help: ## list the targets
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,clients]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
+
+# The clients have an environment of their own, so that everything else is tested without them.
+.venv-clients/ready: pyproject.toml constraints.txt constraints-clients.txt
+	test -x $(CLIENTS)/python || $(PYTHON) -m venv .venv-clients
+	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt setuptools torch
+	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt --constraint constraints-clients.txt \
+	  --no-build-isolation pytest pytest-timeout --editable ".[all-clients]"
 	touch $@
 
 # Another torch may want another setuptools; all else stays as it is.
@@ -30,7 +39,7 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	grep -v -E '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt "setuptools>=77" torch==$(VERSION)
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --no-build-isolation \
-	  torch==$(VERSION) --editable ".[dev,clients]"
+	  torch==$(VERSION) --editable ".[dev]"
 	touch $@
 
 demo: .venv/ready ## train a small language model on two ranks of this machine, in about two minutes
@@ -50,6 +59,12 @@ test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERS
 test-cluster: .venv/ready ## every back end on hosts made of network namespaces; installs what it needs when it is root
 	sh tests/cluster/install.sh
 	CLUSTER=1 $(BIN)/python -m pytest -rs tests/cluster
+
+test-clients: .venv-clients/ready ## HF Trainer, Accelerate, Lightning, TRL and PEFT, unmodified, on two ranks; in about five minutes
+	CLIENTS=1 $(CLIENTS)/python -m pytest -rs --durations=8 tests/clients tests/unit/rewrite/test_head.py $(ARGS)
+
+client-tests: .venv-clients/ready ## a client's own tests, from its checkout: CLIENT_SRC=../accelerate ARGS='tests/deepspeed'
+	$(CLIENTS)/python tests/clients/own_tests.py $(CLIENT_SRC) $(ARGS)
 
 docs: .venv/ready ## regenerate docs/config.md from the configuration's own words
 	$(BIN)/python -m mizzen.cli config docs > docs/config.md.new
@@ -72,6 +87,6 @@ bench-checkpoint: .venv/ready ## saving and loading 200 M parameters beside torc
 	$(BIN)/python -m bench.checkpoint $(ARGS)
 
 clean: ## remove everything that was made here
-	rm -rf .venv .venvs build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venvs .venv-clients build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf compat/build compat/*.egg-info compat/deepspeed/__pycache__ compat/deepspeed/faces/__pycache__

@@ -198,7 +198,7 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     with device:
-        model = LlamaForCausalLM(_config(size))  # type: ignore[no-untyped-call]
+        model = build(size)
     generator = torch.Generator(device).manual_seed(1)
     shape = (BATCHES, size.samples, size.length)
     batches = torch.randint(0, size.vocabulary, shape, generator=generator, device=device)
@@ -223,8 +223,9 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
     return KINDS[kind](Work(model.train(), lambda number: batches[number % BATCHES], device, config))
 
 
-def _config(size: Size) -> LlamaConfig:
-    return LlamaConfig(
+def build(size: Size) -> LlamaForCausalLM:
+    """The model, with random weights."""
+    config = LlamaConfig(
         hidden_size=size.hidden,
         num_hidden_layers=size.layers,
         intermediate_size=size.feed,
@@ -234,3 +235,4 @@ def _config(size: Size) -> LlamaConfig:
         max_position_embeddings=size.length,
         attn_implementation="sdpa",  # type: ignore[call-arg]
     )
+    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]

@@ -34,10 +34,12 @@ class Game:
     anew: bool = False
     """Whether a system starts again for every turn, because not all of them fit side by side."""
     environment: dict[str, str] = field(default_factory=dict)
+    apart: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Variables that only some systems have."""
 
     def team(self, system: str) -> Team:
         """The ranks of one system."""
-        return Team(self.workload, system, ranks=self.ranks, extra=self.environment)
+        return Team(self.workload, system, ranks=self.ranks, extra=self.environment | self.apart.get(system, {}))
 
 
 @dataclass(slots=True)

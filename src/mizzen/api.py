@@ -29,6 +29,7 @@ from mizzen.engine.prepare import (
     grouped,
     loaders_of,
     place,
+    renewed,
     seed_of,
     stream_of,
 )
@@ -73,7 +74,8 @@ def initialize(
     world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
-    retire(model)
+    if replaced := retire(model):
+        optimizer, model_parameters = renewed(optimizer, replaced), renewed(model_parameters, replaced)
     sketch = Sketch.of(model)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
     plan = build(at_home(settings), world.size, grouped(sketch, model, chosen), ORDER)

@@ -4,8 +4,6 @@
 FOLDER/r.json. A run without a stage is plain DDP; it comes after the others, so that the face makes the process group.
 """
 
-import json
-import os
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -13,16 +11,18 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, InitProcessGroupKwargs
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DummyOptim, DummyScheduler
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from clients.small import forget, leave
 from parity.programs import LENGTH, VOCABULARY, TinyLanguageModel
 
-MICRO, EPOCHS, CLIP, RATE, DECAY, WARMUP = 4, 2, 0.5, 1e-2, 0.1, 3
+MICRO, EPOCHS, CLIP, RATE, DECAY, WARMUP = 4, 3, 0.5, 1e-2, 0.1, 3
+
+FULL = {"stage3_param_persistence_threshold": 100, "stage3_gather_16bit_weights_on_model_save": True}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ class Run:
             "train_batch_size": "auto",
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": CLIP,
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 2000},
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": 2000,
+                **(FULL if self.stage == 3 else {}),
+            },
         }
         if self.maker == "configuration":
             found["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
@@ -57,7 +61,7 @@ class Run:
         return found
 
 
-RUNS = [Run(*row) for row in product(("script", "configuration"), (0, 1, 2, None), (1, 2))]
+RUNS = [Run(*row) for row in product(("script", "configuration"), (0, 1, 2, 3, None), (1, 2))]
 
 
 def own_schedule(done: int) -> float:
@@ -125,7 +129,7 @@ def train(run: Run) -> dict:
     with torch.no_grad():
         found["gathered"] = accelerator.gather_for_metrics(model(tokens[:MICRO]).reshape(1)).tolist()
     state = accelerator.get_state_dict(model)
-    found["state"] = {name: value.double().norm().item() for name, value in state.items()}
+    found["state"] = state and {name: value.double().norm().item() for name, value in state.items()}
     whole = accelerator.unwrap_model(model)
     found["unwrapped"] = type(whole).__name__
     if run.stage is not None:
@@ -165,13 +169,6 @@ def shuffled() -> list[int]:
     return found
 
 
-def forget() -> None:
-    """What is process-wide in Accelerate, so that one process can hold several runs."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-
-
 def main(folder: Path) -> None:
     found = {}
     for run in sorted(RUNS, key=lambda run: run.stage is None):
@@ -179,8 +176,7 @@ def main(folder: Path) -> None:
         forget()
     found["shuffled"] = shuffled()
     forget()
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    leave(found, folder)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
 """What one rank of a user's script does with HF Trainer, for several configurations one after the other.
 
 `python -m torch.distributed.run --nproc-per-node 2 drive_trainer.py FOLDER`; rank r leaves its findings in
-FOLDER/r.json.
+FOLDER/r.json. Every run trains, evaluates and saves on the way, predicts and saves at the end; some are then resumed
+from the middle by a new Trainer.
 """
 
-import json
-import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
-VOCABULARY, LENGTH, STEPS, WARMUP, RATE, DECAY = 64, 16, 10, 3, 1e-2, 0.1
+from clients.small import DECAY, RATE, Tokens, configuration, forget, gpt2, leave, norms
+
+STEPS, WARMUP = 20, 3
 OPTIMIZER = {
     "type": "AdamW",
     "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
@@ -32,70 +29,20 @@ SCHEDULER = {
         "warmup_type": "linear",
     },
 }
-
-
-def configuration(stage: int, zero: dict | None = None, **more) -> dict:
-    """As the guides of Trainer tell users to write it."""
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "fp16": {"enabled": "auto"},
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": stage,
-            "allgather_partitions": True,
-            "allgather_bucket_size": 2e8,
-            "overlap_comm": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": "auto",
-            "contiguous_gradients": True,
-            **(zero or {}),
-        },
-        **more,
-    }
-
-
 RUNS = {
     "ddp": None,
     "stage 0": configuration(0),
     "stage 1": configuration(1),
     "stage 2": configuration(2),
     "stage 2, fused head": configuration(2, fused={"head_loss": True, "head_chunk": 10}),
-    "stage 3": configuration(
-        3,
-        {
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": 100,
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "sub_group_size": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-    ),
+    "stage 3": configuration(3),
     # Trainer spares biases and norms from weight decay; an optimizer of the configuration does not.
     "ddp, one group": None,
     "stage 2, optimizer": configuration(2, optimizer=OPTIMIZER),
     "ddp, one group, late": None,
     "stage 2, optimizer and schedule": configuration(2, optimizer=OPTIMIZER, scheduler=SCHEDULER),
 }
-
-
-class Tokens(Dataset):
-    """Sequences with labels that are partly masked, so that no two batches count the same number of tokens."""
-
-    def __init__(self, samples: int) -> None:
-        generator = torch.Generator().manual_seed(samples)
-        self.tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
-        masked = torch.rand((samples, LENGTH), generator=generator) < torch.rand((samples, 1), generator=generator) / 2
-        self.labels = self.tokens.masked_fill(masked, -100)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict:
-        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
+RESUMED = ("ddp", "stage 0", "stage 1", "stage 2", "stage 3", "stage 2, optimizer and schedule")
 
 
 class Recording(Trainer):
@@ -113,23 +60,6 @@ class Recording(Trainer):
         return loss
 
 
-def build() -> GPT2LMHeadModel:
-    torch.manual_seed(3)
-    shape = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(shape)
-
-
 def tools(name: str, model: GPT2LMHeadModel) -> tuple:
     """An optimizer and a schedule for Trainer; None lets it make its own."""
     if not name.startswith("ddp, one group"):
@@ -144,7 +74,7 @@ def late(done: int) -> float:
     return step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
 
 
-def run(name: str, config: dict | None, folder: Path) -> dict:
+def trainer_of(name: str, config: dict | None, folder: Path) -> Recording:
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -159,36 +89,47 @@ def run(name: str, config: dict | None, folder: Path) -> dict:
         lr_scheduler_type="linear",
         warmup_steps=WARMUP,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=5,
+        eval_strategy="steps",
+        eval_steps=5,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    model = build()
+    model = gpt2()
     # 7 micro-batches per rank and epoch: the last step of each has only one of them.
-    trainer = Recording(
+    return Recording(
         model=model,
         args=arguments,
         train_dataset=Tokens(56),
         eval_dataset=Tokens(24),
         optimizers=tools(name, model),
     )
+
+
+def run(name: str, config: dict | None, folder: Path) -> dict:
+    trainer = trainer_of(name, config, folder)
     trainer.train()
-    evaluated = trainer.evaluate()
+    logs = trainer.state.log_history
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     predicted = trainer.predict(Tokens(13))
     trainer.save_model(str(folder / "saved"))
     trainer.accelerator.wait_for_everyone()
     saved = load_file(folder / "saved" / "model.safetensors")
     found = {
         "losses": trainer.losses,
-        "logs": [line for line in trainer.state.log_history if "loss" in line],
+        "logs": [line for line in logs if "loss" in line],
         "reported": trainer.reported,
-        "eval_loss": evaluated["eval_loss"],
+        "evaluated": [line["eval_loss"] for line in logs if "eval_loss" in line],
+        "best": [trainer.state.best_metric, Path(trainer.state.best_model_checkpoint).name],
+        "evaluated again": trainer.evaluate()["eval_loss"],
         "predictions": [*predicted.predictions.shape, float(predicted.predictions.sum())],
+        "saved": {name: value.double().norm().item() for name, value in saved.items()},
+        "norms": norms(model, config is not None),
     }
-    with whole(model, config):
-        found["saved"] = {name: torch.equal(value, model.state_dict()[name]) for name, value in saved.items()}
-        found["norms"] = {name: value.double().norm().item() for name, value in model.named_parameters()}
     if config is not None:
         engine = trainer.model_wrapped
         found["generated"] = list(engine.generate(torch.tensor([[1, 2]]), max_length=6, do_sample=False).shape)
@@ -196,30 +137,29 @@ def run(name: str, config: dict | None, folder: Path) -> dict:
     return found
 
 
-def whole(model: GPT2LMHeadModel, config: dict | None):
-    """Where a user reads parameters, at any stage."""
-    if config is None:
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(list(model.parameters()))
-
-
-def forget() -> None:
-    """What is process-wide in the clients, so that one process can hold several runs."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    unset_hf_deepspeed_config()
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+def resume(name: str, config: dict | None, folder: Path) -> dict:
+    """The second half of a run, by a Trainer that knows nothing but the folder."""
+    trainer = trainer_of(name, config, folder)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-10"))
+    found = {
+        "losses": trainer.losses,
+        "logs": [line for line in trainer.state.log_history if "loss" in line][10:],
+        "norms": norms(trainer.accelerator.unwrap_model(trainer.model_wrapped), config is not None),
+    }
+    trainer.accelerator.free_memory()
+    return found
 
 
 def main(folder: Path) -> None:
     found = {}
     for number, (name, config) in enumerate(RUNS.items()):
-        found[name] = run(name, config, folder / f"run-{number}")
+        place = folder / f"run-{number}"
+        found[name] = run(name, config, place)
         forget()
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+        if name in RESUMED:
+            found[f"{name}, resumed"] = resume(name, config, place)
+            forget()
+    leave(found, folder)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from deepspeed.faces import parameters
 from deepspeed.faces.folder import leave_files, refuse_others
@@ -223,3 +224,14 @@ def dress(engine: Engine) -> None:
         engine.optimizer.__class__ = OPTIMIZERS[stage]
     if stage == 3:
         parameters.install()
+        engine.module.register_state_dict_post_hook(empty_shards)  # type: ignore[no-untyped-call]
+
+
+def empty_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Put empty tensors in the place of shards, as clients know them.
+
+    They look for tensors that share memory, on one rank alone; with a shard, torch would wait for the others there.
+    """
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            state_dict[name] = torch.empty(0, dtype=value.dtype, device=value.device)

@@ -18,6 +18,7 @@ from mizzen.comm.fingerprint import compare
 from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import UsageError
 from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
+from mizzen.parallel.zero.full.early import held
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 from mizzen.rewrite.standing import restore
@@ -44,13 +45,19 @@ def owner_of(parameter: nn.Parameter) -> Owner | None:
     return found if isinstance(found, Owner) else None
 
 
-def retire(model: nn.Module) -> None:
-    """Take a model away from the engine that trains it, if one does: two engines cannot hold one parameter."""
+def retire(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Take a model away from the engine that has it, if one does: two engines cannot hold one parameter.
+
+    Returns the parameter objects that are no longer the model's, each with the one in its place.
+    """
     restore(model)
-    for parameter in model.parameters():
+    before = dict(model.named_parameters())
+    for parameter in before.values():
         owner = owner_of(parameter)
         if owner is not None:
             owner.store.detach()
+    after = dict(model.named_parameters())
+    return [(old, after[name]) for name, old in before.items() if after[name] is not old]
 
 
 def full_value(parameter: nn.Parameter) -> Tensor | None:
@@ -232,12 +239,13 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
     """Whole parameters inside; at the end the values of `modifier_rank` are everyone's, and the masters follow.
 
     Without a modifier rank what is written stays a local matter, as in a forward pass. Parameters that no engine trains
-    are left alone.
+    and that were not sharded while they were built are left alone.
     """
     wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     owned = {(id(owner.store), owner.name): owner for each in wanted if (owner := owner_of(each)) is not None}
     stores = {id(owner.store): owner.store for owner in owned.values()}
     with ExitStack() as stack:
+        stack.enter_context(held([each for each in wanted if owner_of(each) is None], modifier_rank))
         whole = {
             key: stack.enter_context(store.whole([name for place, name in owned if place == key]))
             for key, store in stores.items()

@@ -65,7 +65,7 @@ class Engine(Face):
         """The model's output, as it is."""
         self.heed()
         if self.training:
-            self._window.see((args, kwargs))
+            self.window.see((args, kwargs))
         return self.runner.forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -79,7 +79,7 @@ class Engine(Face):
             raise UsageError("backward takes a loss that depends on trained parameters; this one needs no gradient")
         self._require_updater("backward")
         accumulation = self.batch.accumulation
-        self._window.add(loss, is_share=not scale_wrt_gas)
+        self.window.add(loss, is_share=not scale_wrt_gas)
         weighted = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
         self.runner.backward(weighted, last=self._is_last(), retain_graph=retain_graph)
         return weighted.detach()
@@ -87,14 +87,14 @@ class Engine(Face):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as a `.backward()` of the user's own needs it."""
         scaler = self._require_updater("scale").scaler
-        self._window.has_scaled = True
+        self.window.has_scaled = True
         return scaler.scaled(loss) / self.batch.accumulation
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepReport:
         """Count a micro-batch; at the boundary also update the parameters, and then the learning rate."""
         self._require_updater("step")
-        if self._window.held_by:
-            raise UsageError(f"step() inside {self._window.held_by}(): leave the context first")
+        if self.window.held_by:
+            raise UsageError(f"step() inside {self.window.held_by}(): leave the context first")
         if self.managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             self.step_was_due = False
@@ -103,8 +103,8 @@ class Engine(Face):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the parameters."""
-        if self._window.boundary is not None:
-            return self._window.boundary
+        if self.window.boundary is not None:
+            return self.window.boundary
         return not self.managed or (self.micro_steps + 1) % self.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -113,7 +113,7 @@ class Engine(Face):
             raise UsageError(
                 "managed_gradient_accumulation is false: every step() updates, there is no boundary to set"
             )
-        self._window.boundary = is_boundary
+        self.window.boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -121,13 +121,13 @@ class Engine(Face):
         stage = self.settings.zero_optimization.stage
         if stage >= 2:
             raise UsageError(f"no_sync() is for ZeRO stages 0 and 1; stage {stage} keeps no whole gradients on a rank")
-        with self._window.hold("no_sync"):
+        with self.window.hold("no_sync"):
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Several backwards, one reduction at the end of the context."""
-        with self._window.hold("coalesce_grad_reduction"):
+        with self.window.hold("coalesce_grad_reduction"):
             yield
         for store in self.stores:
             store.gradients.collect()
@@ -137,15 +137,15 @@ class Engine(Face):
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> StepReport:
         """Pull the micro-batches of one step, run them, update. Raises StopIteration on all ranks together."""
         self._require_updater("train_batch")
-        if self.micro_steps % self.batch.accumulation:
+        if self.is_accumulating:
             raise UsageError(
                 "train_batch() in the middle of an accumulation: finish it with backward() and step() first"
             )
         self.heed()
         micros = self._pull(data_iter if data_iter is not None else self.data_iterator())
         for micro in micros:
-            self._window.see(micro)
-        self._window.tally = self.runner.run(micros, loss_fn)
+            self.window.see(micro)
+        self.window.tally = self.runner.run(micros, loss_fn)
         return self._finish(len(micros), None)
 
     def _pull(self, source: Iterator[Any]) -> list[Any]:
@@ -163,7 +163,7 @@ class Engine(Face):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whatever `set_to_none` says."""
-        self._window.close()
+        self.window.close()
         if self.updater is not None:
             self.updater.clear()
 
@@ -184,7 +184,7 @@ class Engine(Face):
         updater = self._require_updater("step")
         self.step_was_due = True
         with self.phases.phase("step"):
-            outcome = updater.update(self._window.tally, self._factor_of)
+            outcome = updater.update(self.window.tally, self._factor_of)
         self.micro_steps += micros
         self.global_samples += self.batch.train
         if self.optimizer is not None:
@@ -200,7 +200,7 @@ class Engine(Face):
             self._consecutive_skips += not updater.scaler.may_cure(outcome.loss)
         self.phases.at_step(self.global_steps)
         report = self.last_step = self._report(outcome.applied, outcome.reason, outcome, rates=rates)
-        self._window.close()
+        self.window.close()
         for observer in self.observers:
             observer.on_step(report)
         self._go_on(updater.scaler, outcome)
@@ -227,7 +227,7 @@ class Engine(Face):
         *,
         rates: Sequence[float] = (),
     ) -> StepReport:
-        now, tokens = time.perf_counter(), self._window.tokens
+        now, tokens = time.perf_counter(), self.window.tokens
         seconds, self._clock = (now - self._clock, now) if outcome else (0.0, self._clock)
         return StepReport(
             step=self.global_steps,
@@ -254,7 +254,7 @@ class Engine(Face):
             return 1.0
         if has_losses:
             raise UsageError("engine.backward(loss) and a bare loss.backward() in one step: use one of the two")
-        if self._window.has_scaled:
+        if self.window.has_scaled:
             return 1.0
         scaler = self._require_updater("step").scaler
         if scaler.is_on:
@@ -265,7 +265,7 @@ class Engine(Face):
         return 1.0 / self.batch.accumulation
 
     def _is_last(self) -> bool | None:
-        if self._window.held_by:
+        if self.window.held_by:
             return None
         return self.managed and self.is_gradient_accumulation_boundary()
 

@@ -150,7 +150,6 @@ class Face(nn.Module):
         self.mp_world_size = surroundings.resolved.layout.tp
         self.sequence_parallel_size = surroundings.resolved.layout.sp
         self.managed = self.settings.managed_gradient_accumulation
-        self._window = Window()
         self.global_steps = 0
         """Optimizer steps that were applied."""
         self.global_samples = 0
@@ -159,6 +158,8 @@ class Face(nn.Module):
         """Forward and backward passes on this rank."""
         self.skipped_steps = 0
         """Optimizer steps that were due and not taken."""
+        self.window = Window()
+        """The micro-batches since the last step."""
         self.saving: Saving
         self.stopping: Stopping
         self.parts: Parts = ()
@@ -277,6 +278,13 @@ class Face(nn.Module):
     def initial_dynamic_scale(self) -> float:
         """What it starts from where it does."""
         return 2.0**self.settings.fp16.initial_scale_power
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether micro-batches wait for a step. Where boundaries are set from outside, counting would not tell."""
+        if self.window.boundary is None and self.managed:
+            return self.micro_steps % self.batch.accumulation > 0
+        return self.window.tally.loss is not None
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
@@ -457,7 +465,7 @@ class Face(nn.Module):
     def is_between_steps(self) -> bool:
         """Whether this engine trains, and nothing of a next step has begun."""
         is_counting = self.managed and self.micro_steps % self.batch.accumulation != 0
-        return self.optimizer is not None and self._window.tally.loss is None and not is_counting
+        return self.optimizer is not None and self.window.tally.loss is None and not is_counting
 
     def moved(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""

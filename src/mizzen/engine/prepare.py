@@ -1,7 +1,7 @@
 """What happens to a model before its plan is applied: it moves to the device, and every rank gets rank 0's values."""
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -194,10 +194,27 @@ def choose_optimizer(
     return made
 
 
+def renewed(given: Any, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Any:
+    """An optimizer or `model_parameters` of a model that an earlier engine had, with the parameters of now."""
+    new = {id(old): parameter for old, parameter in replaced}
+
+    def renew(entry: Any) -> Any:
+        if isinstance(entry, Tensor):
+            return new.get(id(entry), entry)
+        if isinstance(entry, Mapping):
+            return {**entry, "params": renew(entry["params"])} if "params" in entry else entry
+        return type(entry)(map(renew, entry)) if isinstance(entry, list | tuple) else entry
+
+    if isinstance(given, Optimizer):
+        given.param_groups[:] = renew(given.param_groups)
+        return given
+    return renew(list(given)) if isinstance(given, Iterable) and not isinstance(given, Tensor | Mapping) else given
+
+
 def grouped(sketch: Sketch, model: nn.Module, optimizer: Optimizer | None) -> Sketch:
     """The same with what is to be trained, and which of it the optimizer needs whole."""
-    if optimizer is None:
-        return sketch.with_groups({})
+    if optimizer is None:  # what nobody trains is sharded as frozen parameters are
+        return sketch.with_groups({}).frozen()
     _, placed = param_groups(model, optimizer.param_groups)
     return sketch.with_groups(placed, whole_groups(optimizer))
 

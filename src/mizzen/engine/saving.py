@@ -131,7 +131,7 @@ def _save(
     beside: bool,
 ) -> bool:
     team, started = engine.saving.team, time.perf_counter()
-    if engine.micro_steps % engine.batch.accumulation and engine.managed:
+    if engine.is_accumulating:
         warn_once(
             "save_checkpoint() in the middle of an accumulation: gradients are not saved, so the micro-batches since "
             "the last step are lost for a run that is resumed; save after a step"

@@ -142,6 +142,10 @@ class Sketch:
         parameters = (replace(p, group=(group := groups.get(p.name)), is_whole=group in whole) for p in self.parameters)
         return replace(self, parameters=tuple(parameters))
 
+    def frozen(self) -> "Sketch":
+        """The same model with nothing to train."""
+        return replace(self, parameters=tuple(replace(p, requires_grad=False) for p in self.parameters))
+
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the trained parameters, by optimizer group."""

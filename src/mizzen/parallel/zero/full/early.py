@@ -9,7 +9,8 @@ No function of torch is replaced: torch's own hooks see parameters and modules a
 for itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +54,11 @@ class Early(DTensor):
         bench = next(type(value).bench for value in tensors_in((args, kwargs)) if isinstance(value, Early))
         if bench is None:
             raise AssertionError("an early parameter without a bench")
+        if name == "detach" and id(args[0]) not in bench.held:  # so that a state dict holds shards, not the whole model
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args)
+            found.__class__ = type(args[0])
+            return found
         if name == "data" and len(args) == 2:
             bench.whole(args[0]).copy_(args[1])
             return None
@@ -74,6 +80,8 @@ class Bench:
         self.group = mesh.get_group()
         self.kind: Any = type("Early", (Early,), {"bench": self})
         self.open: dict[int, tuple[Any, Tensor]] = {}
+        self.held: dict[int, tuple[Any, Tensor]] = {}
+        """What is whole until a context ends, and may be touched by one rank alone meanwhile."""
         self.known: dict[int, tuple[Tensor, Any]] = {}
         """What became of parameters that were cut: the emptied object, and the sharded one."""
 
@@ -100,6 +108,8 @@ class Bench:
 
     def whole(self, early: Any) -> Tensor:
         """All of a parameter, until another one is touched."""
+        if id(early) in self.held:
+            return self.held[id(early)][1]
         if id(early) not in self.open:
             self.open[id(early)] = early, gathered(early)
         return self.open[id(early)][1]
@@ -115,8 +125,25 @@ class Bench:
             for key in [key for key in self.open if key not in keys]:
                 early, value = self.open.pop(key)
                 collectives.broadcast(value, group=self.group, group_src=0)
-                shard = local(early)
-                shard.copy_(_chunk(value, early.placements[0].dim, self.mesh))
+                self._cut_again(early, value)
+
+    @contextmanager
+    def hold(self, wanted: Sequence[Any], source: int | None) -> Iterator[None]:
+        """Keep parameters whole; at the end they are cut with the values of the rank `source`, or left as they were."""
+        self.clear_but()
+        new = {id(early): early for early in wanted if id(early) not in self.held}
+        self.held |= {key: (early, gathered(early)) for key, early in new.items()}
+        try:
+            yield
+        finally:
+            mine = [self.held.pop(key) for key in new]
+        with torch.no_grad():
+            for early, value in mine if source is not None else ():
+                collectives.broadcast(value, source, group=self.group)
+                self._cut_again(early, value)
+
+    def _cut_again(self, early: Any, value: Tensor) -> None:
+        local(early).copy_(_chunk(value, early.placements[0].dim, self.mesh))
 
 
 class Building:
@@ -175,6 +202,16 @@ def fits(parameter: Tensor) -> bool:
     return bool(
         not isinstance(parameter, DTensor | Moved) and parameter.dim() and parameter.numel() and not parameter.is_meta
     )
+
+
+@contextmanager
+def held(parameters: Sequence[Tensor], source: int | None) -> Iterator[None]:
+    """Keep those of some parameters whole that are early; all ranks enter and leave."""
+    benches = {id(bench): bench for each in parameters if isinstance(each, Early) and (bench := type(each).bench)}
+    with ExitStack() as stack:
+        for bench in benches.values():
+            stack.enter_context(bench.hold([each for each in parameters if isinstance(each, bench.kind)], source))
+        yield
 
 
 def gathered(early: Any) -> Tensor:

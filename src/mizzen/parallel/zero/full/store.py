@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import groups
 from mizzen.comm.communicator import take_parted
@@ -89,6 +90,7 @@ class FullStore:
             root.module.register_load_state_dict_pre_hook(self._forget),
             root.module.register_load_state_dict_post_hook(lambda *_: self.refresh()),
         ]
+        root.handles += _entrances(self.units, self._enter, self._leave)
         for unit in self.units:
             with torch.no_grad(), held_open(unit.module):
                 stand_ins = dict(zip(unit.parameters, whole(unit.module), strict=True))
@@ -290,6 +292,28 @@ def _dense(parameter: Tensor) -> None:
     """What an embedding may give as a sparse gradient cannot be sharded."""
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
+
+
+def _entrances(
+    units: Sequence[LiveUnit], enter: Callable[..., None], leave: Callable[..., None]
+) -> list[RemovableHandle]:
+    """In evaluation a part of the model may be called on its own, as an encoder is before generation."""
+    root, *others = units
+    inside = {id(module) for unit in others for module in unit.module.modules()}
+    parts = [module for module in root.module.modules() if module is not root.module and id(module) not in inside]
+    return [
+        handle
+        for part in parts
+        for handle in (
+            part.register_forward_pre_hook(_evaluating(enter), prepend=True),
+            part.register_forward_hook(_evaluating(leave), always_call=True),
+        )
+    ]
+
+
+def _evaluating(hook: Callable[..., None]) -> Callable[..., None]:
+    """The same while nothing is differentiated."""
+    return lambda *args: None if torch.is_grad_enabled() else hook(*args)
 
 
 def _drop(parameter: Tensor) -> None:

@@ -82,7 +82,9 @@ def divide(sketch: Sketch, zero: ZeroConfig, policy: Policy, ranks: int) -> Divi
     kinds = {module.path: module.kind for module in sketch.modules}
     found: dict[str, list[ParameterSketch]] = {ROOT: [], **{path: [] for path in paths}}
     home = _homes(sketch, paths)
-    whole = _persistent(sketch.parameters, zero)
+    # Where nothing is trained, small parameters are sharded with the rest: there is no flat buffer to keep them in.
+    is_trained = any(parameter.is_trained for parameter in sketch.parameters)
+    whole = _persistent(sketch.parameters, zero.stage3_param_persistence_threshold if is_trained else 0, zero)
     for parameter in sketch.parameters:
         if parameter.name not in whole:
             found[home[parameter.name]].append(parameter)
@@ -150,11 +152,11 @@ def _homes(sketch: Sketch, paths: Iterable[str]) -> Mapping[str, str]:
     return homes
 
 
-def _persistent(parameters: Sequence[ParameterSketch], zero: ZeroConfig) -> set[str]:
+def _persistent(parameters: Sequence[ParameterSketch], threshold: int, zero: ZeroConfig) -> set[str]:
     kept = {parameter.name for parameter in parameters if not parameter.shape or not parameter.numel}
     room = zero.stage3_model_persistence_threshold
     for parameter in parameters:
-        if parameter.name not in kept and parameter.numel < zero.stage3_param_persistence_threshold:
+        if parameter.name not in kept and parameter.numel < threshold:
             if parameter.numel > room:
                 continue
             room -= parameter.numel

@@ -230,3 +230,31 @@ def test_models_of_transformers_are_built_and_loaded_inside(world, tmp_path):
         assert found == {
             "built": [], "built is cut": True, "loaded": [], "loaded is cut": True, "loss": True, "generated": True,
         }  # fmt: skip
+
+
+def written_by_one_rank():
+    torch.manual_seed(3)
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
+    rank, first = torch.distributed.get_rank(), model[0]
+    found = {"sharded": [isinstance(value, DTensor) for value in model.state_dict().values()]}
+    with zero.GatheredParameters([first.weight, first.bias], modifier_rank=1):
+        if rank == 1:  # no other rank touches them
+            first.weight.data.fill_(2.0)
+            with torch.no_grad():
+                first.bias.copy_(torch.arange(4.0))
+            found["inside"] = first.weight.sum().item()
+    found["after"] = first.weight.sum().item(), first.bias.tolist()
+    with zero.GatheredParameters(first.weight):
+        first.weight.data.zero_()
+        found["local"] = first.weight.sum().item()
+    found["kept"] = first.weight.sum().item()
+    return found
+
+
+def test_gathered_parameters_may_be_touched_by_one_rank_alone_before_there_is_an_engine(world):
+    first, second = world(2).run(written_by_one_rank)
+    assert second.pop("inside") == 48.0
+    assert first == second == {
+        "sharded": [True] * 4, "after": (48.0, [0.0, 1.0, 2.0, 3.0]), "local": 0.0, "kept": 48.0,
+    }  # fmt: skip

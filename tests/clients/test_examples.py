@@ -1,0 +1,37 @@
+"""The examples for clients, started as their first lines say; the drop-in is on the path of that job alone."""
+
+import os
+import re
+import sys
+
+import pytest
+
+from clients.launching import HERE, ROOT, run
+
+EXAMPLES = ROOT / "examples" / "clients"
+RUN = (sys.executable, "-m", "mizzen.cli", "run", "--drop-in", "--no_local_rank", "--num_gpus", "2")
+SEARCH = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "MIZZEN_ACCELERATOR": "cpu"}
+
+
+def losses(written: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss.*?(\d+\.\d+)$", written, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("name", ["trainer.py", "accelerate_loop.py", "sft.py"])
+def test_an_example_runs_and_learns(tmp_path, name):
+    written = run([*RUN, EXAMPLES / name, tmp_path / "made"], tmp_path, **SEARCH)
+    assert losses(written)[-1] < {"trainer.py": 1.0, "accelerate_loop.py": 20.0, "sft.py": 1.0}[name], written[-3000:]
+    assert any((tmp_path / "made").iterdir())
+
+
+def test_the_example_of_fabric_with_its_check_set_aside(tmp_path):
+    written = run([*RUN, HERE / "drive_fabric_example.py", EXAMPLES, tmp_path / "made"], tmp_path, **SEARCH)
+    found = losses(written)
+    assert len(found) == 3 and found[-1] < found[0], written[-3000:]
+    assert (tmp_path / "made" / "checkpoint").is_dir()
+
+
+def test_every_example_is_run():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "trainer.py", "accelerate_loop.py", "sft.py", "fabric_loop.py",
+    }  # fmt: skip

@@ -1,1 +1,0 @@
-"""What Accelerate needs to hand a state dict out."""

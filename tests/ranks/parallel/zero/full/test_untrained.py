@@ -1,0 +1,95 @@
+"""Models that an engine has without an optimizer, such as references: sharded, evaluated, written to, trained later."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import mizzen
+from mizzen import zero
+from ranks.parallel.zero.full.models import MODELS, rows
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+}
+
+
+def build():
+    torch.manual_seed(3)
+    return MODELS["Base"]()
+
+
+def reference() -> dict:
+    plain, model = build(), build()
+    engine, optimizer, *_ = mizzen.initialize(model=model, config=CONFIG)
+    rank, data = engine.global_rank, rows(0, engine.global_rank)
+    found = {"optimizer": optimizer, "sharded": all(isinstance(p, DTensor) for p in model.parameters())}
+    found["still wants gradients"] = all(p.requires_grad for p in model.parameters())
+    with torch.no_grad():
+        found["output"] = torch.allclose(engine(data), plain(data), atol=1e-6)
+    with zero.GatheredParameters(list(model.parameters()), modifier_rank=1):
+        if rank == 1:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+        found["written"] = torch.allclose(engine(data), plain(data), atol=1e-6)
+    # An optimizer that was made for the sharded parameters goes on with those of the next engine.
+    later = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    engine, *_ = mizzen.initialize(model=model, config=CONFIG, optimizer=later)
+    engine.backward(engine(data).square().mean())
+    engine.step()
+    sum(plain(rows(0, each)).square().mean() for each in range(engine.world_size)).div(engine.world_size).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    found["trained"] = all(
+        torch.allclose(zero.safe_get_full_fp32_param(mine), theirs, atol=1e-6)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    return found
+
+
+def test_a_model_without_an_optimizer_is_sharded_and_may_be_trained_later(world):
+    for found in world(2).run(reference):
+        assert found == {
+            "optimizer": None, "sharded": True, "still wants gradients": True, "output": True, "written": True,
+            "trained": True,
+        }  # fmt: skip
+
+
+def encoded() -> list[bool]:
+    """A part of the model on its own, as generation calls an encoder; its parameters belong to the whole."""
+    plain, model = build(), build()
+    engine, *_ = mizzen.initialize(model=model, config=CONFIG, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    data = rows(0, engine.global_rank)
+    with torch.no_grad():
+        return [torch.allclose(model.first(data), plain.first(data), atol=1e-6)]
+
+
+def test_a_part_of_a_model_may_be_called_on_its_own_in_evaluation(world):
+    assert world(2).run(encoded) == [[True], [True]]
+
+
+def boundaries(folder) -> list[bool]:
+    """A client that sets the boundary: an epoch that ends early leaves no accumulation open."""
+    model = build()
+    engine, *_ = mizzen.initialize(
+        model=model,
+        config=CONFIG | {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}},
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    found = []
+    for is_last in (False, True, True):
+        engine.set_gradient_accumulation_boundary(is_last)
+        engine.backward(engine(rows(0, engine.global_rank)).square().mean())
+        found.append(engine.is_accumulating)
+        if is_last:
+            engine.step()
+            found.append(engine.is_accumulating)
+    engine.save_checkpoint(folder)
+    return found
+
+
+def test_a_boundary_that_a_client_sets_closes_an_accumulation(world, tmp_path):
+    assert world(2).run(boundaries, tmp_path) == [[True, True, False, True, False]] * 2
