@@ -464,8 +464,7 @@ class Face(nn.Module):
     @property
     def is_between_steps(self) -> bool:
         """Whether this engine trains, and nothing of a next step has begun."""
-        is_counting = self.managed and self.micro_steps % self.batch.accumulation != 0
-        return self.optimizer is not None and self.window.tally.loss is None and not is_counting
+        return self.optimizer is not None and self.window.tally.loss is None and not self.is_accumulating
 
     def moved(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""
