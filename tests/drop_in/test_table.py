@@ -21,9 +21,14 @@ def found(path, name):
     return getattr(importlib.import_module(path), name)
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "row"), [each for each in NAMED if not each[2].waits_for], ids=lambda value: str(value)[:60]
-)
+BUILT, WAITING = ([each for each in NAMED if bool(each[2].waits_for) is waits] for waits in (False, True))
+
+
+def names_of(rows):
+    return [f"{path}.{name}" for path, name, _ in rows]
+
+
+@pytest.mark.parametrize(("path", "name", "row"), BUILT, ids=names_of(BUILT))
 def test_a_name_is_what_lives_at_its_home(path, name, row):
     home = importlib.import_module(row.home)
     if name == "*":
@@ -47,9 +52,7 @@ def is_spelt_like_its_kind(name, value):
     return isclass(value) or callable(value) if bare[0].isupper() else callable(value) or ismodule(value)
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "row"), [each for each in NAMED if each[2].waits_for], ids=lambda value: str(value)[:60]
-)
+@pytest.mark.parametrize(("path", "name", "row"), WAITING, ids=names_of(WAITING))
 def test_a_name_that_waits_says_for_what(path, name, row):
     value = found(path, name)
     assert isclass(value) == name.lstrip("_")[0].isupper()
