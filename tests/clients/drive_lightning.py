@@ -102,7 +102,11 @@ def build(name: str) -> Language:
 def strategy_of(name: str):
     if name.startswith("ddp"):
         return DDPStrategy(process_group_backend="gloo")
-    return OnCpu(stage=int(name.split()[1].strip(",")), logging_batch_size_per_gpu=MICRO, process_group_backend="gloo")
+    stage = int(name.split()[1].strip(","))
+    found = OnCpu(stage=stage, logging_batch_size_per_gpu=MICRO, process_group_backend="gloo")
+    if stage == 3:  # so that something is sharded in a model of this size
+        found.config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+    return found
 
 
 def trainer_of(name: str, folder: Path, *callbacks, epochs: int = 2) -> pl.Trainer:

@@ -11,7 +11,7 @@ def test_the_size_is_counted_right():
     import torch
 
     with torch.device("meta"):
-        model = llama.LlamaForCausalLM(llama._config(llama.Size()))
+        model = llama.build(llama.Size())
     assert sum(parameter.numel() for parameter in model.parameters()) == llama.Size().parameters == 1_107_363_840
     assert llama.Size().flops == pytest.approx(115.46e12, rel=1e-3)
 

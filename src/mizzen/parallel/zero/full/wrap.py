@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mizzen.backport import fsdp_groups, fsdp_zeros_for_unused
 from mizzen.parallel.zero.full.frozen import Packed
+from mizzen.parallel.zero.full.staying import Staying, stay
 from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.wires import Gather, Scatter
 from mizzen.parallel.zero.reduce import torch_dtype
@@ -72,6 +73,7 @@ def wrap(
         ),
         ignored_params=set(module.parameters()) - set(wanted),
     )
+    stay(module)
     for group in fsdp_groups(state_of(module)):
         for each in group.fsdp_params:
             each.free_unsharded_param = partial(_free, each)
@@ -287,4 +289,4 @@ def unwrap(module: Any, replace: Callable[[Tensor], nn.Parameter]) -> None:
     for inner in module.modules():
         for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             vars(inner).pop(key, None)
-    module.__class__ = type(module).__mro__[2]
+    module.__class__ = next(kind for kind in type(module).__mro__ if not issubclass(kind, Staying | FSDPModule))

@@ -1,5 +1,6 @@
 """Models that an engine has without an optimizer, such as references: sharded, evaluated, written to, trained later."""
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -93,3 +94,19 @@ def boundaries(folder) -> list[bool]:
 
 def test_a_boundary_that_a_client_sets_closes_an_accumulation(world, tmp_path):
     assert world(2).run(boundaries, tmp_path) == [[True, True, False, True, False]] * 2
+
+
+def moved() -> list:
+    model = build()
+    engine, *_ = mizzen.initialize(model=model, config=CONFIG, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [id(parameter) for parameter in model.parameters()]
+    found = [model.cpu() is model, model.to("cpu", torch.float32) is model, type(model).__name__]
+    with pytest.raises(mizzen.UsageError, match="cannot become torch.bfloat16"):
+        model.bfloat16()
+    found.append(before == [id(parameter) for parameter in model.parameters()])
+    engine.destroy()
+    return [*found, type(model) is MODELS["Base"], next(model.bfloat16().parameters()).dtype == torch.bfloat16]
+
+
+def test_a_sharded_model_stays_where_and_as_it_is(world):
+    assert world(2).run(moved) == [[True, True, "FSDPBase", True, True, True]] * 2

@@ -1,0 +1,41 @@
+"""A module whose parameters are sharded stays where it is: `.to()`, `.cpu()` and their kin find nothing to move.
+
+torch would exchange the parameter objects, which others know them by, for new ones.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mizzen.errors import UsageError
+from mizzen.log import warn_once
+
+
+class Staying:
+    """Comes before a module's own class while an engine has it."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `.to()` and the like call."""
+        module: Any = self
+        first = next((each for each in module.parameters() if each.is_floating_point()), None)
+        if first is None:
+            return self
+        there = fn(torch.empty(0, dtype=first.dtype, device=first.device))
+        if there.dtype != first.dtype:
+            raise UsageError(
+                f"a sharded model cannot become {there.dtype}: it holds {first.dtype} as the configuration says; set "
+                "bf16 or fp16 there, or change the model before initialize()"
+            )
+        if there.device != first.device:
+            warn_once(
+                f"a sharded model stays on {first.device} while an engine has it, and did not go to {there.device}"
+            )
+        return self
+
+
+def stay(module: nn.Module) -> None:
+    """Let a module that FSDP2 has wrapped stay; its name is the one that FSDP2 gave it."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (Staying, kind), {"__module__": kind.__module__})
