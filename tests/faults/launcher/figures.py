@@ -214,13 +214,16 @@ def nodes(chance, count):
     return row
 
 
+LINE = "import os, time\nif os.environ['RANK'] == '0':\n    print(time.time())\n"
+
+
 def start_cost(count):
     """Seconds from the command to the first line of a script, ours and torchrun's, one after the other."""
     rows = [Row("start", "mizzen run, to the first line of the script"), Row("start", "torchrun, the same")]
     ours = (sys.executable, "-m", "mizzen.cli", "run", "--num_gpus", "2", "--no_local_rank")
     theirs = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "line.py").write_text("import time\nprint(time.time())\n")
+        (Path(name) / "line.py").write_text(LINE)
         for _ in range(count):
             for row, command in zip(rows, (ours, theirs), strict=True):
                 began = time.time()
