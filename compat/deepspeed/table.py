@@ -212,7 +212,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "utils.z3_leaf_module",
         "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module set_z3_leaf_module "
-        "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix",
+        "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix z3_leaf_parameter",
         "mizzen.zero",
     ),
     Row("utils.zero_to_fp32", "*", ".zero_to_fp32"),
@@ -303,6 +303,7 @@ ROWS: Final[tuple[Row, ...]] = (
         waits_for=PIPELINE,
     ),
     Row("runtime.pipe.engine", "PipelineEngine", waits_for=PIPELINE),
+    Row("runtime.pipe.engine runtime.pipe.module", "PipelineError=NotBuilt", "mizzen.errors"),
     Row(
         "runtime.pipe.schedule",
         "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction OptimizerStep ReduceGrads "

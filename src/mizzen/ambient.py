@@ -32,6 +32,10 @@ class Owners:
         found = self._entries.get(id(thing))
         return found[1]() if found is not None and found[0]() is thing else None
 
+    def owners(self) -> list[Any]:
+        """All owners that live."""
+        return [owner for _, kept in self._entries.values() if (owner := kept()) is not None]
+
 
 @dataclass(slots=True)
 class Ambient:

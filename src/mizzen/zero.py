@@ -28,7 +28,7 @@ from mizzen.errors import UsageError
 from mizzen.log import warn_once
 from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.init import Init as _Init
-from mizzen.parallel.zero.full.marks import find, is_pinned, pin, register_use, unregister_use
+from mizzen.parallel.zero.full.marks import find, is_in_pinned, is_pinned, pin, register_use, unregister_use
 from mizzen.rewrite.tiled import Tiled
 
 safe_get_full_fp32_param = full_value
@@ -200,7 +200,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_pinned(module)]
 
 
-z3_leaf_module = is_pinned
+z3_leaf_module, z3_leaf_parameter = is_pinned, is_in_pinned
 
 
 @contextmanager
@@ -248,4 +248,5 @@ __all__ = [
     "unset_z3_leaf_modules",
     "unwrap_model_for_generation",
     "z3_leaf_module",
+    "z3_leaf_parameter",
 ]

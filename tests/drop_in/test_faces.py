@@ -237,3 +237,21 @@ def test_arguments_of_scripts(package):
     package.add_tuning_arguments(parser)
     given = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json", "--warmup_num_steps", "5"])
     assert given.deepspeed and given.deepspeed_config == "x.json" and given.warmup_num_steps == 5
+
+
+def test_parameters_of_modules_that_are_one_unit():
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module, z3_leaf_parameter
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    set_z3_leaf_module(model[1], True)
+    assert [z3_leaf_parameter(parameter) for parameter in model.parameters()] == [False, False, True, True]
+    set_z3_leaf_module(model[1], False)
+    assert not any(map(z3_leaf_parameter, model.parameters()))
+
+
+def test_an_error_of_pipelines_can_be_caught():
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.engine import PipelineError
+
+    with pytest.raises(PipelineError, match="not built yet"):
+        PipelineModule(layers=[])

@@ -39,6 +39,11 @@ def is_pinned(module: nn.Module) -> bool:
     return AMBIENT.leaves.get(module) is not None
 
 
+def is_in_pinned(parameter: Tensor) -> bool:
+    """Whether a parameter is of a module that somebody has pinned."""
+    return any(parameter is each for module in AMBIENT.leaves.owners() for each in module.parameters())
+
+
 def find(
     model: nn.Module, wanted: Sequence[type | str], *, how: str = "class", must_be_there: bool = True
 ) -> list[nn.Module]:
