@@ -1,8 +1,9 @@
-"""The drop-in on the path of this process for these tests alone."""
+"""The drop-in on the path of this process for these tests alone, and nothing of them left for others."""
 
 import sys
 
 import pytest
+import torch
 
 from mizzen.launcher.drop_in import FOLDER
 
@@ -17,3 +18,5 @@ def on_the_path(request):
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "deepspeed.finder"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         del sys.modules[name]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -39,8 +39,10 @@ def test_plain_and_flat_train_alike():
 
 def test_every_name_is_a_kind_and_a_stage():
     for name in (*llama.EAGER, *llama.FULL, *llama.COMPILED, *llama.FUSED):
-        kind, _, stage = name.removesuffix("+fused").removesuffix("+compile").partition("-")
+        system, *extras = name.split("+")
+        kind, _, stage = system.partition("-")
         assert kind in llama.KINDS and stage in ("", "0", "1", "2", "3")
+        assert set(extras) <= {"pretend", "compile", "fused"}
     assert {"mizzen-2+fused", "mizzen-0+compile+fused"} < set(llama.FUSED)
 
 

@@ -36,6 +36,10 @@ class Staying:
 
 
 def stay(module: nn.Module) -> None:
-    """Let a module that FSDP2 has wrapped stay; its name is the one that FSDP2 gave it."""
+    """Let a module that FSDP2 has wrapped stay; its name is the one that FSDP2 gave it.
+
+    All modules of one class get one class again: a compiler looks at that, and would compile each of them anew.
+    """
     kind = type(module)
-    module.__class__ = type(kind.__name__, (Staying, kind), {"__module__": kind.__module__})
+    known = next((each for each in kind.__subclasses__() if issubclass(each, Staying)), None)
+    module.__class__ = known or type(kind.__name__, (Staying, kind), {"__module__": kind.__module__})
