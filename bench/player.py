@@ -97,8 +97,8 @@ class Player:
     def _about(self) -> dict[str, str]:
         """The versions that this rank has loaded, and its device."""
         loaded = [sys.modules[name] for name in LIBRARIES if name in sys.modules]
-        versions = {module.__name__: str(getattr(module, "__version__", "?")).strip() for module in loaded}
-        found = {name: version for name, version in versions.items() if "mizzen" not in version}  # but for the drop-in
+        versions = [(module.__name__, str(getattr(module, "__version__", "?")).strip()) for module in loaded]
+        found = {"drop-in" if "mizzen" in version else name: version for name, version in versions}
         return {**found, "on": torch.cuda.get_device_name()} if self._is_on_device() else found
 
     def _is_on_device(self) -> bool:

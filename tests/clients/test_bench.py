@@ -24,4 +24,4 @@ def test_the_bench_of_trainer_runs_on_a_tiny_model(tmp_path):
     made = json.loads((tmp_path / "made.json").read_text())
     assert made["failures"] == {}
     assert len(made["systems"]["mizzen-3"]["losses"]) == 3
-    assert "mizzen" in made["surroundings"]["deepspeed"]
+    assert "mizzen" in made["surroundings"]["drop-in"]
