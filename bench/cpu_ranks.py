@@ -12,7 +12,7 @@ from typing import Final
 
 from bench.gpt import SYSTEMS, Size
 from bench.paired import typical
-from bench.play import Game, dissect, parser_of, play
+from bench.play import Game, parser_of, perform
 from bench.record import Record, equal_losses, header, table, versus
 
 FLOOR: Final = "floor"
@@ -36,13 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
         ranks=2,
         environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
     )
-    if options.profile:
-        return dissect(game)
-    record = play(game, "cpu_ranks")
-    print(report(record))
-    if options.json:
-        record.write(options.json)
-    return 1 if record.failures else 0
+    return perform(game, "cpu_ranks", report, options)
 
 
 def report(record: Record) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from typing import Final
 
 from bench.llama import COMPILED, EAGER, FULL, FUSED, HOLLOW, Size
-from bench.play import Game, dissect, parser_of, play
+from bench.play import Game, parser_of, perform
 from bench.record import Record, header, table, versus
 
 PEAK_FLOPS: Final = 989e12
@@ -34,13 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
         warm=options.warm,
         anew=True,
     )
-    if options.profile:
-        return dissect(game)
-    record = play(game, "gpu_llama")
-    print(report(record))
-    if options.json:
-        record.write(options.json)
-    return 1 if record.failures else 0
+    return perform(game, "gpu_llama", report, options)
 
 
 def report(record: Record) -> str:

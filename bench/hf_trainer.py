@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from bench.llama import HOLLOW, Size
-from bench.play import Game, parser_of, play
+from bench.play import Game, parser_of, perform
 from bench.record import Record, header, is_ours, table, versus
 from bench.trainer import SYSTEMS
 from mizzen.environment import environ
@@ -33,11 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
         anew=True,
         apart={name: with_drop_in(environ()) for name in options.systems if is_ours(name)},
     )
-    record = play(game, "hf_trainer")
-    print(report(record))
-    if options.json:
-        record.write(options.json)
-    return 1 if record.failures else 0
+    return perform(game, "hf_trainer", report, options)
 
 
 def report(record: Record) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -117,6 +117,17 @@ def dissect(game: Game) -> int:
             team.ask("run", max(game.warm, 2))
             print(render(name, team.ask("profile", max(game.steps, 3))[0]))
     return 0
+
+
+def perform(game: Game, bench: str, report: Callable[[Record], str], options: argparse.Namespace) -> int:
+    """What every bench does with the options of `parser_of`: play and print, or show where time goes; its exit code."""
+    if options.profile:
+        return dissect(game)
+    record = play(game, bench)
+    print(report(record))
+    if options.json:
+        record.write(options.json)
+    return 1 if record.failures else 0
 
 
 def parser_of(

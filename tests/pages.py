@@ -13,6 +13,11 @@ def commands(page):
     return found
 
 
+def block(page, kind):
+    """The first block of a kind."""
+    return re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1]
+
+
 def is_as_shown(shown, text):
     """Whether a command has printed what the page shows."""
     lines = [

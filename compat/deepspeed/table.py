@@ -192,17 +192,18 @@ ROWS: Final[tuple[Row, ...]] = (
         waits_for=OFFLOAD,
     ),
     # Helpers
-    Row("utils", "*", ".loose"),
-    Row("utils", "z3_leaf_module", "mizzen.zero"),
+    Row("utils", "is_initialized", "mizzen.comm"),
+    Row("utils", "RepeatingLoader", "mizzen.data.repeat"),
+    Row("utils", "clone_tensors_for_torch_save see_memory_usage", ".tools"),
     Row("utils.groups", "*", ".groups"),
-    Row("utils.logging", "logger log_dist log_dist_once warning_once set_log_level_from_string", ".tools"),
+    Row("utils utils.logging", "logger log_dist log_dist_once warning_once set_log_level_from_string", ".tools"),
     Row("utils.timer", "SynchronizedWallClockTimer ThroughputTimer", ".tools"),
-    Row("utils.nvtx", "instrument_w_nvtx", ".tools"),
-    Row("utils.init_on_device", "OnDevice", "mizzen.zero"),
+    Row("utils utils.nvtx", "instrument_w_nvtx", ".tools"),
+    Row("utils utils.init_on_device", "OnDevice", "mizzen.zero"),
     Row("utils.debug", "print_rank_0", ".tools"),
     Row("utils.torch", "required_torch_version", ".tools"),
     Row(
-        "utils.tensor_fragment",
+        "utils utils.tensor_fragment",
         "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
         "safe_set_full_grad safe_set_full_optimizer_state safe_update_full_grad_vectorized safe_get_local_fp32_param "
         "safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
@@ -210,7 +211,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "mizzen.zero",
     ),
     Row(
-        "utils.z3_leaf_module",
+        "utils utils.z3_leaf_module",
         "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module set_z3_leaf_module "
         "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix z3_leaf_parameter",
         "mizzen.zero",

@@ -1,6 +1,5 @@
 """Every command in docs/migrate.md runs and prints what the page says, `...` standing for any text or lines."""
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -9,23 +8,19 @@ import sys
 import pytest
 
 from launches import ROOT, environment
-from pages import commands, is_as_shown
+from pages import block, commands, is_as_shown
 
 PAGE = (ROOT / "docs" / "migrate.md").read_text(encoding="utf8")
 COMMANDS = commands(PAGE)
-
-
-def block(kind):
-    return re.search(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """One folder for the whole page: a command may need what one before it has left."""
     made = tmp_path_factory.mktemp("migrate")
-    (made / "train.py").write_text(block("python"))
-    (made / "pipe.py").write_text(block("py"))
-    (made / "config.json").write_text(block("json"))
+    (made / "train.py").write_text(block(PAGE, "python"))
+    (made / "pipe.py").write_text(block(PAGE, "py"))
+    (made / "config.json").write_text(block(PAGE, "json"))
     shutil.copytree(ROOT / "tests" / "fixtures" / "deepspeed" / "zero2", made / "theirs")
     return made
 

@@ -11,7 +11,7 @@ import pytest
 from launches import ROOT, environment
 from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.launcher.supervisor import HUNG
-from pages import commands, is_as_shown
+from pages import block, commands, is_as_shown
 
 PAGE = (ROOT / "docs" / "launcher.md").read_text(encoding="utf8")
 
@@ -19,14 +19,10 @@ PAGE = (ROOT / "docs" / "launcher.md").read_text(encoding="utf8")
 COMMANDS = commands(PAGE)
 
 
-def block(kind):
-    return re.search(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)[1]
-
-
 @pytest.mark.parametrize(("line", "shown"), COMMANDS, ids=[line for line, _ in COMMANDS])
 def test_the_command_prints_what_the_page_shows(tmp_path, line, shown):
-    (tmp_path / "hello.py").write_text(block("python"))
-    (tmp_path / "hosts").write_text(block("text"))
+    (tmp_path / "hello.py").write_text(block(PAGE, "python"))
+    (tmp_path / "hosts").write_text(block(PAGE, "text"))
     program, *words = shlex.split(line)
     assert program == "mizzen"
     ran = subprocess.run(

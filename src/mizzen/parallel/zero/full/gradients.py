@@ -44,9 +44,9 @@ class UnitGradients:
         self._pending: list[Finish] = []
 
     def see(self, unit: LiveUnit, gradients: Sequence[Tensor | None]) -> None:
-        """Remember which of this rank's own gradients are finite, on a GPU: here they lie as its kernels like them."""
+        """Remember which of this rank's own gradients are finite, before they are laid out for sending and summed."""
         found = [gradient for gradient in gradients if gradient is not None]
-        if found and found[0].device.type != "cpu":
+        if not all(is_all_finite(gradient.reshape(-1)) for gradient in found):
             fine = found[0].new_zeros(1)
             unit.finite &= are_finite([fine if gradient is None else gradient for gradient in gradients])
 
@@ -58,8 +58,6 @@ class UnitGradients:
                 f"{unit.gradient.numel() * self.reducer.reduction.ranks} are trained: requires_grad of a parameter was "
                 "changed after initialize; make a new engine"
             )
-        if sent.device.type == "cpu" and not is_all_finite(sent):
-            unit.finite &= are_finite(list(unit.rows(sent, self.reducer.reduction.ranks)))
         self.add(sent, unit.gradient)
 
     def add(self, sent: Tensor, chunk: Tensor) -> None:

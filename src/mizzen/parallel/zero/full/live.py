@@ -1,6 +1,6 @@
 """A unit with its tensors on this rank: the shards, and the gradients of the trained ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -90,12 +90,6 @@ class LiveUnit:
     def trained(self) -> list[Trained]:
         """The trained parameters in the order in which they travel."""
         return sorted((each for share in self.shares for each in share.trained), key=lambda each: each.start)
-
-    def rows(self, sent: Tensor, ranks: int) -> Iterator[Tensor]:
-        """The gradient of each trained parameter in what the unit sends, as one row per rank."""
-        table = sent.view(ranks, -1)
-        for each in self.trained:
-            yield table[:, each.start : each.start + each.length]
 
 
 def local(parameter: DTensor) -> Tensor:

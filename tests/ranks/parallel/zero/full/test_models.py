@@ -78,3 +78,20 @@ def test_offload_to_the_host_has_no_effect_where_training_runs_there(world, stag
         for more in ({}, places)
     )
     assert found[0] == expected[0]
+
+
+def poisoned():
+    """What the report says when one gradient of one rank is not a number."""
+    engine = start("Base", 3)
+    factor = torch.nan if engine.global_rank == 1 else 1.0
+    with engine.stores[0].whole(["blocks.0.down.weight"]) as found:
+        found["blocks.0.down.weight"].register_hook(lambda gradient: gradient * factor)
+    engine.backward(engine(rows(0, engine.global_rank)))
+    report = engine.step()
+    return report.applied, report.reason
+
+
+def test_a_gradient_that_is_not_finite_is_named(world):
+    for applied, reason in world(2).run(poisoned):
+        assert not applied
+        assert reason == "step 1: gradient not finite on rank 1: blocks.0.down.weight"
