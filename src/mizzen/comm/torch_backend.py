@@ -55,12 +55,14 @@ class Sliced:
 
     def poll(self, seconds: float) -> bool:
         """Wait in C++, without the interpreter's lock."""
+        limit = timedelta(seconds=max(seconds, 0.001))  # in whole milliseconds; none means for ever
         try:
-            return self.work.wait(timedelta(seconds=max(seconds, 0.001)))  # in whole milliseconds; none means for ever
+            return self.work.wait(limit)
         except RuntimeError:
-            if self.work.is_completed():
-                raise
-            return False
+            if not self.work.is_completed():
+                return False
+        # It may have ended well just after the slice had: only now its own answer is certain.
+        return self.work.wait(limit)
 
     def is_completed(self) -> bool:
         """Whether gloo is done with it, well or badly."""

@@ -137,6 +137,17 @@ def test_a_slice_that_ends_too_early_is_no_error():
         Sliced(failed, object()).poll(0.5)
 
 
+def test_what_ends_together_with_its_slice_has_not_failed():
+    class Late(Slow):
+        def is_completed(self):
+            self.done = True
+            return True
+
+    assert Sliced(Late(), object()).poll(0.5) is True
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        Sliced(Late(RuntimeError("Connection closed by peer")), object()).poll(0.5)
+
+
 def test_a_slice_is_never_endless():
     work = Slow()
     for seconds in (0.0, 0.0001, -1.0):
