@@ -49,6 +49,14 @@ def fsdp_groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
+def fsdp_drop_gradient(parameter: Any) -> None:
+    """Let go of the whole gradients that FSDP2 holds of a parameter; from 2.15 on there is no second one."""
+    if "unsharded_accumulated_grad" in vars(parameter):
+        parameter.unsharded_accumulated_grad = None
+    if "_unsharded_param" in vars(parameter):
+        parameter.unsharded_param.grad = None
+
+
 def fsdp_zeros_for_unused(module: Any) -> bool:
     """Let FSDP2 reduce zeros for parameters of a module without a gradient; False before 2.13, which cannot."""
     if "set_reduce_scatter_unused_params" not in dir(module):

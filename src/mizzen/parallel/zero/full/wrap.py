@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from mizzen.backport import fsdp_groups, fsdp_zeros_for_unused
+from mizzen.backport import fsdp_drop_gradient, fsdp_groups, fsdp_zeros_for_unused
 from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.staying import Staying, stay
 from mizzen.parallel.zero.full.units import Unit, shard_dim
@@ -263,9 +263,7 @@ def recover(root: Any) -> bool:
                 group.wait_for_unshard()
             group._to_sharded()
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if "_unsharded_param" in vars(parameter):
-                    parameter.unsharded_param.grad = None
+                fsdp_drop_gradient(parameter)
         each._training_state = type(each._training_state).IDLE
         each._modules_to_run_forward.clear()
     state._comm_ctx.post_forward_order.clear()
