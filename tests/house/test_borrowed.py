@@ -14,6 +14,8 @@ ATTRIBUTES = {
     "_foreach_norm",
     "_modules",
     "_non_persistent_buffers_set",
+    "_optimizer_step_post_hooks",
+    "_optimizer_step_pre_hooks",
     "_parameters",
     "_source_rank",
     "_unflatten",

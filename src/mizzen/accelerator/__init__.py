@@ -4,6 +4,7 @@
 made. How ranks talk is `comm/`'s business: an accelerator only names its backend.
 """
 
+from mizzen.accelerator.fetch import Fetch
 from mizzen.accelerator.protocol import Accelerator, Capacity, DeviceInfo, Event, Memory, Stream
 from mizzen.accelerator.registry import (
     create_accelerator,
@@ -19,6 +20,7 @@ __all__ = [
     "Capacity",
     "DeviceInfo",
     "Event",
+    "Fetch",
     "Memory",
     "Stream",
     "Timer",

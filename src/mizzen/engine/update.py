@@ -9,12 +9,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from mizzen.accelerator import Fetch, get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.engine.stopping import Stopping
 from mizzen.errors import UsageError
-from mizzen.optim.rules import scaled
+from mizzen.optim.rules import decided, decides, scaled
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
+
+SQUARES, COUNT, LOSSES, STRANGERS = 0, 2, 3, 4
+"""Places among the sums over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Updater:
         self.stopping = stopping or Stopping()
         self.max_norm = max_norm
         self.ranks = groups.get_world_size(group) if group is not None else 1
+        self.goes_ahead = self.stores[0].device.type != "cpu"
+        """Whether a step is launched before its norm is known here: what a CPU computes, it has computed."""
 
     def update(self, tally: Tally, factor_of: Callable[[bool, bool], float]) -> Outcome:
         """Take the step, unless a gradient is not finite. One factor for all gradients.
@@ -77,26 +83,59 @@ class Updater:
         """
         for store in self.stores:
             store.gradients.collect()
-        squares, loss, count, losses, strangers, requests = self._sum_over_ranks(tally)
+        sums, guess = self._sum_over_ranks(tally), (tally.loss is not None, self._has_strangers())
+        verdict = self._judge(sums, tally, _or_nan(factor_of, *guess))
+        coming = Fetch(torch.cat([sums, torch.stack(verdict)]), get_accelerator())
+        is_ahead = self.goes_ahead and decides(self.optimizer)
+        if is_ahead:
+            self._step_ahead(sums, guess, *verdict)
+        sums = coming.read()
+        _, loss, count, losses, strangers, requests, norm, factor = sums.tolist()
         self.stopping.agree(requests > 0)
-        factor = factor_of(losses > 0, strangers > 0) * self.stores[0].gain / self.scaler.scale
-        if tally.is_counted:
-            factor *= self.ranks / count if count else 0.0
-        norm = _rounded(math.sqrt(squares) * abs(factor)) if squares >= 0 else math.nan
+        seen = (losses > 0, strangers > 0)
+        share = factor_of(*seen)
+        if guess != seen:
+            norm, factor = (value.item() for value in self._judge(sums, tally, share))
         mean = loss / count if count else None
         if not math.isfinite(norm):
             reason = self._culprits()
+            for store in self.stores:
+                store.rest()
             self.clear()
             return Outcome(False, norm, mean, reason)
-        factor *= _clip_factor(norm, self.max_norm)
-        with scaled(self.optimizer, factor, self.stores[0].device) as rest:
-            for store in self.stores:
-                store.attach(rest)
-            self.optimizer.step()
+        if not is_ahead or guess != seen:
+            with scaled(self.optimizer, factor, self.stores[0].device) as rest:
+                self._step(rest)
         for store in self.stores:
             store.publish()
         self.clear()
         return Outcome(True, norm, mean)
+
+    def _step_ahead(self, sums: Tensor, guess: tuple[bool, bool], norm: Tensor, factor: Tensor) -> None:
+        """Launch the step before the host knows of its norm, so that the device has work while the host catches up.
+
+        The device leaves it out where the norm is not finite, or the ranks have seen other things than this one.
+        """
+        is_seen = sums[LOSSES : STRANGERS + 1] > 0
+        is_off = ~norm.isfinite() | (is_seen[0] != guess[0]) | (is_seen[1] != guess[1])
+        with decided(self.optimizer, factor, is_off):
+            self._step(1.0)
+
+    def _step(self, factor: float) -> None:
+        for store in self.stores:
+            store.attach(factor)
+        self.optimizer.step()
+
+    def _judge(self, sums: Tensor, tally: Tally, share: float) -> tuple[Tensor, Tensor]:
+        """The norm, rounded to fp32 once, and what gradients are to be multiplied with: where the sums are."""
+        squares, count = sums[SQUARES], sums[COUNT]
+        factor = torch.full_like(squares, share * self.stores[0].gain / self.scaler.scale)
+        if tally.is_counted:
+            factor = torch.where(count == 0, 0.0, factor * (self.ranks / count))
+        norm = (squares.sqrt() * factor.abs()).float().to(squares)
+        if self.max_norm > 0:  # torch's own rule
+            factor = factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm, factor
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -104,24 +143,24 @@ class Updater:
         for store in self.stores:
             store.gradients.clear()
 
-    def _sum_over_ranks(self, tally: Tally) -> list[float]:
+    def _sum_over_ranks(self, tally: Tally) -> Tensor:
         """Squares, losses, their count, who has losses or gradients from elsewhere, who is asked to stop: of all ranks.
 
-        It is the one reduction of a step, and its one wait for the device: numbers get there without a copy.
+        It is the one reduction of a step, and what its one wait is for. Numbers get to the device without a copy.
         """
         squares = torch.stack([store.squares() for store in self.stores]).sum()
-        has_strangers = any(store.gradients.has_strangers for store in self.stores)
-        values = (squares, tally.loss, tally.count, tally.loss is not None, has_strangers, self.stopping.is_asked)
-        sums = torch.stack(
-            [
-                value.detach().to(squares) if isinstance(value, Tensor) else squares.new_full((), value or 0)
-                for value in values
-            ]
-        )
+        given = (tally.loss, tally.count, tally.loss is not None, self._has_strangers(), self.stopping.is_asked)
+        values = [
+            value.detach().to(squares) if isinstance(value, Tensor) else squares.new_full((), value or 0)
+            for value in (squares, *given)
+        ]
+        sums = torch.stack(values)
         if self.group is not None:
             collectives.all_reduce(sums, group=self.group)
-        total: list[float] = sums.tolist()
-        return total
+        return sums
+
+    def _has_strangers(self) -> bool:
+        return any(store.gradients.has_strangers for store in self.stores)
 
     def _culprits(self) -> str:
         """Name every rank and parameter whose own gradient was not finite. All ranks come here together."""
@@ -143,11 +182,9 @@ class Updater:
         return "gradient not finite on " + "; ".join(found)
 
 
-def _clip_factor(norm: float, max_norm: float) -> float:
-    """torch's own rule: max_norm / (norm + 1e-6), never above 1; a max_norm of 0 is no limit."""
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
-
-
-def _rounded(value: float) -> float:
-    """To fp32, once."""
-    return torch.tensor(value, dtype=torch.float32).item()
+def _or_nan(factor_of: Callable[[bool, bool], float], *seen: bool) -> float:
+    """The answer for what this rank has seen; where there is none, the step is not taken by it."""
+    try:
+        return factor_of(*seen)
+    except UsageError:
+        return math.nan

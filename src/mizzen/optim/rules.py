@@ -87,17 +87,37 @@ def scaled(optimizer: Optimizer, factor: float, device: torch.device) -> Iterato
 
     torch made this for loss scales: it divides by `grad_scale`, in the pass that it makes over gradients anyway.
     """
-    has_kernel = _steps_like(optimizer, (Adam, AdamW, SGD)) and all(g.get("fused") for g in optimizer.param_groups)
-    if factor in (0.0, 1.0) or not has_kernel:
+    if factor in (0.0, 1.0) or not _has_kernel(optimizer, (Adam, AdamW, SGD)):
         yield factor
         return
-    given = {"grad_scale": 1 / factor, "found_inf": 0.0}
-    vars(optimizer).update({name: torch.full((), value, device=device) for name, value in given.items()})
-    try:
+    with decided(optimizer, torch.full((), factor, dtype=torch.float64, device=device)):
         yield 1.0
+
+
+def decides(optimizer: Optimizer) -> bool:
+    """Whether the step can be left out on the device, where `decided` says so, without a trace.
+
+    SGD's kernel would leave momentum behind that nothing was written to, and hooks are for steps that are taken.
+    """
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return _has_kernel(optimizer, (Adam, AdamW)) and not any(hooks)
+
+
+@contextmanager
+def decided(optimizer: Optimizer, factor: Tensor, is_off: Tensor | None = None) -> Iterator[None]:
+    """Let the step multiply gradients with a factor that need not be known yet, or do nothing where `is_off`."""
+    off = torch.zeros_like(factor) if is_off is None else is_off
+    given = {"grad_scale": (1 / factor).float(), "found_inf": off.float()}
+    vars(optimizer).update(given)
+    try:
+        yield
     finally:
         for name in given:
             del vars(optimizer)[name]
+
+
+def _has_kernel(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> bool:
+    return _steps_like(optimizer, kinds) and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _steps_like(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> bool:

@@ -1,0 +1,25 @@
+"""Numbers on their way from the device to the host."""
+
+from typing import TYPE_CHECKING
+
+from mizzen.accelerator.protocol import Accelerator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Fetch:
+    """A copy that was started. What is launched behind it does not delay it, so there can be work while one waits."""
+
+    def __init__(self, values: "Tensor", accelerator: Accelerator) -> None:
+        self._values = values
+        if values.device.type != "cpu":
+            self._values = values.new_empty(values.shape, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+        self._event = accelerator.event()
+        self._event.record()
+
+    def read(self) -> "Tensor":
+        """The same on the host, as soon as it is there."""
+        self._event.synchronize()
+        return self._values
