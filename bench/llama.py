@@ -178,10 +178,14 @@ EAGER: Final = (
     *("mizzen-0", "mizzen-1", "mizzen-2"),
 )
 """A kind, and a ZeRO stage where it has one."""
-FULL: Final = ("fsdp2-3", "deepspeed-3", "mizzen-3", "fsdp2-3+pretend", "mizzen-3+pretend")
-"""Parameters sharded too; on one rank mizzen has nothing to shard, and wraps nothing. `pretend`: one of eight ranks
-whose collectives do nothing, so that sharding costs what it costs, without a wire; the losses then mean nothing."""
-PRETENDED: Final = 8
+PRETENDED: Final = {"pretend2": 2, "pretend8": 8}
+"""One of so many ranks, whose collectives do nothing: sharding then costs what it costs, without a wire. The losses of
+such a run mean nothing."""
+FULL: Final = (
+    *("fsdp2-3", "deepspeed-3", "mizzen-3"),
+    *(f"{kind}+{ranks}" for ranks in PRETENDED for kind in ("fsdp2-3", "mizzen-3")),
+)
+"""Parameters sharded too; on one rank mizzen has nothing to shard, and wraps nothing."""
 COMPILED: Final = tuple(f"{name}+compile" for name in (*EAGER, *FULL))
 """The same, with every decoder layer compiled on its own."""
 FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *FULL, *COMPILED) if name.startswith("mizzen"))
@@ -209,10 +213,10 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}},
         "zero_optimization": {"stage": int(stage or 0)},
     }
-    if "pretend" in extras:
+    for ranks in PRETENDED.keys() & set(extras):
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", rank=0, world_size=PRETENDED, store=FakeStore())  # type: ignore[no-untyped-call]
+        dist.init_process_group("fake", rank=0, world_size=PRETENDED[ranks], store=FakeStore())  # type: ignore[no-untyped-call]
     if "fused" in extras:
         config["fused"] = FUSED_KEYS
     if is_compiled and kind == "mizzen":

@@ -59,10 +59,13 @@ class Reducer:
 
         return finish
 
-    def to_owner(self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None) -> Finish:
+    def to_owner(
+        self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None, title: str = ""
+    ) -> Finish:
         """The sum of this rank's chunk of the bucket, put into `chunk` or added to it; the bucket itself is kept.
 
-        A bucket that has one owner goes to that rank, and the chunks of the others are empty.
+        A bucket that has one owner goes to that rank, and the chunks of the others are empty. By the title a reducer
+        may remember something of a chunk from step to step.
         """
         sent = self._sent(bucket)
         if self.reduction.in_rank_order or bucket.device.type == "cpu":
@@ -70,7 +73,7 @@ class Reducer:
             # summation depends on the place in the buffer.
             received, work = self._exchanged(sent, chunk, owner)
         elif owner is None:
-            received = sent.new_empty(chunk.numel())
+            received = chunk if not add and chunk.dtype == sent.dtype else sent.new_empty(chunk.numel())
             work = collectives.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
         else:
             received = sent.clone() if sent is bucket else sent
@@ -83,6 +86,9 @@ class Reducer:
             self.stock.give(received)
 
         def put() -> None:
+            if received is chunk:
+                self._scale(chunk)
+                return
             rows = received.view(-1, chunk.numel())
             if self.reduction.after == 1 and rows.dtype == chunk.dtype and not add:
                 sum_of_rows(rows, into=chunk)

@@ -29,6 +29,7 @@ from mizzen.parallel.zero.full.wrap import (
     wrap,
 )
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
+from mizzen.parallel.zero.stock import Stock
 from mizzen.precision.policy import Policy, wider
 
 
@@ -63,7 +64,7 @@ class Ranks:
 
 
 def assemble(
-    model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks
+    model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks, stock: Stock
 ) -> tuple[tuple[LiveUnit, ...], list[tuple[Tensor, str]]]:
     """Shard the units of a model; also the objects that were its parameters, with their names."""
     modules = dict(model.named_modules())
@@ -75,7 +76,7 @@ def assemble(
         if keeps and first is not None:
             share_second_mesh(first, module)
         first = first or (module if keeps else None)
-    return tuple(_live(model, unit, modules[unit.path], holding.policy) for unit in units), moved
+    return tuple(_live(model, unit, modules[unit.path], holding.policy, stock) for unit in units), moved
 
 
 def _wrap(
@@ -121,7 +122,7 @@ def _dtype(parameter: ParameterSketch, unit: Unit, policy: Policy) -> torch.dtyp
     return torch_dtype(policy.held(parameter.dtype))
 
 
-def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy) -> LiveUnit:
+def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy, stock: Stock) -> LiveUnit:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     facts = {each.name: each for each in unit.parameters}
     found: dict[str, DTensor] = {}
@@ -141,8 +142,6 @@ def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy) -> Li
             place += length
     device = next((local(each).device for each in found.values()), torch.device("cpu"))
     dtype = torch_dtype(wider(policy.accumulation, unit.held)) if unit.held else torch.float32
-    sums = torch.zeros(up(place), dtype=dtype, device=device)
-    count = sum(map(len, trained.values()))
     return LiveUnit(
         plan=unit,
         module=module,
@@ -151,9 +150,10 @@ def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy) -> Li
             _share(unit, module, group, each, policy, is_whole=facts[each[0].name].is_whole)
             for group, each in trained.items()
         ),
-        sums=sums,
-        gradient=sums[:place],
-        finite=torch.ones(count, dtype=torch.bool, device=device),
+        count=place,
+        accumulation=dtype,
+        device=device,
+        stock=stock,
     )
 
 

@@ -10,7 +10,7 @@ from mizzen.comm.communicator import meet
 from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
-from mizzen.parallel.zero.full.live import LiveUnit
+from mizzen.parallel.zero.full.live import LiveUnit, Trained
 from mizzen.parallel.zero.full.wires import Place, explained
 from mizzen.parallel.zero.reduce import Finish, Reducer
 
@@ -48,23 +48,28 @@ class UnitGradients:
         found = [gradient for gradient in gradients if gradient is not None]
         if not all(is_all_finite(gradient.reshape(-1)) for gradient in found):
             fine = found[0].new_zeros(1)
-            unit.finite &= are_finite([fine if gradient is None else gradient for gradient in gradients])
+            unit.note_finite(are_finite([fine if gradient is None else gradient for gradient in gradients]))
 
     def take(self, unit: LiveUnit, sent: Tensor) -> None:
         """Sum the gradients of a unit, laid out as one row of shards for each rank, into this rank's shard."""
-        if sent.numel() != unit.gradient.numel() * self.reducer.reduction.ranks:
+        expected = unit.count * self.reducer.reduction.ranks
+        if sent.numel() != expected:
             raise UsageError(
-                f"unit '{unit.plan.title}' got gradients for {sent.numel()} elements where "
-                f"{unit.gradient.numel() * self.reducer.reduction.ranks} are trained: requires_grad of a parameter was "
-                "changed after initialize; make a new engine"
+                f"unit '{unit.plan.title}' got gradients for {sent.numel()} elements where {expected} are trained: "
+                "requires_grad of a parameter was changed after initialize; make a new engine"
             )
-        self.add(sent, unit.gradient)
+        is_first = unit.is_empty
+        self._send(sent, unit.place()[: unit.count], unit.plan.title, add=not is_first)
 
-    def add(self, sent: Tensor, chunk: Tensor) -> None:
-        """Sum something of all ranks and add this rank's share of it."""
+    def take_one(self, unit: LiveUnit, one: Trained, sent: Tensor) -> None:
+        """The same for one parameter."""
+        self._send(sent, unit.gradient[one.start : one.start + one.length], one.name, add=True)
+
+    def _send(self, sent: Tensor, chunk: Tensor, title: str, *, add: bool) -> None:
+        """Sum something of all ranks, and put this rank's share of it into its place or add it there."""
         self.has_strangers |= not self._is_open
         self._is_complete = False
-        finish = self.reducer.to_owner(sent, chunk, add=True)
+        finish = self.reducer.to_owner(sent, chunk, add=add, title=title)
         if sent.device.type != "cpu":
             finish()  # in the order of the stream; the host does not wait
             return
@@ -101,8 +106,7 @@ class UnitGradients:
         self._wait()
         self.has_strangers = self._is_open = self._is_complete = self.place.is_backward = False
         for unit in self.units:
-            unit.finite.fill_(True)
-            unit.sums.zero_()
+            unit.forget()
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []
@@ -110,7 +114,7 @@ class UnitGradients:
             finish()
 
     def _meet(self, phase: str) -> None:
-        if self.group is not None and self.units and self.units[0].gradient.device.type == "cpu":
+        if self.group is not None and self.units and self.units[0].device.type == "cpu":
             try:
                 meet(Tag(self.place.step, "", phase), self.group, torch.empty(0))
             except CommError as error:

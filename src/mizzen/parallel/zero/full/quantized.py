@@ -85,10 +85,12 @@ class QuantizedReducer(Reducer):
         self.feedback = quantizing.feedback
         self.inside = quantizing.inside or reduction.ranks
         self.step = step
-        self.errors: dict[tuple[int, int], Tensor] = {}
-        """What was lost of the messages of each chunk, by the place of the chunk and the hop."""
+        self.errors: dict[tuple[str, int], Tensor] = {}
+        """What was lost of the messages of each chunk, by the title of the chunk and the hop."""
 
-    def to_owner(self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None) -> Finish:
+    def to_owner(
+        self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None, title: str = ""
+    ) -> Finish:
         """The sum of this rank's chunk of the bucket, put into `chunk` or added to it."""
         if owner is not None:
             raise AssertionError("a unit has no single owner")
@@ -99,13 +101,13 @@ class QuantizedReducer(Reducer):
             rows = rows * self.reduction.before
         # By receiver: the rows of one place in all nodes lie together.
         rows = rows.view(nodes, self.inside, count).transpose(0, 1).reshape(-1, count)
-        received, work = self._exchange(self._message(rows, chunk, 0), self._neighbours())
+        received, work = self._exchange(self._message(rows, title, 0), self._neighbours())
 
         def finish() -> None:
             wait_for(work)
             total = sum_of_rows(unpack(received, count, GRADIENT_BITS).view(self.inside, nodes, count))
             if nodes > 1:
-                incoming, last = self._exchange(self._message(total, chunk, 1), self._counterparts())
+                incoming, last = self._exchange(self._message(total, title, 1), self._counterparts())
                 wait_for(last)
                 total = sum_of_rows(unpack(incoming, count, GRADIENT_BITS))
             total = total.view(-1)
@@ -135,11 +137,11 @@ class QuantizedReducer(Reducer):
         )
         return received, work
 
-    def _message(self, rows: Tensor, chunk: Tensor, hop: int) -> Tensor:
+    def _message(self, rows: Tensor, title: str, hop: int) -> Tensor:
         if self.feedback is None:
             return pack(rows, GRADIENT_BITS)
         share, period = self.feedback
-        key = chunk.data_ptr(), hop
+        key = title, hop
         error = self.errors.get(key)
         if error is None or self.step() % period == 0:
             error = torch.zeros_like(rows, dtype=torch.bfloat16)

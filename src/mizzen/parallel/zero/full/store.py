@@ -54,15 +54,15 @@ class FullStore:
         self.scope: AbstractContextManager[None] = self.place
         self.replaced: Sequence[tuple[Tensor, str]] = ()
         """Objects by which a user may know a parameter, beside the sharded one, with its name."""
-        self.units, moved = assemble(model, units, holding, ranks)
+        self.stock = Stock(torch.device(ranks.mesh.device_type))
+        self.units, moved = assemble(model, units, holding, ranks, self.stock)
         self.replaced = moved
         self.parameters: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
         self.everything: Mapping[str, Tensor] = {
             name: parameter for unit in self.units for name, parameter in unit.parameters.items()
         }
         self.bundles: Sequence[Sequence[str]] = [tuple(unit.parameters) for unit in self.units]
-        self.device = self.units[0].sums.device
-        self.stock = Stock(self.device)
+        self.device = self.units[0].device
         reducer = Reducer(holding.reduction, ranks.sharers, self.stock)
         if holding.quantizing.gradients:
             reducer = QuantizedReducer(
@@ -207,6 +207,7 @@ class FullStore:
         return [
             each.name
             for unit in self.units
+            if unit.finite is not None
             for each, is_finite in zip(unit.trained, unit.finite.tolist(), strict=True)
             if not is_finite
         ]

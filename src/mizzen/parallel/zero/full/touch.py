@@ -73,12 +73,12 @@ class Touch:
         slot = self.slot
         if slot is None:
             return
-        rows = rows_of(gradient, self.ranks, slot.length, self.unit.gradient.dtype)
+        rows = rows_of(gradient, self.ranks, slot.length, self.unit.accumulation)
         place = self.gradients.place
         meet(place.tag(f"{slot.name} outside of its unit"), self.group, rows)
-        index = [one.name for one in self.unit.trained].index(slot.name)
-        self.unit.finite[index] &= rows.isfinite().all()
-        self.gradients.add(rows.view(-1), self.unit.gradient[slot.start : slot.start + slot.length])
+        others = torch.tensor([one.name != slot.name for one in self.unit.trained], device=rows.device)
+        self.unit.note_finite(others | rows.isfinite().all())
+        self.gradients.take_one(self.unit, slot, rows.view(-1))
 
 
 class _Whole(Function):
