@@ -74,6 +74,8 @@ class Updater:
         self.ranks = groups.get_world_size(group) if group is not None else 1
         self.goes_ahead = self.stores[0].device.type != "cpu"
         """Whether a step is launched before its norm is known here: what a CPU computes, it has computed."""
+        self._is_free = False
+        """Whether the gradients of the last step were stepped with as they were."""
 
     def update(self, tally: Tally, factor_of: Callable[[bool, bool], float]) -> Outcome:
         """Take the step, unless a gradient is not finite. One factor for all gradients.
@@ -103,7 +105,9 @@ class Updater:
                 store.rest()
             self.clear()
             return Outcome(False, norm, mean, reason)
-        if not is_ahead or guess != seen:
+        is_taken = is_ahead and guess == seen and (factor == 1 or not self._is_free)
+        self._is_free = factor == 1
+        if not is_taken:
             with scaled(self.optimizer, factor, self.stores[0].device) as rest:
                 self._step(rest)
         for store in self.stores:
@@ -114,11 +118,13 @@ class Updater:
     def _step_ahead(self, sums: Tensor, guess: tuple[bool, bool], norm: Tensor, factor: Tensor) -> None:
         """Launch the step before the host knows of its norm, so that the device has work while the host catches up.
 
-        The device leaves it out where the norm is not finite, or the ranks have seen other things than this one.
+        The device leaves it out where the norm is not finite, where the ranks have seen other things than this one, and
+        where gradients turn out to need a factor that the last step did not: its kernel would write to all of them.
         """
         is_seen = sums[LOSSES : STRANGERS + 1] > 0
         is_off = ~norm.isfinite() | (is_seen[0] != guess[0]) | (is_seen[1] != guess[1])
-        with decided(self.optimizer, factor, is_off):
+        is_off = is_off | (factor != 1) if self._is_free else is_off
+        with decided(self.optimizer, None if self._is_free else factor, is_off):
             self._step(1.0)
 
     def _step(self, factor: float) -> None:

@@ -90,7 +90,8 @@ def scaled(optimizer: Optimizer, factor: float, device: torch.device) -> Iterato
     if factor in (0.0, 1.0) or not _has_kernel(optimizer, (Adam, AdamW, SGD)):
         yield factor
         return
-    with decided(optimizer, torch.full((), factor, dtype=torch.float64, device=device)):
+    known = torch.full((), factor, dtype=torch.float64, device=device)
+    with decided(optimizer, known, torch.zeros_like(known)):
         yield 1.0
 
 
@@ -104,10 +105,14 @@ def decides(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def decided(optimizer: Optimizer, factor: Tensor, is_off: Tensor | None = None) -> Iterator[None]:
-    """Let the step multiply gradients with a factor that need not be known yet, or do nothing where `is_off`."""
-    off = torch.zeros_like(factor) if is_off is None else is_off
-    given = {"grad_scale": (1 / factor).float(), "found_inf": off.float()}
+def decided(optimizer: Optimizer, factor: Tensor | None, is_off: Tensor) -> Iterator[None]:
+    """Let the step multiply gradients with a factor that need not be known yet, or do nothing where `is_off`.
+
+    The kernel writes the products back, so no factor is faster than one.
+    """
+    given = {"found_inf": is_off.float()}
+    if factor is not None:
+        given["grad_scale"] = (1 / factor).float()
     vars(optimizer).update(given)
     try:
         yield

@@ -9,11 +9,9 @@ import torch
 import mizzen
 from parity.programs import Case, build, micro_batches
 
-LIMIT = {"gradient_clipping": 0.1}
 
-
-def start(case: Case, *, ahead: bool, **extra):
-    engine, *_ = mizzen.initialize(model=build(case), config=case.config | LIMIT | extra)
+def start(case: Case, *, ahead: bool):
+    engine, *_ = mizzen.initialize(model=build(case), config=case.config)
     engine.updater.goes_ahead = ahead
     return engine
 
@@ -29,8 +27,12 @@ def kept(engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def train(stage: int, way: str, broken: tuple[int, ...], ahead: bool) -> list:
-    case = Case(stage, 2, samples=8)
+def is_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def train(stage: int, way: str, broken: tuple[int, ...], limit: float, ahead: bool) -> list:
+    case = Case(stage, 2, samples=8, clip=limit)
     engine = start(case, ahead=ahead)
     armed = {"on": False}
     weight = dict(engine.module.named_parameters())["blocks.1.up.weight"]
@@ -55,13 +57,23 @@ def train(stage: int, way: str, broken: tuple[int, ...], ahead: bool) -> list:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("way", "broken"), [("usual", ()), ("usual", (0, 2)), ("bare", (1,)), ("counted", (3,))])
 def test_the_bits_are_the_same(world, stage, way, broken):
-    plain = world(2).run(train, stage, way, broken, False)
-    ahead = world(2).run(train, stage, way, broken, True)
+    plain, ahead = (world(2).run(train, stage, way, broken, 0.1, how) for how in (False, True))
     for (told, state), (told_ahead, state_ahead) in zip(plain, ahead, strict=True):
         assert [each[0] for each in told] == [step not in broken for step in range(4)]
         assert str(told_ahead) == str(told)
-        assert state_ahead.keys() == state.keys()
-        assert all(torch.equal(state_ahead[key], state[key]) for key in state)
+        assert is_same(state_ahead, state)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_limit_that_is_met_in_some_steps_only(world, stage):
+    told, _ = world(2).run(train, stage, "usual", (), 0.0, False)[0]
+    limit = sorted(norm for _, norm, _ in told)[2] - 1e-3
+    plain, ahead = (world(2).run(train, stage, "usual", (), limit, how) for how in (False, True))
+    norms = [norm for _, norm, _ in plain[0][0]]
+    assert min(norms) < limit < max(norms)
+    for (told, state), (told_ahead, state_ahead) in zip(plain, ahead, strict=True):
+        assert told_ahead == told
+        assert is_same(state_ahead, state)
 
 
 def one_rank_is_idle(stage: int, ahead: bool) -> list:
@@ -80,8 +92,7 @@ def test_a_rank_that_has_seen_something_else_takes_the_step_after_all(world):
     plain, ahead = (world(2).run(one_rank_is_idle, 0, way) for way in (False, True))
     for (norm, state), (norm_ahead, state_ahead) in zip(plain, ahead, strict=True):
         assert norm_ahead == norm
-        assert state_ahead.keys() == state.keys()
-        assert all(torch.equal(state_ahead[key], state[key]) for key in state)
+        assert is_same(state_ahead, state)
 
 
 def with_a_hook(kind: str) -> tuple[int, int]:
