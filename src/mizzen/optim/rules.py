@@ -100,8 +100,9 @@ def decides(optimizer: Optimizer) -> bool:
 
     SGD's kernel would leave momentum behind that nothing was written to, and hooks are for steps that are taken.
     """
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return _has_kernel(optimizer, (Adam, AdamW)) and not any(hooks)
+    if not _has_kernel(optimizer, (Adam, AdamW)):
+        return False
+    return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 @contextmanager
