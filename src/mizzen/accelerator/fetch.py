@@ -14,7 +14,7 @@ class Fetch:
     def __init__(self, values: "Tensor", accelerator: Accelerator) -> None:
         self._values = values
         if values.device.type != "cpu":
-            self._values = values.new_empty(values.shape, device="cpu", pin_memory=True)
+            self._values = accelerator.pin_memory(values.new_empty(values.shape, device="cpu"))
             self._values.copy_(values, non_blocking=True)
         self._event = accelerator.event()
         self._event.record()

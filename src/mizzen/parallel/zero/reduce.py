@@ -81,14 +81,14 @@ class Reducer:
 
         def finish() -> None:
             wait_for(work)
+            if received is chunk:
+                self._scale(chunk)
+                return
             if chunk.numel():
                 put()
             self.stock.give(received)
 
         def put() -> None:
-            if received is chunk:
-                self._scale(chunk)
-                return
             rows = received.view(-1, chunk.numel())
             if self.reduction.after == 1 and rows.dtype == chunk.dtype and not add:
                 sum_of_rows(rows, into=chunk)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mizzen.comm import collectives
 from mizzen.parallel.zero.reduce import Reducer, Reduction
 from mizzen.parallel.zero.stock import Stock
 
@@ -47,6 +48,38 @@ def test_every_rank_or_the_owner_gets_the_sum(world, ranks, ordered):
         torch.testing.assert_close(added, mine + 1)
         if ordered:
             assert torch.equal(to_all, expected)
+
+
+class Away(torch.Tensor):
+    """A tensor that says to be on a device, where a reduce-scatter is one collective."""
+
+    device = torch.device("cuda")
+
+
+def as_on_a_device(after):
+    """to_owner of such a bucket, put and added; and whether the sum came straight to its place each time."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    reducer = Reducer(Reduction(ranks, after=after), dist.group.WORLD, Stock(CPU))
+    scatter, outputs = collectives.reduce_scatter_tensor, []
+
+    def watched(output, sent, **options):
+        outputs.append(output)
+        return scatter(output, sent, **options)
+
+    collectives.reduce_scatter_tensor = watched
+    chunk, added = torch.full((SIZE // ranks,), 7.0), torch.ones(SIZE // ranks)
+    reducer.to_owner(values(rank).as_subclass(Away), chunk, add=False)()
+    reducer.to_owner(values(rank).as_subclass(Away), added, add=True)()
+    return chunk, added.as_subclass(torch.Tensor), [outputs[0] is chunk, outputs[1] is added]
+
+
+@pytest.mark.parametrize("after", [1.0, 0.5])
+def test_on_a_device_a_sum_comes_straight_to_its_place(world, after):
+    expected = in_rank_order(2) * after
+    for rank, (chunk, added, straight) in enumerate(world(2).run(as_on_a_device, after)):
+        torch.testing.assert_close(chunk, expected.chunk(2)[rank])
+        torch.testing.assert_close(added, expected.chunk(2)[rank] + 1)
+        assert straight == [True, False]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 0.25), (0.25, 1.0), (0.5, 0.5)])

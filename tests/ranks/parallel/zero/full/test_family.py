@@ -84,11 +84,8 @@ def crossing(keys):
         return exchange(received, message, incoming, outgoing, **options)
 
     collectives.all_to_all_single = exchanging
-    try:
-        engine.backward(engine(torch.ones(2, 256)).mean())
-        engine.step()
-    finally:
-        collectives.all_to_all_single = exchange
+    engine.backward(engine(torch.ones(2, 256)).mean())
+    engine.step()
     return sent
 
 
