@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from mizzen import zero
 from ranks.parallel.zero.full.models import MODELS, Base, Block, config, start, train
+from ranks.parallel.zero.programs import at_rest
 
 
 class Written(Base):
@@ -141,11 +142,11 @@ class Watched(nn.Module):
         blocks = []
         for _ in range(8):
             blocks.append(Block(64))
-            peaks.append(live_bytes())
+            peaks.append(at_rest(live_bytes))
         self.blocks = nn.ModuleList(blocks)
         for block in self.blocks:
             nn.init.normal_(block.up.weight)
-            peaks.append(live_bytes())
+            peaks.append(at_rest(live_bytes))
 
 
 def peak():
