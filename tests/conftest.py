@@ -1,6 +1,7 @@
 """What every ring of tests has: ranks, as the fixture `world`."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -31,3 +32,13 @@ def world(pool: Pool) -> Callable[..., World]:
         return World(pool, size, backend if init else None)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A test that joins a job in this process, as `initialize` does, would break one that comes after it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("this test has left a process group behind: run what joins a job on ranks, with world(1)")

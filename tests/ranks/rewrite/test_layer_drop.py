@@ -61,6 +61,10 @@ def test_the_model_is_told_in_every_training_step(world, kind):
         assert told[8] == (False, None)  # the engine is gone
 
 
-def test_a_model_that_does_not_listen_is_refused():
+def refused():
     with pytest.raises(PlanError, match="Linear.forward does not take pld_theta and progressive_layer_drop; add the"):
         mizzen.initialize(model=nn.Linear(2, 2), config=CONFIG | {"train_batch_size": 2})
+
+
+def test_a_model_that_does_not_listen_is_refused(world):
+    world(1).run(refused)
