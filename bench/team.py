@@ -53,6 +53,11 @@ class Team:
         theirs.close()
         self._wires.append(ours)
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by rank."""
+        return [process.pid for process in self._processes]
+
     def ask(self, order: str, *arguments: Any) -> list[Any]:
         """Give all ranks the same order, and wait for what each of them answers."""
         for wire in self._wires:

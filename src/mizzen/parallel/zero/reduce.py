@@ -3,14 +3,14 @@
 A call starts the sum and returns the call that finishes it, so that backward can go on in between.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
 from mizzen.comm.communicator import Work
 from mizzen.parallel.zero.stock import Stock
 
@@ -71,13 +71,13 @@ class Reducer:
         if self.reduction.in_rank_order or bucket.device.type == "cpu":
             # gloo's reduce-scatter takes longer than an exchange of chunks and a local sum, and its order of
             # summation depends on the place in the buffer.
-            received, work = self._exchanged(sent, chunk, owner)
+            received, rows, work = self._exchanged(sent, chunk, owner)
         elif owner is None:
             received = chunk if not add and chunk.dtype == sent.dtype else sent.new_empty(chunk.numel())
-            work = collectives.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
+            rows, work = [received], collectives.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
         else:
             received = sent.clone() if sent is bucket else sent
-            work = collectives.reduce(received, group_dst=owner, group=self.group, async_op=True)
+            rows, work = [received], collectives.reduce(received, group_dst=owner, group=self.group, async_op=True)
 
         def finish() -> None:
             wait_for(work)
@@ -89,11 +89,10 @@ class Reducer:
             self.stock.give(received)
 
         def put() -> None:
-            rows = received.view(-1, chunk.numel())
-            if self.reduction.after == 1 and rows.dtype == chunk.dtype and not add:
+            if self.reduction.after == 1 and received.dtype == chunk.dtype and not add:
                 sum_of_rows(rows, into=chunk)
                 return
-            total = sum_of_rows(rows)
+            total = sum_of_rows(rows, into=received[: chunk.numel()])
             if add:
                 chunk.add_(total, alpha=self.reduction.after)
             elif total.dtype == chunk.dtype:
@@ -104,16 +103,29 @@ class Reducer:
 
         return finish
 
-    def _exchanged(self, sent: Tensor, chunk: Tensor, owner: int | None) -> tuple[Tensor, Work | None]:
-        """Every rank's share of this rank's chunk, one after the other, once the work is done."""
+    def _exchanged(self, sent: Tensor, chunk: Tensor, owner: int | None) -> tuple[Tensor, list[Tensor], Work | None]:
+        """What is received; and, once the work is done, every rank's share of this rank's chunk, in their order."""
         ranks = self.reduction.ranks
+        if ranks == 2 and owner is None:
+            return self._swapped(sent)
         received = self.stock.take(chunk.numel() * ranks, sent.dtype)
         incoming = outgoing = None
         if owner is not None:
             outgoing = [sent.numel() if rank == owner else 0 for rank in range(ranks)]
             incoming = [chunk.numel()] * ranks
         work = collectives.all_to_all_single(received, sent, incoming, outgoing, group=self.group, async_op=True)
-        return received, work
+        return received, list(received.view(ranks, -1)), work
+
+    def _swapped(self, sent: Tensor) -> tuple[Tensor, list[Tensor], Work | None]:
+        """The same between two ranks, where what is sent lies in one piece without the share that stays here."""
+        rows = list(sent.chunk(2))
+        other = 1 - groups.get_rank(self.group)
+        sizes = [0, 0]
+        sizes[other] = rows[other].numel()
+        received = self.stock.take(sizes[other], sent.dtype)
+        work = collectives.all_to_all_single(received, rows[other], sizes, sizes, group=self.group, async_op=True)
+        rows[other] = received
+        return received, rows, work
 
     def rows_to_all(self, gradient: Tensor) -> None:
         """Sum a matrix of which few rows are not zero, such as an embedding's gradient, by sending those rows only."""
@@ -161,8 +173,11 @@ def _nothing() -> None:
     """One rank has nothing to wait for."""
 
 
-def sum_of_rows(rows: Tensor, into: Tensor | None = None) -> Tensor:
-    """Row 0 plus row 1 plus row 2 and so on, in that order, which `sum(0)` does not promise; in the place of row 0."""
+def sum_of_rows(rows: Tensor | Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+    """Row 0 plus row 1 plus row 2 and so on, in that order, which `sum(0)` does not promise; in the place of row 0.
+
+    The place given for it may be that of row 0 or row 1.
+    """
     total = rows[0] if into is None else into
     if len(rows) == 1:
         return total.copy_(rows[0])

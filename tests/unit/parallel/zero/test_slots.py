@@ -128,9 +128,9 @@ def test_by_hand():
         (1 << 28, 500_000_000, 1 << 25),  # eight buckets
         (1 << 33, 500_000_000, 1 << 26),  # large enough to be fast
         (1 << 30, 1 << 20, 1 << 20),  # as asked
-        (1000, 500_000_000, 1 << 18),  # too small to be worth cutting
+        (1000, 500_000_000, 1 << 22),  # too small to be worth cutting
         (1000, 10, 10),
-        (0, 500_000_000, 1 << 18),
+        (0, 500_000_000, 1 << 22),
     ],
 )
 def test_the_size_of_buckets(total, asked, limit):

@@ -43,9 +43,10 @@ def counted(keys, **more):
         sent["gather"] += shard.nbytes
         return gather(whole, shard, **options)
 
-    def exchanging(received, message, *splits, **options):
-        sent["reduce"] += message.nbytes
-        return exchange(received, message, *splits, **options)
+    def exchanging(received, message, incoming=None, outgoing=None, **options):
+        sizes = outgoing or [message.numel() // 2] * 2
+        sent["reduce"] += sizes[1 - engine.global_rank] * message.element_size()  # what stays here is not sent
+        return exchange(received, message, incoming, outgoing, **options)
 
     collectives.all_gather_into_tensor, collectives.all_to_all_single = gathering, exchanging
     dtype = torch.bfloat16 if more else torch.float32
