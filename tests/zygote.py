@@ -36,6 +36,7 @@ PRELOAD: Final = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",  # the first optimizer of a process imports it, and that takes more than a second
     "safetensors.torch",
+    "transformers.models.llama.modeling_llama",  # a second for every rank whose module has such a model
     "mizzen.api",
     "mizzen.zero",
 )

@@ -1,4 +1,7 @@
-"""Tiny models, their data, and the plain torch loop that every plan is held against."""
+"""Tiny models, their data, the plain torch loop that every plan is held against, and what a user writes.
+
+Ranks import this and not the grid, which chooses its cases when it is imported.
+"""
 
 from dataclasses import dataclass
 
@@ -6,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import mizzen
 from mizzen.model.sketch import Sketch
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.lion import Lion
@@ -201,3 +205,24 @@ def reference(case: Case, steps: int = STEPS) -> tuple[list[float], dict[str, Te
                 parameter.copy_(master)
         losses.append(total)
     return losses, {name: parameter.detach().clone() for name, parameter in masters.named_parameters()}
+
+
+def train(case: Case, with_train_batch: bool = False) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """What a user writes, on one rank."""
+    model = build(case)
+    engine, *_ = mizzen.initialize(model=model, model_parameters=groups(model, case), config=case.config)
+    losses, norms = [], []
+    for step in range(STEPS):
+        micros = micro_batches(case, step, engine.global_rank)
+        if with_train_batch:
+            report = engine.train_batch(iter(micros))
+        else:
+            for tokens in micros:
+                engine.backward(engine(tokens))
+                report = engine.step()
+        assert report.applied
+        losses.append(report.loss)
+        norms.append(report.grad_norm)
+    values = {name: mizzen.zero.safe_get_full_fp32_param(p) for name, p in model.named_parameters() if p.requires_grad}
+    engine.destroy()
+    return losses, values, norms

@@ -7,8 +7,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-import mizzen
-from parity.programs import STEPS, Case, build, groups, micro_batches, reference
+from parity.programs import Case, reference, train
 
 STAGES, WORLDS, ACCUMULATIONS, CLIPS = (0, 1, 2, 3), (1, 2, 4), (1, 4), (0.0, 0.5)
 VARIANTS, OPTIMIZERS = ("plain", "tied", "frozen", "unused", "groups"), ("AdamW", "SGD", "Lamb", "Muon")
@@ -66,27 +65,6 @@ QUANTIZED = [
 ]
 BAND = 1e-2
 """Of a loss: how far it may be, in the first steps, from that of one process, where messages are quantized."""
-
-
-def train(case: Case, with_train_batch: bool = False) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
-    """What a user writes, on one rank."""
-    model = build(case)
-    engine, *_ = mizzen.initialize(model=model, model_parameters=groups(model, case), config=case.config)
-    losses, norms = [], []
-    for step in range(STEPS):
-        micros = micro_batches(case, step, engine.global_rank)
-        if with_train_batch:
-            report = engine.train_batch(iter(micros))
-        else:
-            for tokens in micros:
-                engine.backward(engine(tokens))
-                report = engine.step()
-        assert report.applied
-        losses.append(report.loss)
-        norms.append(report.grad_norm)
-    values = {name: mizzen.zero.safe_get_full_fp32_param(p) for name, p in model.named_parameters() if p.requires_grad}
-    engine.destroy()
-    return losses, values, norms
 
 
 @pytest.mark.parametrize("case", [*CASES, *SCALED, *COPIES], ids=str)
