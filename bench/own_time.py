@@ -28,7 +28,7 @@ from bench.team import Team
 HOLLOW: Final = Size(layers=16, width=48, heads=2, vocabulary=64, samples=1, length=8)
 """197 tensors."""
 ENGINE: Final = "mizzen/"
-FRAME: Final = re.compile(r"\((?P<file>[^()]*\.py):\d+\)$")
+FRAME: Final = re.compile(r"\.py:\d+\)$")
 """How py-spy writes a Python function; one of C has its library there."""
 SHOWN: Final = 12
 
@@ -61,18 +61,8 @@ def main(words: Sequence[str] | None = None) -> int:
         each = 1000 * (time.perf_counter() - begin) / options.steps
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "samples"
-            command = [
-                "py-spy",
-                "record",
-                "--native",
-                "--rate",
-                str(options.rate),
-                "--format",
-                "raw",
-                "--output",
-                str(raw),
-            ]
-            spy = subprocess.Popen([*command, "--pid", str(team.pids[0])], stdout=subprocess.DEVNULL)
+            command = f"py-spy record --native --rate {options.rate} --format raw --output {raw} --pid {team.pids[0]}"
+            spy = subprocess.Popen(command.split(), stdout=subprocess.DEVNULL)
             team.ask("run", options.steps)
             spy.send_signal(signal.SIGINT)
             spy.wait()

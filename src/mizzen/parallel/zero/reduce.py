@@ -180,7 +180,7 @@ def sum_of_rows(rows: Tensor | Sequence[Tensor], into: Tensor | None = None) -> 
     """
     total = rows[0] if into is None else into
     if len(rows) == 1:
-        return total.copy_(rows[0])
+        return total if total.data_ptr() == rows[0].data_ptr() else total.copy_(rows[0])
     torch.add(rows[0], rows[1], out=total)
     for row in rows[2:]:
         total.add_(row)
