@@ -66,6 +66,8 @@ def main(words: Sequence[str] | None = None) -> int:
             team.ask("run", options.steps)
             spy.send_signal(signal.SIGINT)
             spy.wait()
+            if not raw.exists():
+                parser.error("py-spy has written nothing; what it says is above: it may have to be root")
             found = read(raw.read_text().splitlines())
     print(render(options.system, found, each))
     return 0

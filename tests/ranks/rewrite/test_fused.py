@@ -36,7 +36,7 @@ BOUND = {"bf16": 1e-2, "fp16": 2e-3, "autocast": 1e-2}
 
 
 def compare() -> dict:
-    """All cases in one process, because importing transformers takes longer than they do; each with its plain twin."""
+    """All cases in one process, each with its plain twin."""
     return {
         (name, stage): (train(stage, **more, **sections), train(stage, **more, **sections, fused=fused))
         for name, stage in WHERE

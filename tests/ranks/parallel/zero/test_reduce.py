@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mizzen.comm import collectives
-from mizzen.parallel.zero.reduce import Reducer, Reduction
+from mizzen.parallel.zero.reduce import Reducer, Reduction, sum_of_rows
 from mizzen.parallel.zero.stock import Stock
 
 CPU = torch.device("cpu")
@@ -48,6 +48,32 @@ def test_every_rank_or_the_owner_gets_the_sum(world, ranks, ordered):
         torch.testing.assert_close(added, mine + 1)
         if ordered:
             assert torch.equal(to_all, expected)
+
+
+def given_to_others():
+    """The elements that to_owner hands to an exchange, and those that it receives."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    reducer = Reducer(Reduction(ranks), dist.group.WORLD, Stock(CPU))
+    exchange, counts = collectives.all_to_all_single, []
+
+    def counting(received, sent, *sizes, **options):
+        counts.append((sent.numel(), received.numel()))
+        return exchange(received, sent, *sizes, **options)
+
+    collectives.all_to_all_single = counting
+    reducer.to_owner(values(rank), torch.empty(SIZE // ranks), add=False)()
+    return counts
+
+
+def test_two_ranks_keep_what_is_their_own(world):
+    assert world(2).run(given_to_others) == [[(SIZE // 2, SIZE // 2)]] * 2
+
+
+def test_a_row_that_is_in_its_place_is_not_copied():
+    row = torch.ones(4)
+    version = row._version
+    assert sum_of_rows([row], into=row[:]).data_ptr() == row.data_ptr()
+    assert row._version == version
 
 
 class Away(torch.Tensor):
