@@ -157,7 +157,8 @@ def _in_flight(choice: ZeroChoice) -> int:
         wire = reduction.dtype or wider(dtype, "float32")
         is_copied = wire != dtype or (reduction.before != 1 and not reduction.is_early)
         for bucket in buffer.buckets:
-            received = bucket.numel if reduction.in_rank_order else bucket.numel // reduction.ranks
+            is_exchanged = reduction.in_rank_order and reduction.ranks > 2  # two ranks keep their own share
+            received = bucket.numel if is_exchanged else bucket.numel // reduction.ranks
             if bucket.is_whole:  # its owner gets it from every rank
                 received = bucket.numel * (reduction.ranks if reduction.in_rank_order else 1)
             held.append(bucket.numel * bytes_per_element(dtype))
