@@ -24,8 +24,10 @@ from mizzen.log import warn_once
 
 # [Note: two slots]
 # A rank may be killed in the middle of a write, and the stores of one processor may reach another out of order. So
-# records go to two slots in turn, each with its own checksum: a reader takes the newest slot whose checksum holds, and
-# there always is one. A torn slot is never taken for a record, and the one before it is still there.
+# records go to two slots in turn, each with its own checksum, and a reader takes the newest slot whose checksum holds:
+# a torn slot is never taken for a record, and the one before it is still there. But a reader is no faster than a
+# writer. While it copies the file, a rank that writes without a pause may come to both slots, and neither copy holds;
+# such a reader looks again. A dead rank leaves at most one slot torn, so that looking again is never in vain.
 _FIELDS: Final = struct.Struct("<QqqqQ?dd64s32s48s64s")
 _CHECKSUM: Final = struct.Struct("<I")
 _SLOT: Final = 320
@@ -33,6 +35,8 @@ _MAGIC: Final = b"mizzen-1"
 _STOP: Final = len(_MAGIC)
 """Offset of the one byte that is written by the reader: a request to save and stop."""
 _SIZE: Final = 3 * _SLOT
+_LOOKS: Final = 100
+"""How often a reader looks for a whole slot. After so many there is none yet: the rank has only just made its file."""
 STACKS: Final = signal.SIGRTMIN + 7 if "SIGRTMIN" in vars(signal) else signal.SIGUSR2
 """The signal at which a rank of a launched job writes down the stacks of its threads, whatever it is doing."""
 
@@ -135,7 +139,8 @@ class Progress:
     def read(path: Path) -> Record | None:
         """The newest whole record of another process; None when there is none yet."""
         try:
-            return _newest(path.read_bytes())
+            looks = (_newest(path.read_bytes()) for _ in range(_LOOKS))
+            return next(filter(None, looks), None)
         except FileNotFoundError:
             return None
 

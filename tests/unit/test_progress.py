@@ -119,21 +119,42 @@ def test_another_process_never_reads_a_torn_record_and_can_ask_for_the_end(tmp_p
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": source}) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
-        steps = []
         until = time.monotonic() + 0.5
+        seen = []
         while time.monotonic() < until:
-            seen = Progress.read(path)
-            assert seen is not None
-            assert seen.pid == other.pid
-            if seen.step > 0:
-                assert (seen.unit, seen.phase) == (f"unit {seen.step}", f"phase {seen.step}")
-            steps.append(seen.step)
-        assert steps == sorted(steps)
-        assert len(set(steps)) > 1
+            seen.append(Progress.read(path))
         Progress.ask_to_stop(path)
         last = int(other.stdout.readline())
+    assert None not in seen
+    assert {record.pid for record in seen} == {other.pid}
+    assert all((r.unit, r.phase) == (f"unit {r.step}", f"phase {r.step}") for r in seen if r.step > 0)
+    steps = [record.step for record in seen]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 1
     assert other.returncode == 0
     assert Progress.read(path).step == last
+
+
+def test_a_reader_who_is_overtaken_in_both_slots_looks_again(tmp_path, monkeypatch):
+    path = tmp_path / "rank-0"
+    writer = Progress(path)
+    writer.at(step=1)
+    whole = path.read_bytes()
+    torn = bytearray(whole)
+    for slot in (1, 2):
+        torn[slot * len(whole) // 3 + 20] ^= 1
+    copies = iter([bytes(torn), bytes(torn), whole])
+    monkeypatch.setattr(Path, "read_bytes", lambda _: next(copies))
+    seen = Progress.read(path)
+    assert seen is not None
+    assert seen.step == 1
+
+
+def test_a_file_that_never_had_a_record_has_none(tmp_path):
+    path = tmp_path / "rank-0"
+    Progress(path)
+    path.write_bytes(path.read_bytes()[:8] + bytes(len(path.read_bytes()) - 8))
+    assert Progress.read(path) is None
 
 
 def test_threads_may_write_at_the_same_time():
