@@ -95,7 +95,7 @@ class World:
         function: Callable[..., Any],
         *arguments: Any,
         timeout: float = 60,
-        grace: float = 1,
+        grace: float = 5,
         expect_failure: bool = False,
         **keywords: Any,
     ) -> list[Any]:

@@ -178,7 +178,7 @@ def test_training_works_in_a_forked_rank_again_and_again(world):
 
 def test_a_rank_that_raises_fails_the_test_with_its_traceback_and_the_others(world, capsys):
     with pytest.raises(RankFailed) as failure:
-        world(2).run(raise_on, 1)
+        world(2).run(raise_on, 1, grace=20)
     assert [outcome.rank for outcome in failure.value.outcomes] == [1, 0]
     text = str(failure.value)
     assert text.index("ValueError: broken on purpose, rank 1") < text.index("--- rank 0: RuntimeError")
@@ -188,7 +188,7 @@ def test_a_rank_that_raises_fails_the_test_with_its_traceback_and_the_others(wor
 
 
 def test_ranks_that_wait_for_a_failed_one_are_stopped_after_the_grace(world):
-    outcomes = world(2).run(raise_and_let_the_others_wait, 0, expect_failure=True)
+    outcomes = world(2).run(raise_and_let_the_others_wait, 0, expect_failure=True, grace=1)
     assert [outcome.error_type for outcome in outcomes] == ["ValueError", "Stopped"]
     assert "raise_and_let_the_others_wait" in outcomes[1].traceback
 
@@ -200,7 +200,7 @@ def test_a_failed_assertion_shows_its_values(world):
 
 def test_a_rank_that_hangs_is_named_with_its_stack(world):
     with pytest.raises(RankFailed, match=r"1 of 2 ranks") as failure:
-        world(2).run(hang_on, 1, timeout=2)
+        world(2).run(hang_on, 1, timeout=5)
     (hung,) = [outcome for outcome in failure.value.outcomes if outcome.error_type]
     assert (hung.rank, hung.error_type) == (1, "Timeout")
     assert "in hang_on" in str(failure.value)
@@ -208,12 +208,12 @@ def test_a_rank_that_hangs_is_named_with_its_stack(world):
 
 def test_a_rank_that_hangs_inside_a_collective_shows_where(world):
     with pytest.raises(RankFailed, match=r"in hang_in_a_collective"):
-        world(2).run(hang_in_a_collective, timeout=2)
+        world(2).run(hang_in_a_collective, timeout=5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV], ids=lambda number: number.name)
 def test_a_rank_that_is_killed_is_named_with_its_signal(world, number, capsys):
-    outcomes = world(2).run(kill_on, 1, number, expect_failure=True)
+    outcomes = world(2).run(kill_on, 1, number, expect_failure=True, grace=20)
     assert (outcomes[1].signal, outcomes[1].error_type) == (number, number.name)
     assert outcomes[0].error_type == "RuntimeError"  # the peer sees the connection close
     assert "last words" in capsys.readouterr().out

@@ -32,7 +32,7 @@ def test_a_job_that_is_killed_hung_and_preempted_has_the_curve_of_one_that_was_n
     faults = (
         f"kill@{chance.randrange(2)}:{chance.randrange(6, 9)},loop@{chance.randrange(2)}:{chance.randrange(11, 14)}"
     )
-    words = ("--num_gpus", 2, "--max_restarts", 2, TRAIN, "--out", broken, "--steps", STEPS, "--hang", 2, "--every", 5)
+    words = ("--num_gpus", 2, "--max_restarts", 2, TRAIN, "--out", broken, "--steps", STEPS, "--hang", 4, "--every", 5)
     job = start(*words, "--faults", faults, "--pause", 0.1, cwd=tmp_path)
     try:
         losses = broken / "loss-0.txt"

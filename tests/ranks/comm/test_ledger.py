@@ -71,9 +71,9 @@ def late():
 
 def test_the_one_that_waited_is_told_for_how_long(world):
     waited, straggler = world(2).run(late)
-    assert waited["total_straggler_ms"] > 300
-    assert straggler["total_straggler_ms"] < 100
-    assert waited["total_comm_lat_ms"] == straggler["total_comm_lat_ms"] < 200
+    assert waited["total_straggler_ms"] > 100
+    assert waited["total_straggler_ms"] > straggler["total_straggler_ms"]
+    assert waited["total_comm_lat_ms"] == straggler["total_comm_lat_ms"]
 
 
 def printed():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from dataclasses import replace
@@ -185,7 +186,11 @@ def not_initialized():
     from mizzen.environment import World, environ
 
     there = World.detect(environ())
-    ready.initialize(replace(there, master_port=there.master_port + 1), timeout=timedelta(seconds=10))
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = [holder.getsockname()[1]]
+    torch_dist.broadcast_object_list(port)
+    ready.initialize(replace(there, master_port=port[0]), timeout=timedelta(seconds=10))
     register_backend("toy", lambda: ready)
     dist.set_backend("toy")
     dist.all_reduce(tensor)

@@ -160,7 +160,7 @@ def test_a_record_of_an_earlier_attempt_is_no_news_until_it_changes(watch, store
 
 def test_silence_is_counted(watch, store):
     say(store, beat=7)
-    with pytest.raises(CommError, match="rank 1 has not been heard of for 1 s"):
+    with pytest.raises(CommError, match="rank 1 has not been heard of for [1-9] s"):
         watch.wait(watch.begin(Request("all_reduce"), ALL), Handle())
 
 
@@ -168,7 +168,7 @@ def test_a_store_that_breaks_is_silence_too(watch, store):
     call = watch.begin(Request("all_reduce"), ALL)
     store.is_broken = True
     with pytest.raises(
-        CommError, match=r"the job's store has not answered for 1 s: the process that hosts it \(rank 0"
+        CommError, match=r"the job's store has not answered for [1-9] s: the process that hosts it \(rank 0"
     ):
         watch.wait(call, Handle())
 
