@@ -304,12 +304,23 @@ def _told(error: BaseException) -> str:
     return "".join(lines)
 
 
+def _compile_sections() -> None:
+    """Of the configuration: each is compiled when it is first given, and that would be in every rank anew."""
+    from mizzen.config.schema import Config
+    from mizzen.config.section import nest_in, places
+
+    nests = [nest_in(place.field.annotation) for place in places(Config)]
+    for section in {Config, *(nest.section for nest in nests if nest)}:
+        section.model_rebuild()
+
+
 def serve(descriptor: int, search: list[str]) -> None:
     """Run jobs until the other end of the connection is gone."""
     sys.path[:] = search
     for name in PRELOAD:
         with suppress(ModuleNotFoundError):  # whoever needs it will miss it, and say so in a test
             importlib.import_module(name)
+    _compile_sections()
     gc.collect()
     gc.freeze()  # a collection in a rank would otherwise touch, and so copy, every page of the imported modules
     parent = Connection(descriptor)

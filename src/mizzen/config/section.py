@@ -72,8 +72,9 @@ class OpenSection(Section):
 
 def _key(default: Any, fate: Fate) -> Any:
     # model_construct: a default section holds defaults only, so there is nothing to validate and nothing to compile.
+    # Sections are frozen, so that one will do for all.
     if isinstance(default, type) and issubclass(default, Section):
-        return Field(default_factory=default.model_construct, json_schema_extra=fate)
+        return Field(default_factory=cache(default.model_construct), json_schema_extra=fate)
     return Field(default, json_schema_extra=fate)
 
 

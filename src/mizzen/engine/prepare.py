@@ -14,6 +14,7 @@ from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare, flatten
 from mizzen.comm.mesh import Mesh
+from mizzen.config.dump import plain
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
@@ -51,7 +52,7 @@ def agree(plan: Plan) -> None:
     config = plan.resolved.config
     compare(
         {
-            **flatten(config.model_dump(mode="json")),
+            **flatten(plain(config)),
             "model": plan.sketch.fingerprint(),
             "mizzen": _version("mizzen"),
             "torch": torch.__version__,

@@ -20,6 +20,7 @@ from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.write import Item
 from mizzen.comm.mesh import Mesh
 from mizzen.config.checkpoint import CheckpointConfig
+from mizzen.config.dump import plain
 from mizzen.data.loader import Loader
 from mizzen.engine.randomness import process_state
 from mizzen.engine.state import Held, Weights, extra_states, share_of
@@ -216,7 +217,7 @@ def facts_of(engine: "Face", weights: Weights, client_state: Mapping[str, Any], 
     facts: dict[str, Any] = {
         "versions": {"mizzen": _version("mizzen"), "torch": torch.__version__, "python": platform.python_version()},
         "layout": {axis: layout.size(axis) for axis in ("pp", "dp_replicate", "dp_shard", "sp", "tp")},
-        "config": engine.settings.model_dump(mode="json"),
+        "config": plain(engine.settings),
         "seed": engine.surroundings.seed,
         "counters": {
             "global_steps": engine.global_steps,

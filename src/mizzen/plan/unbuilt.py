@@ -25,12 +25,12 @@ class Unbuilt:
     asks: bool = True
     """False for what only says how: it is refused with what it belongs to."""
 
-    def asked_for(self, config: Config) -> Iterator[str]:
+    def asked_for(self, config: Config, default: Config) -> Iterator[str]:
         """The paths at which this configuration asks for the capability."""
         paths = [f"{self.path}.{switch}" for switch in self.switches] or [self.path]
         for path in paths if self.asks else ():
             value = config.at(path)
-            if value not in self.inert and _differs(value, Config.model_construct().at(path)):
+            if value not in self.inert and _differs(value, default.at(path)):
                 yield path
 
 
@@ -88,6 +88,7 @@ class Refusal:
 
 def refusals(config: Config) -> Iterator[Refusal]:
     """Every capability asked for that does not exist."""
+    default = Config.model_construct()
     for row in UNBUILT:
-        for path in row.asked_for(config):
+        for path in row.asked_for(config, default):
             yield Refusal(path, row.capability, row.instead)

@@ -170,4 +170,4 @@ def test_several_at_once_in_the_order_of_the_table():
 def test_true_is_not_the_number_one():
     """A flag that is true equals the inert degree 1 for Python, and not for us."""
     row = Unbuilt("zero_optimization.zero_quantized_weights", "ZeRO++")
-    assert list(row.asked_for(load(zero(zero_quantized_weights=True)))) == [row.path]
+    assert list(row.asked_for(load(zero(zero_quantized_weights=True)), load({}))) == [row.path]
