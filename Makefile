@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VERSION ?= 2.11.0
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 
 BIN := .venv/bin
@@ -30,7 +30,7 @@ help: ## list the targets
 	test -x $(CLIENTS)/python || $(PYTHON) -m venv .venv-clients
 	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt setuptools torch
 	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt --constraint constraints-clients.txt \
-	  --no-build-isolation pytest pytest-timeout --editable ".[all-clients]"
+	  --no-build-isolation pytest pytest-timeout pytest-xdist --editable ".[all-clients]"
 	touch $@
 
 # Another torch may want another setuptools; all else stays as it is.
@@ -61,7 +61,7 @@ test-cluster: .venv/ready ## every back end on hosts made of network namespaces;
 	CLUSTER=1 $(BIN)/python -m pytest -rs tests/cluster
 
 test-clients: .venv-clients/ready ## HF Trainer, Accelerate, Lightning, TRL and PEFT, unmodified, on two ranks; in about five minutes
-	CLIENTS=1 $(CLIENTS)/python -m pytest -rs --durations=8 tests/clients tests/unit/rewrite/test_head.py $(ARGS)
+	CLIENTS=1 $(CLIENTS)/python -m pytest -n 2 --dist loadfile -rs --durations=8 tests/clients tests/unit/rewrite/test_head.py $(ARGS)
 
 client-tests: .venv-clients/ready ## a client's own tests, from its checkout: CLIENT_SRC=../accelerate ARGS='tests/deepspeed'
 	$(CLIENTS)/python tests/clients/own_tests.py $(CLIENT_SRC) $(ARGS)
