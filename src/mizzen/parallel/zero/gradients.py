@@ -182,7 +182,7 @@ class WholeGradients(Gradients):
             return partial(self._finish_by_rows, bucket, whole)
         if not bucket.is_shared:
             return self.reducer.to_all(whole)
-        return self.reducer.to_owner(whole, bucket.owned(), add=False, owner=owner_of(bucket))
+        return self.reducer.to_owner(whole, bucket.sums.place(), add=False, owner=owner_of(bucket))
 
     def _new(self, bucket: LiveBucket, positions: Iterable[int]) -> dict[int, Tensor]:
         """What autograd or the user has put on parameters; to one that is shown already it was added in place."""
@@ -249,7 +249,7 @@ class PassingGradients(Gradients):
         flat = bucket.hand_over()
         if bucket.plan.is_sparse:
             return partial(self._finish_by_rows, bucket, flat)
-        finish = self.reducer.to_owner(flat, bucket.owned(), add=self._has_sum, owner=owner_of(bucket))
+        finish = self.reducer.to_owner(flat, bucket.sums.place(), add=self._has_sum, owner=owner_of(bucket))
 
         def finish_and_return() -> None:
             finish()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from mizzen.parallel.zero.slots import Bucket
-from mizzen.parallel.zero.stock import Stock
+from mizzen.parallel.zero.stock import Stock, Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class LiveBucket:
     """The sizes of a gap, a slot, a gap, and so on to the last gap, of which most have no elements."""
     gaps: list[int] = field(init=False)
     """Which of them are gaps that have."""
+    sums: Sums = field(init=False)
+    """Over the ranks, for the owned chunk, where it is shared."""
     whole: Tensor | None = None
     """The gradient of all of the bucket as it gathers on this rank, from the first that comes."""
     views: list[Tensor] = field(default_factory=list)
     """The place of each parameter in it."""
-    chunk: Tensor | None = None
-    """The sum over the ranks for the owned chunk, where it is shared and once there is one."""
     empty: set[int] = field(default_factory=set)
     """The slots to which nothing has come yet."""
     shown: set[int] = field(default_factory=set)
@@ -74,6 +74,7 @@ class LiveBucket:
         edges = [0, *(edge for slot in self.plan.slots for edge in (slot.start, slot.stop)), self.plan.numel]
         self.cuts = [high - low for low, high in pairwise(edges)]
         self.gaps = [number for number, size in enumerate(self.cuts) if size and number % 2 == 0]
+        self.sums = Sums(self.stock, self.master.numel(), self.accumulation)
 
     @property
     def is_widened(self) -> bool:
@@ -83,15 +84,7 @@ class LiveBucket:
     @property
     def gradient(self) -> Tensor:
         """The gradient of the owned chunk, complete after `collect`; zeros where none has come."""
-        if not self.is_shared:
-            return self.filled()
-        return self.owned().zero_() if self.chunk is None else self.chunk
-
-    def owned(self) -> Tensor:
-        """The place of the sum for the owned chunk; without content before there is one."""
-        if self.chunk is None:
-            self.chunk = self.stock.take(self.master.numel(), self.accumulation)
-        return self.chunk
+        return self.sums.read() if self.is_shared else self.filled()
 
     def put(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> None:
         """Add gradients to their places, and multiply all that is in the bucket by a factor."""
@@ -146,10 +139,10 @@ class LiveBucket:
 
     def forget(self) -> None:
         """No gradient has ever come."""
-        for tensor in (self.whole, self.chunk):
-            if tensor is not None:
-                self.stock.give(tensor)
-        self.whole = self.chunk = self.finite = None
+        if self.whole is not None:
+            self.stock.give(self.whole)
+        self.sums.forget()
+        self.whole = self.finite = None
         self.views, self.empty, self.shown = [], set(), set()
 
     def places(self, flat: Tensor) -> list[Tensor]:

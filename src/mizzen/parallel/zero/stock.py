@@ -1,4 +1,4 @@
-"""Memory for what is put together anew in every step.
+"""Memory for what is put together anew in every step, and the sums of gradients in it.
 
 A GPU's allocator keeps what was freed. A CPU's gives large blocks back to the system, and then every page of the next
 one costs a fault: a fifth of the time of a copy and more. So blocks on a CPU are kept here.
@@ -41,3 +41,38 @@ class Stock:
         """Keep nothing."""
         self._free.clear()
         self._lent.clear()
+
+
+class Sums:
+    """Sums of gradients in one flat tensor. There is none before the first gradient comes."""
+
+    def __init__(self, stock: Stock, count: int, dtype: torch.dtype, *, padding: int = 0) -> None:
+        self.stock = stock
+        self.count = count
+        self.dtype = dtype
+        self.padding = padding
+        """Zeros behind the sums."""
+        self._tensor: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient has come since the last step, and there is no memory for one."""
+        return self._tensor is None
+
+    def place(self) -> Tensor:
+        """Where the sums are to be, padding included; what is there has no meaning while there are none."""
+        if self._tensor is None:
+            self._tensor = self.stock.take(self.count + self.padding, self.dtype)
+            if self.padding:
+                self._tensor[self.count :] = 0
+        return self._tensor
+
+    def read(self) -> Tensor:
+        """The sums, padding included; zeros where none has come."""
+        return self.place().zero_() if self.is_empty else self.place()
+
+    def forget(self) -> None:
+        """No gradient has ever come."""
+        if self._tensor is not None:
+            self.stock.give(self._tensor)
+        self._tensor = None

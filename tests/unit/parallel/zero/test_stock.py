@@ -2,7 +2,7 @@
 
 import torch
 
-from mizzen.parallel.zero.stock import Stock
+from mizzen.parallel.zero.stock import Stock, Sums
 
 CPU = torch.device("cpu")
 
@@ -51,3 +51,25 @@ def test_a_device_keeps_its_own():
     tensor = stock.take(10, torch.float32)
     stock.give(tensor)
     assert tensor.is_meta and not stock._free
+
+
+def test_sums_take_memory_with_the_first_gradient_and_give_it_back():
+    stock = Stock(torch.device("cpu"))
+    sums = Sums(stock, 5, torch.float32, padding=3)
+    assert sums.is_empty
+    sums.place().fill_(7)
+    assert not sums.is_empty
+    assert sums.read().tolist() == [7.0] * 8
+    where = sums.place().data_ptr()
+    sums.forget()
+    assert sums.is_empty
+    assert sums.place().data_ptr() == where, "the block that was given back"
+    assert sums.place()[5:].tolist() == [0.0] * 3, "what the last step has left there is no padding"
+
+
+def test_sums_to_which_nothing_came_are_zeros():
+    stock = Stock(torch.device("cpu"))
+    stock.give(stock.take(4, torch.float32).fill_(9))
+    sums = Sums(stock, 4, torch.float32)
+    assert sums.read().tolist() == [0.0] * 4
+    assert not sums.is_empty

@@ -29,7 +29,7 @@ from mizzen.parallel.zero.full.wrap import (
     wrap,
 )
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
-from mizzen.parallel.zero.stock import Stock
+from mizzen.parallel.zero.stock import Stock, Sums
 from mizzen.precision.policy import Policy, wider
 
 
@@ -150,10 +150,8 @@ def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy, stock
             _share(unit, module, group, each, policy, is_whole=facts[each[0].name].is_whole)
             for group, each in trained.items()
         ),
-        count=place,
-        accumulation=dtype,
+        sums=Sums(stock, place, dtype, padding=up(place) - place),
         device=device,
-        stock=stock,
     )
 
 

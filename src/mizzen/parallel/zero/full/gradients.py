@@ -58,8 +58,8 @@ class UnitGradients:
                 f"unit '{unit.plan.title}' got gradients for {sent.numel()} elements where {expected} are trained: "
                 "requires_grad of a parameter was changed after initialize; make a new engine"
             )
-        is_first = unit.is_empty
-        self._send(sent, unit.place()[: unit.count], unit.plan.title, add=not is_first)
+        is_first = unit.sums.is_empty
+        self._send(sent, unit.sums.place()[: unit.count], unit.plan.title, add=not is_first)
 
     def take_one(self, unit: LiveUnit, one: Trained, sent: Tensor) -> None:
         """The same for one parameter."""
@@ -97,7 +97,7 @@ class UnitGradients:
             return
         self._wait()
         self._meet("the end of a step's gradients")
-        for finish in [self.replicas.to_all(unit.sums) for unit in self.units if unit.shares]:
+        for finish in [self.replicas.to_all(unit.sums.read()) for unit in self.units if unit.shares]:
             finish()
         self._is_complete = True
 

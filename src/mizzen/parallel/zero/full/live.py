@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from mizzen.comm import collectives, groups
 from mizzen.comm.tags import Tag
 from mizzen.parallel.zero.full.units import Unit, shard_dim
-from mizzen.parallel.zero.stock import Stock
+from mizzen.parallel.zero.stock import Sums
 
 MULTIPLE: Final = 32
 """Elements; what the optimizer steps has a multiple of it, so that no element is computed by another kind of kernel
@@ -77,46 +77,29 @@ class LiveUnit:
     parameters: dict[str, DTensor]
     """All of them by name, in the order in which they travel."""
     shares: tuple[Share, ...]
-    count: int
-    """Elements of its gradients on this rank."""
-    accumulation: torch.dtype
-    """In which they are summed."""
+    sums: Sums
+    """Of the gradients of this rank's shards, one after the other."""
     device: torch.device
-    stock: Stock
     finite: Tensor | None = None
     """For each trained parameter, whether this rank's own gradient was finite before it was summed. None: all are."""
     handles: list[RemovableHandle] = field(default_factory=list)
     open: int = 0
     """How many contexts hold it gathered."""
-    _sums: Tensor | None = None
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no gradient has come since the last step, and there is no memory for one."""
-        return self._sums is None
-
-    @property
-    def sums(self) -> Tensor:
-        """The sums of this rank's shards one after the other, and zeros up to a multiple; zeros where none has come."""
-        return self.place().zero_() if self._sums is None else self._sums
+    def count(self) -> int:
+        """Elements of its gradients on this rank."""
+        return self.sums.count
 
     @property
     def gradient(self) -> Tensor:
-        """The same without the zeros at the end."""
-        return self.sums[: self.count]
-
-    def place(self) -> Tensor:
-        """Where the sums are to be, without content but for the zeros at the end if there are none yet."""
-        if self._sums is None:
-            self._sums = self.stock.take(up(self.count), self.accumulation)
-            self._sums[self.count :] = 0
-        return self._sums
+        """The sums without the padding; zeros where none has come."""
+        return self.sums.read()[: self.count]
 
     def forget(self) -> None:
         """Let go of the gradients."""
-        if self._sums is not None:
-            self.stock.give(self._sums)
-        self._sums = self.finite = None
+        self.sums.forget()
+        self.finite = None
 
     def note_finite(self, flags: Tensor) -> None:
         """Remember which of this rank's own gradients are finite."""

@@ -142,7 +142,7 @@ class FullStore:
                     continue
                 if share.stepped is not share.master:
                     share.stepped.data = share.master.to(share.stepped.dtype)
-                gradient = share.gradient(unit.sums).to(share.stepped.dtype)
+                gradient = share.gradient(unit.sums.read()).to(share.stepped.dtype)
                 share.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
 
     def rest(self) -> None:

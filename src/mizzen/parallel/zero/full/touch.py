@@ -73,7 +73,7 @@ class Touch:
         slot = self.slot
         if slot is None:
             return
-        rows = rows_of(gradient, self.ranks, slot.length, self.unit.accumulation)
+        rows = rows_of(gradient, self.ranks, slot.length, self.unit.sums.dtype)
         place = self.gradients.place
         meet(place.tag(f"{slot.name} outside of its unit"), self.group, rows)
         others = torch.tensor([one.name != slot.name for one in self.unit.trained], device=rows.device)

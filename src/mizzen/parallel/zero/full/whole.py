@@ -44,7 +44,7 @@ class Whole:
     @property
     def gradient(self) -> Tensor:
         """The shard of the gradient, likewise."""
-        return self.unit.sums[self.slot.start : self.slot.start + self.slot.length]
+        return self.unit.sums.read()[self.slot.start : self.slot.start + self.slot.length]
 
     @property
     def shape(self) -> tuple[int, ...]:

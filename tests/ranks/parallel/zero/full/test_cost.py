@@ -38,7 +38,7 @@ def held(kind, keys):
     states = engine.basic_optimizer.state.values()
     found = Cost(
         parameters=size(frozen) + (0 if "bf16" in keys else size(masters)),
-        gradients=size(unit.sums for unit in full.units),
+        gradients=size(unit.sums.read() for unit in full.units),
         masters=size(masters) if "bf16" in keys else 0,
         states=size(value for state in states for value in state.values() if value.dim()),
     )
