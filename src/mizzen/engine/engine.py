@@ -172,6 +172,8 @@ class Engine(Face):
         self.zero_grad()
         self._stepper.forget()
         self._consecutive_skips = 0
+        for observer in self.observers:
+            observer.on_load(self.global_steps)
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
@@ -183,24 +185,25 @@ class Engine(Face):
     def _finish(self, micros: int, lr_kwargs: dict[str, Any] | None) -> StepReport:
         updater = self._require_updater("step")
         self.step_was_due = True
+        self._stepper.check(self.lr_scheduler, lr_kwargs or {})
         with self.phases.phase("step"):
             outcome = updater.update(self.window.tally, self._factor_of)
         self.micro_steps += micros
         self.global_samples += self.batch.train
         if self.optimizer is not None:
             self.optimizer.overflow = not outcome.applied
-        rates = self.get_lr()
+        rates, momentum = self.get_lr(), self.get_mom()
         if outcome.applied:
             self.global_steps += 1
             self._consecutive_skips = 0
-            if self.lr_scheduler is not None:
-                self._stepper.advance(self.lr_scheduler, **(lr_kwargs or {}))
         else:
             self.skipped_steps += 1
             self._consecutive_skips += not updater.scaler.may_cure(outcome.loss)
         self.phases.at_step(self.global_steps)
-        report = self.last_step = self._report(outcome.applied, outcome.reason, outcome, rates=rates)
+        report = self.last_step = self._report(outcome.applied, outcome.reason, outcome, rates=rates, momentum=momentum)
         self.window.close()
+        if outcome.applied:
+            self._stepper.advance(self.lr_scheduler, lr_kwargs or {})
         for observer in self.observers:
             observer.on_step(report)
         self._go_on(updater.scaler, outcome)
@@ -226,6 +229,7 @@ class Engine(Face):
         outcome: Outcome | None = None,
         *,
         rates: Sequence[float] = (),
+        momentum: Sequence[Any] = (),
     ) -> StepReport:
         now, tokens = time.perf_counter(), self.window.tokens
         seconds, self._clock = (now - self._clock, now) if outcome else (0.0, self._clock)
@@ -239,7 +243,7 @@ class Engine(Face):
             seconds=seconds,
             skipped_steps=self.skipped_steps,
             global_samples=self.global_samples,
-            momentum=tuple(self.get_mom()) if outcome else (),
+            momentum=tuple(momentum),
             loss_scale=self.loss_scale(),
             phases=self.phases.read() if outcome else {},
             read_loss=lambda: outcome.loss if outcome else None,

@@ -22,6 +22,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.batch import Batch
 from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
+from mizzen.config.values import real, whole
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import refresh_masters, set_full_value
@@ -37,6 +38,7 @@ from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.plan.parts import Parts, Store
 from mizzen.rewrite.compile import compile_blocks
+from mizzen.rewrite.layer_drop import theta_of
 from mizzen.rewrite.standing import restore
 
 GETTERS: Final[Mapping[str, str]] = {
@@ -108,7 +110,6 @@ UNBUILT: Final[Mapping[str, str]] = {
     "set_data_post_process_func": "data efficiency",
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "random_ltd_initialize": "random layer-token drop",
-    "get_pld_theta": "progressive layer drop",
     "eval_batch": "pipeline parallelism",
     "set_dataiterator": "pipeline parallelism",
     "set_batch_fn": "pipeline parallelism",
@@ -225,13 +226,14 @@ class Face(nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by changing the accumulation alone."""
-        step = self.batch.micro * self.batch.dp
+        step, train_batch_size = self.batch.micro * self.batch.dp, _whole("train_batch_size", train_batch_size)
         if train_batch_size < 1 or train_batch_size % step:
             raise ConfigError("train_batch_size", f"{train_batch_size} is not a multiple of micro x dp = {step}")
         self.batch = replace(self.batch, train=train_batch_size, accumulation=train_batch_size // step)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per forward pass, and with them the samples per step."""
+        micro_batch_size = _whole("train_micro_batch_size_per_gpu", micro_batch_size)
         if micro_batch_size < 1:
             raise ConfigError("train_micro_batch_size_per_gpu", f"{micro_batch_size} is not at least 1")
         train = micro_batch_size * self.batch.accumulation * self.batch.dp
@@ -245,8 +247,19 @@ class Face(nn.Module):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group."""
+        try:
+            rate = real(lr)
+        except ValueError as error:
+            raise UsageError(f"set_lr(): {error}") from None
         for group in self._groups():
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def get_pld_theta(self) -> float | None:
+        """How likely the model shall keep a layer in this step; None without progressive layer drop."""
+        return theta_of(self.observers)
 
     def get_mom(self) -> list[Any]:
         """The momentum, or the betas, of every parameter group."""
@@ -561,6 +574,13 @@ def _heed(engine: "ref[Face]") -> None:
     """What a loader calls before a batch; it does not keep the engine alive."""
     if (found := engine()) is not None:
         found.heed()
+
+
+def _whole(path: str, value: Any) -> int:
+    try:
+        return whole(value)
+    except ValueError as error:
+        raise ConfigError(path, str(error)) from None
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:

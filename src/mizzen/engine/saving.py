@@ -29,7 +29,7 @@ from mizzen.errors import CheckpointError, MizzenError, UsageError
 from mizzen.files import free_bytes
 from mizzen.log import get_logger, log_dist, warn_once
 from mizzen.model.piece import piece_of_whole
-from mizzen.monitor.report import StepReport
+from mizzen.monitor.report import Observer, StepReport
 from mizzen.rewrite.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ RANDOM: Final = "rng"
 
 
 @dataclass(slots=True)
-class Saving:
+class Saving(Observer):
     """What an engine needs to save; as an observer it brings the error of a save beside training to the next step."""
 
     settings: CheckpointConfig

@@ -8,7 +8,7 @@ from mizzen.accelerator import Memory
 from mizzen.config.dump import as_lines, values
 from mizzen.config.schema import Config
 from mizzen.environment import World
-from mizzen.monitor.report import StepReport
+from mizzen.monitor.report import Observer, StepReport
 from mizzen.monitor.screen import Screen
 from mizzen.monitor.stretch import Stretch, gib
 
@@ -31,7 +31,7 @@ def is_milestone(count: int) -> bool:
     return count == 1 or (count >= 10 and str(count).rstrip("0") in ("1", "2", "5"))
 
 
-class Printer:
+class Printer(Observer):
     """Reads the loss only for a line that is due. Breakdowns of time are means over the steps since the last line."""
 
     def __init__(self, screen: Screen, memory: Callable[[], Memory], lines: Lines) -> None:

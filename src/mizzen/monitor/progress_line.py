@@ -6,12 +6,12 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from mizzen.accelerator import Memory
-from mizzen.monitor.report import StepReport
+from mizzen.monitor.report import Observer, StepReport
 from mizzen.monitor.screen import Screen
 from mizzen.monitor.stretch import Stretch, gib
 
 
-class ProgressLine:
+class ProgressLine(Observer):
     """Step, loss, learning rate, speed and memory; the time left where the number of steps is known.
 
     The loss is read only when the line is drawn: at most once per `interval` seconds, and at the last step.

@@ -75,6 +75,10 @@ class Observer(Protocol):
     def on_step(self, report: StepReport) -> None:
         """One optimizer step has ended."""
 
+    def on_load(self, step: int) -> None:
+        """The engine goes on after this step: a checkpoint was loaded. Most have nothing to do."""
+        return
+
     def close(self) -> None:
         """The engine goes away."""
 

@@ -34,7 +34,7 @@ class Sink(Protocol):
         ...
 
 
-class Monitor:
+class Monitor(Observer):
     """An observer that writes each step to every sink, and what users reach as `engine.monitor`."""
 
     def __init__(

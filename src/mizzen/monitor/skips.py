@@ -3,14 +3,14 @@
 from typing import Final
 
 from mizzen.log import get_logger
-from mizzen.monitor.report import StepReport
+from mizzen.monitor.report import Observer, StepReport
 from mizzen.monitor.screen import Screen
 
 SAID_ONE_BY_ONE: Final = 10
 SAID_AFTERWARDS: Final = 100
 
 
-class SkippedSteps:
+class SkippedSteps(Observer):
     """A warning for each of the first ten, and then for every hundredth, with their number."""
 
     def __init__(self, screen: Screen) -> None:

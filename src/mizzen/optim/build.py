@@ -3,7 +3,10 @@
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from warnings import catch_warnings, simplefilter
 
+import torch
+from torch import Tensor
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
 
 from mizzen.config.values import flag, shown
@@ -11,7 +14,7 @@ from mizzen.errors import ConfigError, MissingExtra
 from mizzen.model.sketch import ParameterSketch
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.muon import Muon, split_groups
-from mizzen.optim.names import check_arguments, unknown
+from mizzen.optim.names import check_arguments, check_values, unknown
 from mizzen.optim.rules import ELEMENTWISE, LOW_BIT, UNBUILT
 from mizzen.optim.schedules import SCHEDULES, Schedule
 
@@ -75,11 +78,12 @@ def build_optimizer(
     for key, value in given.items():
         if isinstance(value, str):
             raise ConfigError(f"optimizer.params.{key}", f"{shown(value)} is not a number")
+    check_values("optimizer", kind, given)
     if device_type in _FUSED.get(kind, ()) and not given.keys() & {"fused", "foreach", "differentiable"}:
         given["fused"] = all(p.is_floating_point() and not p.is_meta for group in groups for p in group["params"])
     try:
         return kind([dict(group) for group in groups], **given)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, LookupError) as error:
         raise ConfigError("optimizer.params", f"{kind.__name__} cannot be built: {error}") from error
 
 
@@ -151,10 +155,28 @@ def build_scheduler(
         known = [one.__name__ for one in (*SCHEDULES, *_TORCH_SCHEDULES.values())]
         raise unknown(path, f"no schedule is called {shown(name)}", name, known)
     check_arguments("scheduler", kind, arguments)
+    if kind not in SCHEDULES:
+        check_values("scheduler", kind, arguments)
+    _rehearse(kind, arguments, optimizer)
+    made: Schedule | lr_scheduler.LRScheduler = kind(optimizer, **arguments)
+    return made
+
+
+def _rehearse(kind: type[Any], arguments: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Let a schedule make its first step on groups like these: most of torch's find out what is wrong only there."""
+    groups = [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        | {"params": [torch.zeros(1)]}
+        for group in optimizer.param_groups
+    ]
+    stand_in = Optimizer(groups, dict(optimizer.defaults))
+    needs_more = kind is lr_scheduler.ReduceLROnPlateau
     try:
-        made: Schedule | lr_scheduler.LRScheduler = kind(optimizer, **arguments)
+        schedule = kind(stand_in, **arguments)
+        with catch_warnings():
+            simplefilter("ignore")  # nothing is trained here, so the optimizer need not have stepped before
+            schedule.step(**({"metrics": 0.0} if needs_more else {}))
     except ConfigError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError("scheduler.params", f"{kind.__name__} cannot be built: {error}") from error
-    return made

@@ -1,5 +1,7 @@
 """One owner for a learning-rate schedule: the engine steps it, and notices when somebody else does too."""
 
+from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from mizzen.errors import UsageError
@@ -16,8 +18,10 @@ class Stepper:
         self._scheduler: Any = None
         self._position: Any = None
 
-    def advance(self, scheduler: Any, **arguments: Any) -> None:
-        """One step. `arguments` are those of the schedule's own `step`."""
+    def check(self, scheduler: Any, arguments: Mapping[str, Any]) -> None:
+        """Refuse a step that the schedule could not follow, before anything has changed."""
+        if scheduler is None:
+            return
         found = _position(scheduler)
         if scheduler is self._scheduler and found != self._position:
             raise UsageError(
@@ -25,7 +29,26 @@ class Stepper:
                 f"{found}: the engine steps it after every applied step, so remove the other scheduler.step(), or set "
                 "engine.lr_scheduler = None and step it yourself"
             )
-        scheduler.step(**arguments)
+        if scheduler is self._scheduler and not arguments:
+            return
+        try:
+            signature(scheduler.step).bind(**arguments)
+        except TypeError as error:
+            raise UsageError(
+                f"{type(scheduler).__name__}.step(): {error}; the arguments of a schedule's own step are given as "
+                "engine.step(lr_kwargs={...})"
+            ) from None
+
+    def advance(self, scheduler: Any, arguments: Mapping[str, Any]) -> None:
+        """One step. `arguments` are those of the schedule's own `step`."""
+        if scheduler is None:
+            return
+        try:
+            scheduler.step(**arguments)
+        except Exception as error:  # noqa: BLE001  it may be anybody's schedule
+            raise UsageError(
+                f"the learning-rate schedule {type(scheduler).__name__} cannot go on: {type(error).__name__}: {error}"
+            ) from error
         self._scheduler, self._position = scheduler, _position(scheduler)
 
     def forget(self) -> None:

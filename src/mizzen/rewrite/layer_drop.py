@@ -5,7 +5,7 @@ theta(t) = (1 - theta) exp(-gamma t) + theta after t steps. What the model does 
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch
-from mizzen.monitor.report import StepReport
+from mizzen.monitor.report import Observer, StepReport
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
@@ -41,7 +41,7 @@ class LayerDropChoice:
         return (1 - self.theta) * math.exp(-self.gamma * step) + self.theta
 
 
-class Dropping(Standing):
+class Dropping(Standing, Observer):
     """Stands in the place of a model's forward and adds the two arguments; as an observer it follows the steps."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], choice: LayerDropChoice) -> None:
@@ -57,7 +57,11 @@ class Dropping(Standing):
 
     def on_step(self, report: StepReport) -> None:
         """Go on with the next probability."""
-        self.theta = self.choice.at(report.step)
+        self.on_load(report.step)
+
+    def on_load(self, step: int) -> None:
+        """Go on with the probability after this step."""
+        self.theta = self.choice.at(step)
 
     def close(self) -> None:
         """Nothing is open: `restore` gives the model its forward back."""
@@ -87,6 +91,11 @@ class LayerDrop(Transform):
             vars(part.module)["forward"] = standing
             changed.append(replace(part, observers=(*part.observers, standing)))
         return tuple(changed)
+
+
+def theta_of(observers: Iterable[Observer]) -> float | None:
+    """The probability that the model is told of in this step; None without progressive layer drop."""
+    return next((observer.theta for observer in observers if isinstance(observer, Dropping)), None)
 
 
 def _check(module: nn.Module) -> None:

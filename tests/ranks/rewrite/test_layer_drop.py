@@ -68,3 +68,23 @@ def refused():
 
 def test_a_model_that_does_not_listen_is_refused(world):
     world(1).run(refused)
+
+
+def resumed(folder):
+    config = CONFIG | {"gradient_accumulation_steps": 1, "train_batch_size": 1}
+    engine, *_ = mizzen.initialize(model=Dropping(), config=config)
+    inputs = torch.ones(1, 4)
+    for _ in range(3):
+        engine.backward(engine(inputs))
+        engine.step()
+    engine.save_checkpoint(folder)
+    model = Dropping()
+    other, *_ = mizzen.initialize(model=model, config=config)
+    other.load_checkpoint(folder)
+    other(inputs)
+    return model.told[-1][1], other.get_pld_theta(), engine.get_pld_theta()
+
+
+def test_it_goes_on_where_a_checkpoint_was(world, tmp_path):
+    ((told, asked, before),) = world(1).run(resumed, tmp_path)
+    assert told == asked == before == pytest.approx(0.5 * math.exp(-0.3) + 0.5)

@@ -116,6 +116,25 @@ class TestArguments:
         with pytest.raises(ConfigError, match=r"^optimizer\.params: SGD cannot be built"):
             build("SGD", fused=True, foreach=True)
 
+    @pytest.mark.parametrize(
+        ("name", "arguments", "message"),
+        [
+            ("Adam", {"betas": [0.9]}, "optimizer.params.betas: [0.9] is not a list of 2 numbers"),
+            ("Lion", {"betas": [0.9, 0.9, 0.9]}, "optimizer.params.betas: [0.9, 0.9, 0.9] is not a list of 2 numbers"),
+            ("Lamb", {"betas": {}}, "optimizer.params.betas: {} is not a list of 2 numbers"),
+            ("Muon", {"betas": [0.9, "x"]}, 'optimizer.params.betas.1: "x" is not a number'),
+            ("AdamW", {"lr": True}, "optimizer.params.lr: true is not a number"),
+            ("SGD", {"dampening": [1]}, "optimizer.params.dampening: [1] is not a number"),
+            ("Adam", {"amsgrad": 1}, "optimizer.params.amsgrad: 1 is not true or false"),
+            ("Muon", {"weight_decay": None}, "optimizer.params.weight_decay: null is not a number"),
+        ],
+        ids=str,
+    )
+    def test_values_are_compared_with_the_defaults_of_the_rule(self, name, arguments, message):
+        with pytest.raises(ConfigError) as caught:
+            build(name, **arguments)
+        assert str(caught.value) == message
+
 
 class TestAdam:
     """Which of torch's two is meant depends on arguments that torch does not have."""
@@ -204,6 +223,30 @@ class TestScheduler:
         needed["OneCycle"] = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
         for spelling in (name, name.lower()):
             assert type(build_scheduler(spelling, needed.get(name, {}), build("AdamW"))).__name__ == name
+
+    @pytest.mark.parametrize(
+        ("name", "arguments"),
+        [
+            ("StepLR", {"step_size": 0}),
+            ("StepLR", {"step_size": "x"}),
+            ("StepLR", {"step_size": 2, "last_epoch": 5}),
+            ("StepLR", {"step_size": 2, "gamma": None}),
+            ("CosineAnnealingLR", {"T_max": 0}),
+            ("ExponentialLR", {"gamma": "x"}),
+            ("PolynomialLR", {"power": "x"}),
+            ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0, "step_size_up": 0, "cycle_momentum": False}),
+        ],
+        ids=str,
+    )
+    def test_what_torch_would_find_out_in_a_step_is_found_when_it_is_built(self, name, arguments):
+        with pytest.raises(ConfigError, match=r"^scheduler\.params"):
+            build_scheduler(name, arguments, build("SGD", lr=0.5))
+
+    def test_a_rehearsal_moves_nothing(self):
+        optimizer = build("SGD", lr=torch.tensor(0.5))
+        schedule = build_scheduler("ExponentialLR", {"gamma": 0.5}, optimizer)
+        assert float(optimizer.param_groups[0]["lr"]) == 0.5
+        assert schedule.last_epoch == 0
 
     def test_arguments_reach_it(self):
         optimizer = build("AdamW", lr=0.5)
