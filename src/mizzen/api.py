@@ -35,7 +35,7 @@ from mizzen.engine.prepare import (
 )
 from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
-from mizzen.log import set_level
+from mizzen.log import LEVELS, set_level
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.printer import dump_state
@@ -70,6 +70,7 @@ def initialize(
         raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
     source = _only_source(args, config, config_params)
     given = read_source(source)
+    _listen(given.get("log_level"))
     settings = load(given | _degrees_of_mesh(mesh_param))
     world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
@@ -122,10 +123,14 @@ def _only_source(args: Any, config: Source | None, config_params: Source | None)
     return next(source for source in sources.values() if source is not None)
 
 
+def _listen(level: Any) -> None:
+    """Set the level of messages before there are any: what the configuration itself has to say comes first."""
+    if isinstance(level, str) and level.lower() in LEVELS:
+        set_level(level)
+
+
 def _join(settings: Config, port: int, is_required: bool | None) -> World:
-    """Join the other ranks, as patiently and as talkatively as the configuration says."""
-    if settings.log_level is not None:
-        set_level(settings.log_level)
+    """Join the other ranks, as patiently as the configuration says."""
     patience = settings.communication_timeout if settings.is_given("communication_timeout") else None
     return init_distributed(
         distributed_port=port,

@@ -61,7 +61,7 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
 def info_once(message: str) -> None:
     """Say something at info level, once per process and on rank 0 only."""
-    if message not in AMBIENT.warned:
+    if message not in AMBIENT.warned and get_logger().isEnabledFor(logging.INFO):
         AMBIENT.warned.add(message)
         log_dist(message)
 
