@@ -58,12 +58,29 @@ def _from_base64(text: str) -> str | None:
         return None
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
-    if twice:
-        raise ConfigError(twice[0], f"given more than once in the same object (duplicate keys: {', '.join(twice)})")
-    return dict(pairs)
+class _Twice(dict[str, Any]):
+    """An object in which some keys were given more than once. Its path is known once all is read."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        keys = [key for key, _ in pairs]
+        self.names = sorted({key for key in keys if keys.count(key) > 1})
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _Twice(pairs)
+
+
+def _refuse_duplicates(value: Any, path: str = "") -> None:
+    if isinstance(value, _Twice):
+        names = ", ".join(value.names)
+        raise ConfigError(
+            f"{path}{value.names[0]}", f"given more than once in the same object (duplicate keys: {names})"
+        )
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        _refuse_duplicates(each, f"{path}{key}.")
 
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
@@ -72,6 +89,7 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
         raise ConfigError("", f"{origin} is empty")
     try:
         found = _parse_json_or_hjson(text, origin)
+        _refuse_duplicates(found)
     except RecursionError:
         raise ConfigError("", f"{origin} is nested too deeply") from None
     except ConfigError:
@@ -85,13 +103,13 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
 
 def _parse_json_or_hjson(text: str, origin: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_no_duplicates)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         strict = error
     import hjson  # 20 ms that strict JSON does not pay
 
     try:
-        return hjson.loads(text, object_pairs_hook=_no_duplicates)
+        return hjson.loads(text, object_pairs_hook=_object)
     except hjson.HjsonDecodeError:
         where = f"line {strict.lineno}, column {strict.colno}"
         raise ConfigError("", f"{origin} is neither JSON nor HJSON: {strict.msg} at {where}") from None

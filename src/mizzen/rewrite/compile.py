@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
+from torch._dynamo import list_backends
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
@@ -111,10 +112,18 @@ def _paths(units: Sequence[Block]) -> tuple[str, ...]:
 
 def _compile(model: nn.Module, paths: Iterable[str], options: Mapping[str, Any]) -> None:
     modules = dict(model.named_modules())
+    _check_backend(options.get("backend", "inductor"))
     _refuse(model, str(options.get("backend", "inductor")))
     for path in paths:
         if path in modules:
             modules[path].compile(**options)
+
+
+def _check_backend(backend: Any) -> None:
+    """Refuse a name that torch does not know; it would say so in the first forward."""
+    known = list_backends(exclude_tags=())
+    if isinstance(backend, str) and backend not in known:
+        raise PlanError(f"compile.backend: torch has no '{backend}'; known: {', '.join(sorted(known))}")
 
 
 def _refuse(model: nn.Module, backend: str) -> None:

@@ -65,7 +65,8 @@ def test_urlsafe_letters_of_base64():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "c: given more than once in the same object (duplicate keys: c)"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "b.c: given more than once in the same object (duplicate keys: c)"),
+        ('{"a": [{"b": 1, "b": 2}]}', "a.0.b: given more than once in the same object (duplicate keys: b)"),
         ("{a: 1\n a: 2 # twice\n}", "a: given more than once in the same object (duplicate keys: a)"),
         ('{"b": 1, "a": 2, "b": 3, "a": 4}', "a: given more than once in the same object (duplicate keys: a, b)"),
         ('{"a" 1}', "the given text is neither JSON nor HJSON: Expecting ':' delimiter at line 1, column 6"),

@@ -136,6 +136,11 @@ def recomputed(model, keeping):
         vars(layer)["forward"] = Recomputed(layer.forward, keeping)
 
 
+def test_a_backend_that_torch_does_not_have_is_refused_before_the_first_forward():
+    with pytest.raises(PlanError, match="compile.backend: torch has no 'nosuch'; known: .*aot_eager.*inductor"):
+        compile_blocks(Model(), {"backend": "nosuch"})
+
+
 @pytest.mark.parametrize(
     ("keeping", "backend", "message"),
     [(Keeping(), "eager", "the backend eager does not promise"), (Keeping(on_host=True), "inductor", "host memory")],
