@@ -134,6 +134,7 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         care=_care(asked, facts),
         drop_in=asked.drop_in,
         lifeline=backend is not None and backend.name in ("ssh", "pdsh"),
+        is_followed=backend is not None,
     )
     way = Way(
         arguments=tuple(shlex.split(asked.launcher_args)),

@@ -24,7 +24,7 @@ from mizzen.errors import LaunchError, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
 from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, ssh
 from mizzen.launcher.devices import count_devices, find_devices
-from mizzen.launcher.job import PORT_TAKEN
+from mizzen.launcher.job import TAKEN
 from mizzen.launcher.keeper import dies_with_parent
 from mizzen.launcher.output import Outlet, Pump, say
 from mizzen.launcher.variables import file_paths
@@ -112,8 +112,9 @@ def execute(launch: Launch, env: Mapping[str, str]) -> int:
     if launch.checks_ssh:
         check_ssh(launch)
     for attempt in range(1, ATTEMPTS + 1):
-        code = Fleet(launch, program, env).run()
-        if code != PORT_TAKEN or launch.has_fixed_port:
+        fleet = Fleet(launch, program, env)
+        code = fleet.run()
+        if not fleet.has_heard(TAKEN) or launch.has_fixed_port:
             break
         launch = again(launch, attempt)
         say(f"trying port {launch.job.master_port} instead")
@@ -172,6 +173,19 @@ class Ship:
 
     command: Command
     process: "subprocess.Popen[bytes]"
+    outlet: Outlet
+
+    @property
+    def code(self) -> int:
+        """Its exit code, as a shell gives it."""
+        status = self.process.returncode
+        return 128 - status if status < 0 else status
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether ssh itself has failed: a supervisor that leaves with its code says so before."""
+        is_ssh = self.command.words[0] == "ssh"
+        return is_ssh and self.process.returncode == UNREACHABLE and not self.outlet.heard
 
 
 @dataclass(slots=True)
@@ -198,14 +212,25 @@ class Fleet:
         for command in backend.commands(self.launch.job, self.launch.way):
             self.ships.append(self._start(command, pump))
         pump.start()
+        first, ended = None, []
         try:
-            code = self._wait()
+            first = self._wait()
+            ended = [ship for ship in self.ships if ship.process.poll() is not None]
         finally:
             self._end()
             pump.finish(10.0)
             if self.launch.pid_file is not None:
                 Path(self.launch.pid_file).unlink(missing_ok=True)
-        return code
+        for ship in ended:
+            if ship.is_lost:
+                say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
+        if first is None:
+            return 0
+        return 1 if first.is_lost else first.code
+
+    def has_heard(self, word: str) -> bool:
+        """Whether a supervisor has said this as its last word."""
+        return any(word in ship.outlet.heard for ship in self.ships)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)
@@ -222,21 +247,23 @@ class Fleet:
             start_new_session=True,
             preexec_fn=dies_with_parent(signal.SIGTERM),
         )
+        outlet = Outlet(is_shown=True, mark=self.launch.job.last_word().encode())
         for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
             if pipe is not None:
-                pump.add(pipe, Outlet(is_shown=True), "out" if stream == "out" else "err")
-        return Ship(command, process)
+                pump.add(pipe, outlet, "out" if stream == "out" else "err")
+        return Ship(command, process, outlet)
 
-    def _wait(self) -> int:
-        """Until all have ended. After a failure the others get a little time; an elastic job needs only some."""
-        first, deadline, told, cut = 0, None, 0, False
+    def _wait(self) -> Ship | None:
+        """The first that failed, when all have ended. The others get a little time; an elastic job needs only some."""
+        first: Ship | None = None
+        deadline, told, cut = None, 0, False
         while any(ship.process.poll() is None for ship in self.ships):
             time.sleep(TICK)
             if len(self.received) > told:
                 told += 1
                 self._tell("stop" if told == 1 and signal.SIGHUP not in self.received else "end")
             failed = [ship for ship in self.ships if ship.process.poll() not in (None, 0)]
-            first = first or next((self._code(ship) for ship in failed), 0)
+            first = first or next(iter(failed), None)
             alive = len(self.ships) - len(failed)
             if failed and deadline is None and (len(self.ships) == 1 or alive < self.launch.job.min_nodes):
                 deadline = time.monotonic() + OTHERS
@@ -246,17 +273,9 @@ class Fleet:
                 deadline = time.monotonic() + OTHERS
             elif cut and deadline is not None and time.monotonic() > deadline:
                 return first
-        codes = [self._code(ship) for ship in self.ships]
-        if self.launch.job.is_elastic and 0 in codes:
-            return 0
-        return first or next((code for code in codes if code), 0)
-
-    def _code(self, ship: Ship) -> int:
-        status = ship.process.returncode
-        if status == UNREACHABLE and ship.command.words[0] == "ssh":
-            say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
-            return 1
-        return 128 - status if status < 0 else status
+        if self.launch.job.is_elastic and any(ship.process.returncode == 0 for ship in self.ships):
+            return None
+        return first or next((ship for ship in self.ships if ship.process.returncode), None)
 
     def _tell(self, request: str) -> None:
         """Bring a request to the supervisors, each back end in its way."""

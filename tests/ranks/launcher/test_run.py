@@ -1,6 +1,7 @@
 """`mizzen run` on one machine: what ranks are given, how a job ends, that nothing is left. Most ranks load no torch."""
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -172,3 +173,22 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+SSH = """#!/bin/sh
+for line; do :; done
+exec sh -c "$line"
+"""
+
+
+@pytest.mark.parametrize("code", [98, 255])
+def test_the_code_of_a_script_comes_through_ssh_as_it_is(tmp_path, code):
+    """With an ssh that stays on this machine. 98 and 255 have a meaning of their own where no rank has run."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("w1 slots=1\n")
+    (tmp_path / "exit.py").write_text(f"import sys; print('runs'); sys.exit({code})")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    ran = launch("--hostfile", "hosts", "--no_local_rank", "exit.py", cwd=tmp_path, PATH=path)
+    assert (ran.returncode, ran.stdout) == (code, "runs\n")
+    assert ran.stderr.splitlines() == [f"mizzen: rank 0 on w1 ended with exit code {code}"]
