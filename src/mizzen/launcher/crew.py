@@ -12,6 +12,7 @@ from typing import IO, Final
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.failure import Failure
+from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
 from mizzen.launcher.output import Outlet, Pump, traceback_in
 from mizzen.progress import STACKS, Progress, Record, record_path, stacks_path
@@ -91,13 +92,21 @@ class Crew:
         """Whether every rank has ended."""
         return all(member.status is not None for member in self.members)
 
-    def statuses(self) -> list[int]:
-        """How those ended that have."""
-        return [status for member in self.members if (status := member.status) is not None]
+    def stopped(self, is_asked: bool) -> list[int]:
+        """The exit codes of ranks that have stopped because they were asked; `is_asked` says that all of them were.
 
-    def failures(self, expected: Sequence[int]) -> list[Failure]:
-        """Every rank that has ended otherwise than well or as expected."""
-        failed = [member for member in self.members if member.status not in (None, 0, *expected)]
+        A script may leave with the same codes for reasons of its own, and has then failed.
+        """
+        return [member.process.returncode for member in self.members if self._has_stopped(member, is_asked)]
+
+    def _has_stopped(self, member: Member, is_asked: bool) -> bool:
+        is_stop = member.status in (SAVED, UNSAVED)
+        return is_stop and (is_asked or Progress.was_asked_to_stop(self._record(member)))
+
+    def failures(self, is_asked: bool) -> list[Failure]:
+        """Every rank that has ended otherwise than well or because it was asked to."""
+        ended = [member for member in self.members if member.status not in (None, 0)]
+        failed = [member for member in ended if not self._has_stopped(member, is_asked)]
         if failed:
             time.sleep(5 * TICK)  # its last words may still be on their way through the pipe
         return [

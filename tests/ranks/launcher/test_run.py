@@ -82,6 +82,16 @@ def test_a_failed_job_starts_again_so_often_as_it_may(tmp_path):
     assert "restart 2 of 2" in ran.stderr
 
 
+@pytest.mark.parametrize("code", [75, 76])
+def test_the_codes_of_a_stop_are_failures_where_nobody_asked(tmp_path, code):
+    (tmp_path / "fail.py").write_text(FAIL.replace("sys.exit(7)", f"sys.exit({code})"))
+    ran = launch("--num_gpus", 2, "--no_local_rank", "--max_restarts", 1, "fail.py", "exit", 2, cwd=tmp_path)
+    assert ran.returncode == code
+    assert ran.stdout.split() == ["attempt", "0", "attempt", "1"]
+    said = f"mizzen: rank 1 on localhost ended with exit code {code}"
+    assert ran.stderr.splitlines() == [f"{said}; restart 1 of 1", said]
+
+
 FAMILY = """
 import os, signal, subprocess, sys, time
 if sys.argv[-1] == "deaf":
