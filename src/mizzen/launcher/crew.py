@@ -14,7 +14,7 @@ from mizzen.errors import LaunchError
 from mizzen.launcher.failure import Failure
 from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
-from mizzen.launcher.output import Outlet, Pump, traceback_in
+from mizzen.launcher.output import Outlet, Pump, end_of, traceback_in
 from mizzen.progress import STACKS, Progress, Record, record_path, stacks_path
 
 PATIENCE: Final = 3.0
@@ -114,7 +114,7 @@ class Crew:
                 member.order.rank,
                 self.host,
                 member.process.returncode,
-                traceback_in(member.order.outlet.kept.decode(errors="replace")),
+                _last_words(member.order.outlet),
                 member.resident,
             )
             for member in failed
@@ -192,6 +192,12 @@ class Crew:
         for member in self.members:
             if member.order.outlet.file is not None:
                 member.order.outlet.file.close()
+
+
+def _last_words(outlet: Outlet) -> str:
+    """The traceback of a rank; where there is none, the end of its errors, unless they were shown."""
+    text = outlet.kept.decode(errors="replace")
+    return traceback_in(text) or ("" if outlet.is_shown else end_of(text))
 
 
 def _lives(group: int) -> bool:

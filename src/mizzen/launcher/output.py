@@ -154,6 +154,12 @@ def traceback_in(text: str) -> str:
     return "\n".join(kept if len(kept) <= 80 else [*kept[:40], f"  ... {len(kept) - 80} lines ...", *kept[-40:]])
 
 
+def end_of(text: str, most: int = 20) -> str:
+    """The last lines of a text; of a progress bar only what it drew last."""
+    lines = [line.rstrip().rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    return "\n".join(lines[-most:])
+
+
 def _ends_traceback(line: str) -> bool:
     """Whether this is the line with the error itself: the first one that is not indented."""
     return bool(line) and not line[0].isspace()

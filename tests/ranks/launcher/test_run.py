@@ -51,6 +51,8 @@ if rank == "1" and attempt < int(sys.argv[2]):
         os.kill(os.getpid(), 9)
     if sys.argv[1] == "exit":
         sys.exit(7)
+    if sys.argv[1] == "say":
+        sys.exit("no data")
     raise ValueError("bad luck")
 if attempt < int(sys.argv[2]):
     time.sleep(100)
@@ -62,6 +64,7 @@ if attempt < int(sys.argv[2]):
     [
         ("kill", 137, "mizzen: rank 1 on localhost was ended by signal 9 (SIGKILL): most often the kernel"),
         ("exit", 7, "mizzen: rank 1 on localhost ended with exit code 7"),
+        ("say", 1, "mizzen: rank 1 on localhost ended with exit code 1"),
         ("raise", 1, "mizzen: rank 1 on localhost ended with exit code 1"),
     ],
 )
@@ -70,8 +73,8 @@ def test_the_first_failure_is_the_last_thing_said(tmp_path, how, code, last):
     ran = launch("--num_gpus", 2, "--no_local_rank", "fail.py", how, 1, cwd=tmp_path)
     assert ran.returncode == code
     assert ran.stderr.splitlines()[-1].startswith(last)
-    if how == "raise":
-        assert ran.stderr.splitlines()[-2] == "ValueError: bad luck"
+    if how in ("raise", "say"):
+        assert ran.stderr.splitlines()[-2] == {"raise": "ValueError: bad luck", "say": "no data"}[how]
 
 
 def test_a_failed_job_starts_again_so_often_as_it_may(tmp_path):
