@@ -1,16 +1,15 @@
 """From what was asked, and what this machine is like, to a job: every decision about a launch is made here. Pure."""
 
-import shlex
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from mizzen.errors import UsageError
-from mizzen.launcher.backends import Backend, Way, find_backend
+from mizzen.launcher.backends import Backend, Way, find_backend, split_words
 from mizzen.launcher.cores import check_affinity, parse_cores
 from mizzen.launcher.devices import Devices
-from mizzen.launcher.hosts import LOCAL, Host, Hosts, in_allocation, limit, parse_hostfile, select, visible
+from mizzen.launcher.hosts import LOCAL, Host, Hosts, in_allocation, is_number, limit, parse_hostfile, select, visible
 from mizzen.launcher.job import Care, Job, Program
 from mizzen.launcher.variables import exported, parse_file, with_interface
 
@@ -137,7 +136,7 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         is_followed=backend is not None,
     )
     way = Way(
-        arguments=tuple(shlex.split(asked.launcher_args)),
+        arguments=split_words(asked.launcher_args),
         ssh_port=asked.ssh_port,
         venv_script=asked.venv_script,
         is_root=facts.is_root,
@@ -328,6 +327,6 @@ def _shown(text: str) -> tuple[int, ...] | None:
     if text == "all":
         return None
     words = [word.strip() for word in text.split(",") if word.strip() and text != "none"]
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(map(is_number, words)):
         raise UsageError(f"--show {text!r}: write ranks as in 0,3, or all, or none")
     return tuple(int(word) for word in words)

@@ -1,7 +1,6 @@
 """Doing what was decided: look at this machine, run the commands of a launch, pass signals on, give its exit code."""
 
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -22,7 +21,7 @@ import psutil
 
 from mizzen.errors import LaunchError, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
-from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, ssh
+from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, split_words, ssh
 from mizzen.launcher.devices import count_devices, find_devices
 from mizzen.launcher.job import TAKEN
 from mizzen.launcher.keeper import dies_with_parent
@@ -51,7 +50,7 @@ def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
         folder=str(here),
         python=sys.executable,
         env=env,
-        hostfile=_read(Path(asked.hostfile or HOSTFILE)),
+        hostfile=read_hostfile(Path(asked.hostfile or HOSTFILE)),
         files=tuple(files),
         devices=find_devices(env),
         count=lambda: count_devices(env),
@@ -62,7 +61,8 @@ def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
     )
 
 
-def _read(path: Path) -> str | None:
+def read_hostfile(path: Path) -> str | None:
+    """What the file holds; None where there is none."""
     try:
         return path.read_text()
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def address_of(name: str, asked: Asked) -> str:
 
 
 def _way_of(asked: Asked) -> Way:
-    return Way(arguments=tuple(shlex.split(asked.launcher_args)) if asked.launcher.lower() == "ssh" else ())
+    return Way(arguments=split_words(asked.launcher_args) if asked.launcher.lower() == "ssh" else ())
 
 
 def _resolved(name: str) -> list[str]:
@@ -132,9 +132,10 @@ def find_program(backend: Backend) -> str:
     """The path of a back end's program, or an error that names what to install."""
     found = [path for name in backend.needs.programs if (path := shutil.which(name))]
     if not found:
+        other = "start each node by itself with --no_ssh" if backend.name == "ssh" else "use --launcher ssh"
         raise LaunchError(
             f"--launcher {backend.name} needs {backend.needs.programs[-1]}, which is not installed: install "
-            f"{backend.needs.package} (its Debian name), or use --launcher ssh"
+            f"{backend.needs.package} (its Debian name), or {other}"
         )
     if not backend.needs.sign:
         return found[0]
@@ -148,8 +149,14 @@ def find_program(backend: Backend) -> str:
     )
 
 
+def _need_ssh(who: str) -> None:
+    if shutil.which("ssh") is None:
+        raise LaunchError(f"{who} needs ssh, which is not installed: install openssh-client (its Debian name)")
+
+
 def check_ssh(launch: Launch) -> None:
     """Log in to every host once, at the same time; who cannot be reached is named with the reason."""
+    _need_ssh("the look at the hosts, which --no_ssh_check leaves out,")
     way = replace(launch.way, arguments=())
     names = [host.name for host in launch.job.hosts]
 
@@ -316,6 +323,7 @@ class Fleet:
 
 def run_everywhere(hosts: Sequence[str], line: str, way: Way) -> int:
     """Run a shell's line on every host at once, each line of output after the name of its host; the largest code."""
+    _need_ssh("mizzen ssh")
     pump, processes = Pump(), []
     width = max(len(host) for host in hosts)
     for host in hosts:

@@ -103,6 +103,7 @@ def test_elastic_jobs():
         ({"max_elastic_nodes": 3}, "there are 2 hosts"),
         ({"show": "first"}, "--show 'first'"),
         ({"launcher": "rsh"}, "--launcher rsh: unknown"),
+        ({"launcher_args": "a 'b"}, "--launcher_args .*No closing quotation: close what is open"),
     ],
 )
 def test_refusals_say_the_way_out(asked, said):
