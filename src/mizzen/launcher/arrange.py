@@ -115,6 +115,11 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
     if is_remote:
         environment = {**exported(facts.env, facts.devices.prefixes if facts.devices else ()), **environment}
         environment["PYTHONPATH"] = ":".join(filter(None, (facts.folder, environment.get("PYTHONPATH", ""))))
+    elif asked.venv_script and not asked.emit:
+        raise UsageError(
+            f"--venv_script {asked.venv_script} is for hosts that are reached from here, and this job starts on this "
+            f"machine alone: source the file before, as in . {asked.venv_script} && mizzen run ..."
+        )
     backend = find_backend(asked.launcher) if is_remote else None
     least, most = _range(asked, len(hosts))
     master, port = _master(asked, facts, hosts) if is_many else "", _port(asked, facts, is_many)
