@@ -151,6 +151,14 @@ class Progress:
             file.seek(_STOP)
             file.write(b"\x01")
 
+    @staticmethod
+    def was_asked_to_stop(path: Path) -> bool:
+        """Whether the rank that wrote this record was asked, or has taken up what another rank was asked."""
+        try:
+            return path.read_bytes()[_STOP : _STOP + 1] == b"\x01"
+        except FileNotFoundError:
+            return False
+
     def _write(self) -> None:
         fields = _FIELDS.pack(
             self._writes,

@@ -219,3 +219,12 @@ def test_nothing_of_torch_is_loaded():
     code = "import sys, mizzen.progress; sys.exit('torch' in sys.modules)"
     source = str(Path(progress.__file__).parents[1])
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": source}).returncode == 0
+
+
+def test_a_reader_sees_whether_a_rank_was_asked(tmp_path):
+    path = tmp_path / "rank-0"
+    assert not Progress.was_asked_to_stop(path)
+    writer = Progress(path)
+    assert not Progress.was_asked_to_stop(path)
+    writer.ask_self_to_stop()
+    assert Progress.was_asked_to_stop(path)

@@ -8,9 +8,9 @@ from pathlib import Path
 from mizzen.cli.parser import Parser, examples
 from mizzen.errors import UsageError
 from mizzen.launcher.arrange import HOSTFILE
-from mizzen.launcher.backends import Way
+from mizzen.launcher.backends import Way, split_words
 from mizzen.launcher.hosts import parse_hostfile, select
-from mizzen.launcher.start import run_everywhere
+from mizzen.launcher.start import read_hostfile, run_everywhere
 
 VALUED = ("-f", "-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--ssh_port", "--launcher_args")
 
@@ -46,9 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.rest:
         raise UsageError("nothing to run: name a command, as in mizzen ssh hostname")
     path = Path(arguments.hostfile)
-    if not path.is_file():
+    text = read_hostfile(path)
+    if text is None:
         raise UsageError(f"--hostfile {path}: there is no such file")
-    hosts = select(parse_hostfile(path.read_text(), str(path)), arguments.include, arguments.exclude)
+    hosts = select(parse_hostfile(text, str(path)), arguments.include, arguments.exclude)
     line = arguments.rest[0] if len(arguments.rest) == 1 else shlex.join(arguments.rest)
-    way = Way(tuple(shlex.split(arguments.launcher_args)), arguments.ssh_port)
+    way = Way(split_words(arguments.launcher_args), arguments.ssh_port)
     return run_everywhere([host.name for host in hosts], line, way)

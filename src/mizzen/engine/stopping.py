@@ -84,6 +84,7 @@ class Stopping:
         return self._parley
 
     def _leave(self, engine: "Face") -> NoReturn:
+        self._progress.ask_self_to_stop()  # the request may have reached another rank; the supervisor looks for it here
         settings = engine.settings.checkpoint
         if settings.dir is None:
             if engine.global_rank == 0:

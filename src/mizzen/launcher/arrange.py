@@ -1,16 +1,15 @@
 """From what was asked, and what this machine is like, to a job: every decision about a launch is made here. Pure."""
 
-import shlex
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from mizzen.errors import UsageError
-from mizzen.launcher.backends import Backend, Way, find_backend
+from mizzen.launcher.backends import Backend, Way, find_backend, split_words
 from mizzen.launcher.cores import check_affinity, parse_cores
 from mizzen.launcher.devices import Devices
-from mizzen.launcher.hosts import LOCAL, Host, Hosts, in_allocation, limit, parse_hostfile, select, visible
+from mizzen.launcher.hosts import LOCAL, Host, Hosts, in_allocation, is_number, limit, parse_hostfile, select, visible
 from mizzen.launcher.job import Care, Job, Program
 from mizzen.launcher.variables import exported, parse_file, with_interface
 
@@ -116,6 +115,11 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
     if is_remote:
         environment = {**exported(facts.env, facts.devices.prefixes if facts.devices else ()), **environment}
         environment["PYTHONPATH"] = ":".join(filter(None, (facts.folder, environment.get("PYTHONPATH", ""))))
+    elif asked.venv_script and not asked.emit:
+        raise UsageError(
+            f"--venv_script {asked.venv_script} is for hosts that are reached from here, and this job starts on this "
+            f"machine alone: source the file before, as in . {asked.venv_script} && mizzen run ..."
+        )
     backend = find_backend(asked.launcher) if is_remote else None
     least, most = _range(asked, len(hosts))
     master, port = _master(asked, facts, hosts) if is_many else "", _port(asked, facts, is_many)
@@ -134,9 +138,10 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         care=_care(asked, facts),
         drop_in=asked.drop_in,
         lifeline=backend is not None and backend.name in ("ssh", "pdsh"),
+        is_followed=backend is not None,
     )
     way = Way(
-        arguments=tuple(shlex.split(asked.launcher_args)),
+        arguments=split_words(asked.launcher_args),
         ssh_port=asked.ssh_port,
         venv_script=asked.venv_script,
         is_root=facts.is_root,
@@ -327,6 +332,6 @@ def _shown(text: str) -> tuple[int, ...] | None:
     if text == "all":
         return None
     words = [word.strip() for word in text.split(",") if word.strip() and text != "none"]
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(map(is_number, words)):
         raise UsageError(f"--show {text!r}: write ranks as in 0,3, or all, or none")
     return tuple(int(word) for word in words)

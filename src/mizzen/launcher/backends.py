@@ -28,6 +28,14 @@ class Command:
     """How a request to stop gets through: a line on its input, a signal that it passes on, or a command of its own."""
 
 
+def split_words(text: str) -> tuple[str, ...]:
+    """The words of `--launcher_args`, as a shell would split them."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--launcher_args {text!r}: {error}: close what is open, or put a \\ before it") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """What the user says about the way to the hosts."""

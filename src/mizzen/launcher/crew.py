@@ -12,8 +12,9 @@ from typing import IO, Final
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.failure import Failure
+from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
-from mizzen.launcher.output import Outlet, Pump, traceback_in
+from mizzen.launcher.output import Outlet, Pump, end_of, traceback_in
 from mizzen.progress import STACKS, Progress, Record, record_path, stacks_path
 
 PATIENCE: Final = 3.0
@@ -91,13 +92,21 @@ class Crew:
         """Whether every rank has ended."""
         return all(member.status is not None for member in self.members)
 
-    def statuses(self) -> list[int]:
-        """How those ended that have."""
-        return [status for member in self.members if (status := member.status) is not None]
+    def stopped(self, is_asked: bool) -> list[int]:
+        """The exit codes of ranks that have stopped because they were asked; `is_asked` says that all of them were.
 
-    def failures(self, expected: Sequence[int]) -> list[Failure]:
-        """Every rank that has ended otherwise than well or as expected."""
-        failed = [member for member in self.members if member.status not in (None, 0, *expected)]
+        A script may leave with the same codes for reasons of its own, and has then failed.
+        """
+        return [member.process.returncode for member in self.members if self._has_stopped(member, is_asked)]
+
+    def _has_stopped(self, member: Member, is_asked: bool) -> bool:
+        is_stop = member.status in (SAVED, UNSAVED)
+        return is_stop and (is_asked or Progress.was_asked_to_stop(self._record(member)))
+
+    def failures(self, is_asked: bool) -> list[Failure]:
+        """Every rank that has ended otherwise than well or because it was asked to."""
+        ended = [member for member in self.members if member.status not in (None, 0)]
+        failed = [member for member in ended if not self._has_stopped(member, is_asked)]
         if failed:
             time.sleep(5 * TICK)  # its last words may still be on their way through the pipe
         return [
@@ -105,7 +114,7 @@ class Crew:
                 member.order.rank,
                 self.host,
                 member.process.returncode,
-                traceback_in(member.order.outlet.kept.decode(errors="replace")),
+                _last_words(member.order.outlet),
                 member.resident,
             )
             for member in failed
@@ -183,6 +192,12 @@ class Crew:
         for member in self.members:
             if member.order.outlet.file is not None:
                 member.order.outlet.file.close()
+
+
+def _last_words(outlet: Outlet) -> str:
+    """The traceback of a rank; where there is none, the end of its errors, unless they were shown."""
+    text = outlet.kept.decode(errors="replace")
+    return traceback_in(text) or ("" if outlet.is_shown else end_of(text))
 
 
 def _lives(group: int) -> bool:

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from mizzen.launcher.arrange import PORT, Asked
+from mizzen.launcher.backends import split_words
 from mizzen.launcher.job import Job
 
 
@@ -25,7 +26,7 @@ def emit_slurm(job: Job, asked: Asked) -> str:
         "#SBATCH --exclusive",
         f"#SBATCH --signal=USR1@{int(job.care.grace)}",
         "#SBATCH --requeue",
-        *(f"#SBATCH {word}" for word in shlex.split(asked.launcher_args)),
+        *(f"#SBATCH {word}" for word in split_words(asked.launcher_args)),
         "",
         "set -u",
         f"cd {shlex.quote(job.folder)}",

@@ -13,6 +13,8 @@ LOCAL: Final = "localhost"
 SLOTS: Final = re.compile(r"slots=(\d+)", re.ASCII)
 IGNORED: Final = re.compile(r"max[-_]slots=\d+", re.ASCII)
 """What Open MPI's own hostfiles add to a line."""
+MOST: Final = 9_999
+"""Slots that a host may have; a larger number is a slip of the hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ def parse_hostfile(text: str, path: str) -> Hosts:
     return tuple(hosts.values())
 
 
+def is_number(word: str) -> bool:
+    """Whether a word is a whole number that a device, a rank or a host may have."""
+    return word.isascii() and word.isdigit() and len(word) <= 9
+
+
 def _parse_line(words: Sequence[str], where: str) -> Host:
     name, *rest = words
     if not NAME.fullmatch(name):
@@ -54,7 +61,9 @@ def _parse_line(words: Sequence[str], where: str) -> Host:
     others = [word for word in rest if not SLOTS.fullmatch(word) and not IGNORED.fullmatch(word)]
     if len(counts) != 1 or others:
         raise UsageError(f"{where}: {' '.join(words)!r} is not `name slots=N`")
-    count = int(counts[0][1])
+    count = int(counts[0][1]) if is_number(counts[0][1]) else MOST + 1
+    if count > MOST:
+        raise UsageError(f"{where}: slots of {name} are above {MOST:,}: write how many devices the host has")
     if count < 1:
         raise UsageError(f"{where}: slots={count}: a host without slots has no part in a job; leave the line out")
     return Host(name, tuple(range(count)))
@@ -96,7 +105,7 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> dict[str, tuple[int, 
 def _slots(option: str, text: str, slots: str) -> list[int]:
     words = slots.split(",")
     for word in words:
-        if not word.strip().isascii() or not word.strip().isdigit():
+        if not is_number(word.strip()):
             raise UsageError(f"{option} {text!r}: {word!r} is no slot number: write host:0,2@host")
     return [int(word) for word in words]
 
@@ -121,15 +130,26 @@ def visible(variable: str, value: str) -> tuple[int, ...]:
     words = [word.strip() for word in value.split(",") if word.strip()]
     if not words:
         raise UsageError(f"{variable} is empty, which hides every device: unset it, or name devices as in 0,1")
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(map(is_number, words)):
         raise UsageError(f"{variable}={value}: only numbers can be given out to ranks: write 0,1 instead of names")
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
 def expand(names: str) -> tuple[str, ...]:
     """The names behind Slurm's `gpu[03-05,9],login1`."""
+    ranges = re.findall(r"\[([^\[\]]*)\]", names)
+    if len(ranges) != names.count("[") or len(ranges) != names.count("]") or not all(map(_is_range, ranges)):
+        raise UsageError(f"Slurm's list of nodes {names!r} cannot be read: write it as in gpu[03-05,9],login1")
     parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names)
     return tuple(name for part in parts for name in _expand(part.strip()))
+
+
+def _is_range(text: str) -> bool:
+    """Whether this is what stands between brackets: numbers, and pairs of them in order."""
+    pairs = [part.partition("-") for part in text.split(",")]
+    return all(
+        is_number(first) and (not dash or (is_number(last) and int(first) <= int(last))) for first, dash, last in pairs
+    )
 
 
 def _expand(part: str) -> Iterator[str]:

@@ -27,6 +27,9 @@ UNSAVED: Final = 76
 """Exit code of a job that was asked to stop when nothing could be saved: in start-up, or without checkpoint.dir."""
 PORT_TAKEN: Final = 98
 """Exit code of a first node that finds the meeting port taken; the launcher then tries another one."""
+ENDED: Final = "ended"
+TAKEN: Final = "port taken"
+"""The last words of a supervisor: see `Job.last_word`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +91,20 @@ class Job:
     """Whether ranks find the drop-in; each host has its own copy of it."""
     lifeline: bool = False
     """Whether standard input ties a supervisor to the launcher: it brings requests, and its end is the end."""
+    is_followed: bool = False
+    """Whether a launcher reads what a supervisor writes, and so its last word: see `last_word`."""
 
     @property
     def is_elastic(self) -> bool:
         """Whether the number of nodes may change."""
         return self.min_nodes < self.max_nodes
+
+    def last_word(self, word: str = "") -> str:
+        """What a supervisor ends with, for the launcher alone: the exit code that it leaves with is its own.
+
+        Without it nobody could tell a script's 255 from that of ssh, or its 98 from a meeting port that is taken.
+        """
+        return f"mizzen-{self.id}-last-word:{word}"
 
     def encode(self) -> str:
         """The job as one word of letters, digits, `-` and `_`."""

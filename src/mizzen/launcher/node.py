@@ -14,10 +14,10 @@ from pathlib import Path
 from mizzen.environment import environ, integer
 from mizzen.errors import LaunchError, MizzenError
 from mizzen.launcher.hosts import Host, in_allocation
-from mizzen.launcher.job import PORT_TAKEN, Job
+from mizzen.launcher.job import ENDED, PORT_TAKEN, TAKEN, Job
 from mizzen.launcher.keeper import SHARED, Keeper
 from mizzen.launcher.meeting import PortTaken, Seat, meet
-from mizzen.launcher.output import say
+from mizzen.launcher.output import say, write
 from mizzen.launcher.supervisor import Signals, Supervisor
 from mizzen.log import set_level
 
@@ -38,10 +38,22 @@ def main(words: Sequence[str] | None = None) -> int:
         return ask(word, given.ask)
     try:
         job = Job.decode(word)
+    except MizzenError as error:
+        say(f"error: {error}")
+        return 1
+    code = serve(job, given, env)
+    if job.is_followed:
+        write("err", f"{job.last_word(TAKEN if code is None else ENDED)}\n".encode())
+    return PORT_TAKEN if code is None else code
+
+
+def serve(job: Job, given: argparse.Namespace, env: Mapping[str, str]) -> int | None:
+    """Run this node and say what went wrong; the exit code, or None where the meeting port is taken."""
+    try:
         return run(*find_seat(job, given, env), env)
     except PortTaken as error:
         say(f"error: {error}")
-        return PORT_TAKEN
+        return None
     except MizzenError as error:
         say(f"error: {error}")
         return 1

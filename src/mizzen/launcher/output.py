@@ -34,6 +34,9 @@ class Outlet:
     file: IO[bytes] | None = None
     kept: bytearray = field(default_factory=bytearray)
     """The end of what it wrote to standard error."""
+    mark: bytes = b""
+    """What begins a line that is for the launcher alone: it is heard, not shown. Empty where there is none."""
+    heard: list[str] = field(default_factory=list)
     open_line: dict[Stream, bytes] = field(default_factory=dict)
 
     def feed(self, data: bytes, stream: Stream) -> None:
@@ -42,15 +45,25 @@ class Outlet:
             self.kept += data
             del self.kept[:-KEPT]
         if self.is_shown and self.is_raw and data:
-            _write(stream, data)
+            write(stream, data)
         lines = self._whole_lines(data, stream)
+        if self.mark:
+            lines = [shown for line in lines if (shown := self._hear(line))]
         if not lines:
             return
         if self.is_shown and not self.is_raw:
-            _write(stream, b"".join(self.prefix + line for line in lines))
+            write(stream, b"".join(self.prefix + line for line in lines))
         if self.file is not None:
             self.file.write(b"".join(lines))
             self.file.flush()
+
+    def _hear(self, line: bytes) -> bytes:
+        """What of a line is to be shown; one that a rank has left open may stand before the mark."""
+        before, mark, word = line.partition(self.mark)
+        if mark:
+            self.heard.append(word.decode(errors="replace").strip())
+            return before + b"\n" if before else b""
+        return line
 
     def _whole_lines(self, data: bytes, stream: Stream) -> list[bytes]:
         text = self.open_line.pop(stream, b"") + data
@@ -67,7 +80,8 @@ def _split(text: bytes) -> list[bytes]:
     return [line + b"\n" for line in text.split(b"\n")[:-1]] + ([last] if (last := text.split(b"\n")[-1]) else [])
 
 
-def _write(stream: Stream, data: bytes) -> None:
+def write(stream: Stream, data: bytes) -> None:
+    """Write all of it to our own standard output or error."""
     descriptor = 1 if stream == "out" else 2
     rest = memoryview(data)
     with suppress(BrokenPipeError):  # who read the output has gone; the job has not
@@ -110,7 +124,7 @@ class Pump:
 def say(text: str, *, before: str = "") -> None:
     """A line of the launcher's own, after what it speaks of, in one piece."""
     shown = f"{before.rstrip()}\n" if before else ""
-    _write("err", f"{shown}mizzen: {text}\n".encode(errors="backslashreplace"))
+    write("err", f"{shown}mizzen: {text}\n".encode(errors="backslashreplace"))
 
 
 def open_log(folder: Path, attempt: int, rank: int) -> IO[bytes]:
@@ -138,6 +152,12 @@ def traceback_in(text: str) -> str:
     end = next((i for i, line in enumerate(lines) if i and _ends_traceback(line) and first == len(parts) - 1), None)
     kept = lines if end is None else lines[: end + 1]
     return "\n".join(kept if len(kept) <= 80 else [*kept[:40], f"  ... {len(kept) - 80} lines ...", *kept[-40:]])
+
+
+def end_of(text: str, most: int = 20) -> str:
+    """The last lines of a text; of a progress bar only what it drew last."""
+    lines = [line.rstrip().rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    return "\n".join(lines[-most:])
 
 
 def _ends_traceback(line: str) -> bool:

@@ -1,7 +1,6 @@
 """Doing what was decided: look at this machine, run the commands of a launch, pass signals on, give its exit code."""
 
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -22,9 +21,9 @@ import psutil
 
 from mizzen.errors import LaunchError, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
-from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, ssh
+from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, split_words, ssh
 from mizzen.launcher.devices import count_devices, find_devices
-from mizzen.launcher.job import PORT_TAKEN
+from mizzen.launcher.job import TAKEN
 from mizzen.launcher.keeper import dies_with_parent
 from mizzen.launcher.output import Outlet, Pump, say
 from mizzen.launcher.variables import file_paths
@@ -51,7 +50,7 @@ def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
         folder=str(here),
         python=sys.executable,
         env=env,
-        hostfile=_read(Path(asked.hostfile or HOSTFILE)),
+        hostfile=read_hostfile(Path(asked.hostfile or HOSTFILE)),
         files=tuple(files),
         devices=find_devices(env),
         count=lambda: count_devices(env),
@@ -62,7 +61,8 @@ def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
     )
 
 
-def _read(path: Path) -> str | None:
+def read_hostfile(path: Path) -> str | None:
+    """What the file holds; None where there is none."""
     try:
         return path.read_text()
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def address_of(name: str, asked: Asked) -> str:
 
 
 def _way_of(asked: Asked) -> Way:
-    return Way(arguments=tuple(shlex.split(asked.launcher_args)) if asked.launcher.lower() == "ssh" else ())
+    return Way(arguments=split_words(asked.launcher_args) if asked.launcher.lower() == "ssh" else ())
 
 
 def _resolved(name: str) -> list[str]:
@@ -112,8 +112,9 @@ def execute(launch: Launch, env: Mapping[str, str]) -> int:
     if launch.checks_ssh:
         check_ssh(launch)
     for attempt in range(1, ATTEMPTS + 1):
-        code = Fleet(launch, program, env).run()
-        if code != PORT_TAKEN or launch.has_fixed_port:
+        fleet = Fleet(launch, program, env)
+        code = fleet.run()
+        if not fleet.has_heard(TAKEN) or launch.has_fixed_port:
             break
         launch = again(launch, attempt)
         say(f"trying port {launch.job.master_port} instead")
@@ -131,9 +132,10 @@ def find_program(backend: Backend) -> str:
     """The path of a back end's program, or an error that names what to install."""
     found = [path for name in backend.needs.programs if (path := shutil.which(name))]
     if not found:
+        other = "start each node by itself with --no_ssh" if backend.name == "ssh" else "use --launcher ssh"
         raise LaunchError(
             f"--launcher {backend.name} needs {backend.needs.programs[-1]}, which is not installed: install "
-            f"{backend.needs.package} (its Debian name), or use --launcher ssh"
+            f"{backend.needs.package} (its Debian name), or {other}"
         )
     if not backend.needs.sign:
         return found[0]
@@ -147,8 +149,14 @@ def find_program(backend: Backend) -> str:
     )
 
 
+def _need_ssh(who: str) -> None:
+    if shutil.which("ssh") is None:
+        raise LaunchError(f"{who} needs ssh, which is not installed: install openssh-client (its Debian name)")
+
+
 def check_ssh(launch: Launch) -> None:
     """Log in to every host once, at the same time; who cannot be reached is named with the reason."""
+    _need_ssh("the look at the hosts, which --no_ssh_check leaves out,")
     way = replace(launch.way, arguments=())
     names = [host.name for host in launch.job.hosts]
 
@@ -172,6 +180,19 @@ class Ship:
 
     command: Command
     process: "subprocess.Popen[bytes]"
+    outlet: Outlet
+
+    @property
+    def code(self) -> int:
+        """Its exit code, as a shell gives it."""
+        status = self.process.returncode
+        return 128 - status if status < 0 else status
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether ssh itself has failed: a supervisor that leaves with its code says so before."""
+        is_ssh = self.command.words[0] == "ssh"
+        return is_ssh and self.process.returncode == UNREACHABLE and not self.outlet.heard
 
 
 @dataclass(slots=True)
@@ -198,14 +219,25 @@ class Fleet:
         for command in backend.commands(self.launch.job, self.launch.way):
             self.ships.append(self._start(command, pump))
         pump.start()
+        first, ended = None, []
         try:
-            code = self._wait()
+            first = self._wait()
+            ended = [ship for ship in self.ships if ship.process.poll() is not None]
         finally:
             self._end()
             pump.finish(10.0)
             if self.launch.pid_file is not None:
                 Path(self.launch.pid_file).unlink(missing_ok=True)
-        return code
+        for ship in ended:
+            if ship.is_lost:
+                say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
+        if first is None:
+            return 0
+        return 1 if first.is_lost else first.code
+
+    def has_heard(self, word: str) -> bool:
+        """Whether a supervisor has said this as its last word."""
+        return any(word in ship.outlet.heard for ship in self.ships)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)
@@ -222,21 +254,23 @@ class Fleet:
             start_new_session=True,
             preexec_fn=dies_with_parent(signal.SIGTERM),
         )
+        outlet = Outlet(is_shown=True, mark=self.launch.job.last_word().encode())
         for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
             if pipe is not None:
-                pump.add(pipe, Outlet(is_shown=True), "out" if stream == "out" else "err")
-        return Ship(command, process)
+                pump.add(pipe, outlet, "out" if stream == "out" else "err")
+        return Ship(command, process, outlet)
 
-    def _wait(self) -> int:
-        """Until all have ended. After a failure the others get a little time; an elastic job needs only some."""
-        first, deadline, told, cut = 0, None, 0, False
+    def _wait(self) -> Ship | None:
+        """The first that failed, when all have ended. The others get a little time; an elastic job needs only some."""
+        first: Ship | None = None
+        deadline, told, cut = None, 0, False
         while any(ship.process.poll() is None for ship in self.ships):
             time.sleep(TICK)
             if len(self.received) > told:
                 told += 1
                 self._tell("stop" if told == 1 and signal.SIGHUP not in self.received else "end")
             failed = [ship for ship in self.ships if ship.process.poll() not in (None, 0)]
-            first = first or next((self._code(ship) for ship in failed), 0)
+            first = first or next(iter(failed), None)
             alive = len(self.ships) - len(failed)
             if failed and deadline is None and (len(self.ships) == 1 or alive < self.launch.job.min_nodes):
                 deadline = time.monotonic() + OTHERS
@@ -246,17 +280,9 @@ class Fleet:
                 deadline = time.monotonic() + OTHERS
             elif cut and deadline is not None and time.monotonic() > deadline:
                 return first
-        codes = [self._code(ship) for ship in self.ships]
-        if self.launch.job.is_elastic and 0 in codes:
-            return 0
-        return first or next((code for code in codes if code), 0)
-
-    def _code(self, ship: Ship) -> int:
-        status = ship.process.returncode
-        if status == UNREACHABLE and ship.command.words[0] == "ssh":
-            say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
-            return 1
-        return 128 - status if status < 0 else status
+        if self.launch.job.is_elastic and any(ship.process.returncode == 0 for ship in self.ships):
+            return None
+        return first or next((ship for ship in self.ships if ship.process.returncode), None)
 
     def _tell(self, request: str) -> None:
         """Bring a request to the supervisors, each back end in its way."""
@@ -297,6 +323,7 @@ class Fleet:
 
 def run_everywhere(hosts: Sequence[str], line: str, way: Way) -> int:
     """Run a shell's line on every host at once, each line of output after the name of its host; the largest code."""
+    _need_ssh("mizzen ssh")
     pump, processes = Pump(), []
     width = max(len(host) for host in hosts)
     for host in hosts:

@@ -270,9 +270,10 @@ class Supervisor:
         return Stop(number, now + self._job.care.grace, now + PASS_ON, can_save=False)
 
     def _failed(self, crew: Crew) -> Ending | None:
-        failures = crew.failures((SAVED, UNSAVED))
-        if not failures:
-            return None
+        is_asked = bool(self._signals.received)
+        failures = crew.failures(is_asked)
+        if not failures or is_asked != bool(self._signals.received):
+            return None  # a signal that came in this moment may be why they ended
         if self._stop is not None and not self._stop.can_save:
             words = f"stopped by {signal.Signals(self._stop.signal).name}; nothing could be saved"
             return Ending("unsaved", reason=words) if crew.is_over else None
@@ -286,7 +287,7 @@ class Supervisor:
         return Ending("failed", counted, is_ours=counted.rank == found.rank)
 
     def _saved(self, crew: Crew) -> Ending | None:
-        ended = [status for status in crew.statuses() if status in (SAVED, UNSAVED)]
+        ended = crew.stopped(bool(self._signals.received))
         if not ended:
             return None
         self._saved_since = self._saved_since or time.monotonic()

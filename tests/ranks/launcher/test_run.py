@@ -1,6 +1,7 @@
 """`mizzen run` on one machine: what ranks are given, how a job ends, that nothing is left. Most ranks load no torch."""
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -50,6 +51,8 @@ if rank == "1" and attempt < int(sys.argv[2]):
         os.kill(os.getpid(), 9)
     if sys.argv[1] == "exit":
         sys.exit(7)
+    if sys.argv[1] == "say":
+        sys.exit("no data")
     raise ValueError("bad luck")
 if attempt < int(sys.argv[2]):
     time.sleep(100)
@@ -61,6 +64,7 @@ if attempt < int(sys.argv[2]):
     [
         ("kill", 137, "mizzen: rank 1 on localhost was ended by signal 9 (SIGKILL): most often the kernel"),
         ("exit", 7, "mizzen: rank 1 on localhost ended with exit code 7"),
+        ("say", 1, "mizzen: rank 1 on localhost ended with exit code 1"),
         ("raise", 1, "mizzen: rank 1 on localhost ended with exit code 1"),
     ],
 )
@@ -69,8 +73,8 @@ def test_the_first_failure_is_the_last_thing_said(tmp_path, how, code, last):
     ran = launch("--num_gpus", 2, "--no_local_rank", "fail.py", how, 1, cwd=tmp_path)
     assert ran.returncode == code
     assert ran.stderr.splitlines()[-1].startswith(last)
-    if how == "raise":
-        assert ran.stderr.splitlines()[-2] == "ValueError: bad luck"
+    if how in ("raise", "say"):
+        assert ran.stderr.splitlines()[-2] == {"raise": "ValueError: bad luck", "say": "no data"}[how]
 
 
 def test_a_failed_job_starts_again_so_often_as_it_may(tmp_path):
@@ -79,6 +83,16 @@ def test_a_failed_job_starts_again_so_often_as_it_may(tmp_path):
     assert ran.returncode == 0
     assert ran.stdout.split() == ["attempt", "0", "attempt", "1", "attempt", "2"]
     assert "restart 2 of 2" in ran.stderr
+
+
+@pytest.mark.parametrize("code", [75, 76])
+def test_the_codes_of_a_stop_are_failures_where_nobody_asked(tmp_path, code):
+    (tmp_path / "fail.py").write_text(FAIL.replace("sys.exit(7)", f"sys.exit({code})"))
+    ran = launch("--num_gpus", 2, "--no_local_rank", "--max_restarts", 1, "fail.py", "exit", 2, cwd=tmp_path)
+    assert ran.returncode == code
+    assert ran.stdout.split() == ["attempt", "0", "attempt", "1"]
+    said = f"mizzen: rank 1 on localhost ended with exit code {code}"
+    assert ran.stderr.splitlines() == [f"{said}; restart 1 of 1", said]
 
 
 FAMILY = """
@@ -172,3 +186,22 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+SSH = """#!/bin/sh
+for line; do :; done
+exec sh -c "$line"
+"""
+
+
+@pytest.mark.parametrize("code", [98, 255])
+def test_the_code_of_a_script_comes_through_ssh_as_it_is(tmp_path, code):
+    """With an ssh that stays on this machine. 98 and 255 have a meaning of their own where no rank has run."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("w1 slots=1\n")
+    (tmp_path / "exit.py").write_text(f"import sys; print('runs'); sys.exit({code})")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    ran = launch("--hostfile", "hosts", "--no_local_rank", "exit.py", cwd=tmp_path, PATH=path)
+    assert (ran.returncode, ran.stdout) == (code, "runs\n")
+    assert ran.stderr.splitlines() == [f"mizzen: rank 0 on w1 ended with exit code {code}"]

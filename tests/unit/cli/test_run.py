@@ -54,6 +54,31 @@ def test_ssh_needs_a_command_and_a_file(mizzen, tmp_path):
     assert "no such file" in mizzen("ssh", "-f", tmp_path / "no", "ls").err
 
 
+def test_words_for_ssh_that_do_not_end(mizzen, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
+    for words in (
+        ["run", "--hostfile", "hosts", "--launcher_args", "a 'b", "t.py"],
+        ["run", "--launcher_args", "a 'b", "t.py"],
+    ):
+        assert "No closing quotation" in mizzen(*words).err
+    assert "No closing quotation" in mizzen("ssh", "-f", "hosts", "--launcher_args", "a 'b", "ls").err
+
+
+def test_ssh_with_a_file_that_is_no_text_and_without_its_program(mizzen, monkeypatch, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    assert "it cannot be read" in mizzen("ssh", "-f", tmp_path / "bytes", "ls").err
+    assert "it cannot be read" in mizzen("ssh", "-f", tmp_path, "ls").err
+    (tmp_path / "hosts").write_text("w0 slots=1\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (
+        "mizzen ssh needs ssh, which is not installed: install openssh-client"
+        in mizzen("ssh", "-f", tmp_path / "hosts", "ls").err
+    )
+    ran = mizzen("run", "--hostfile", tmp_path / "hosts", "t.py")
+    assert "install openssh-client (its Debian name), or start each node by itself with --no_ssh" in ran.err
+
+
 def test_help_is_in_groups(mizzen, capsys):
     with pytest.raises(SystemExit):
         mizzen("run", "--help")

@@ -103,6 +103,7 @@ def test_elastic_jobs():
         ({"max_elastic_nodes": 3}, "there are 2 hosts"),
         ({"show": "first"}, "--show 'first'"),
         ({"launcher": "rsh"}, "--launcher rsh: unknown"),
+        ({"launcher_args": "a 'b"}, "--launcher_args .*No closing quotation: close what is open"),
     ],
 )
 def test_refusals_say_the_way_out(asked, said):
@@ -114,6 +115,7 @@ def test_refusals_without_a_file():
     for asked, said in (
         ({"num_nodes": 2}, "name the hosts with --hostfile"),
         ({"hostfile": "nowhere"}, "there is no such file"),
+        ({"venv_script": "env.sh"}, "source the file before, as in . env.sh && mizzen run"),
         ({"no_ssh": True, "num_nodes": 2, "num_gpus": 1, "node_rank": 0}, "say with --master_addr"),
     ):
         with pytest.raises(UsageError, match=said):

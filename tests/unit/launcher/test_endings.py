@@ -5,7 +5,7 @@ import pytest
 from mizzen.launcher.ending import Ending, decide
 from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
-from mizzen.launcher.output import Outlet, traceback_in
+from mizzen.launcher.output import Outlet, end_of, traceback_in
 from mizzen.launcher.place import Member, settle
 
 
@@ -102,6 +102,12 @@ def test_the_traceback_is_the_last_with_what_led_to_it():
     assert found.startswith('Traceback (most recent call last):\n  File "a"') and found.endswith("ValueError: bad")
     assert traceback_in("nothing") == ""
     assert traceback_in("Traceback (most recent call last):\n  x\nE: y\nnoise after\n").endswith("E: y")
+
+
+def test_the_end_of_a_text_without_a_traceback():
+    assert end_of("".join(f"{n}\r\n" for n in range(30))).splitlines() == [str(n) for n in range(10, 30)]
+    assert end_of("bar 1\rbar 2\rbar 3\n\nno such file\n\n") == "bar 3\n\nno such file"
+    assert end_of("") == ""
 
 
 def test_lines_are_whole(capfd, tmp_path):

@@ -25,6 +25,8 @@ def test_a_hostfile():
         ("w0;reboot slots=1\n", "is no host name"),
         ("user@w0 slots=1\n", "is no host name"),
         ("# nothing\n", "no host in it"),
+        (f"w0 slots={'9' * 5000}\n", "line 1: slots of w0 are above 9,999: write how many"),
+        ("w0 slots=10000\n", "slots of w0 are above 9,999"),
     ],
 )
 def test_a_wrong_hostfile_is_named_with_its_line(text, said):
@@ -97,3 +99,18 @@ def test_visible_devices():
 def test_how_slurm_writes_names(names, expanded):
     assert list(expand(names)) == expanded
     assert list(in_allocation({"SLURM_JOB_NODELIST": names})) == expanded
+
+
+@pytest.mark.parametrize(
+    "names", ["n[a-b]", "n[1-x", "n[1-x]", "n1]", "n[[1]", "n[]", "n[3-1]", "n[1-]", f"n[1-{'9' * 5000}]"]
+)
+def test_a_list_of_nodes_that_cannot_be_read(names):
+    with pytest.raises(UsageError, match="cannot be read: write it as in gpu"):
+        expand(names)
+
+
+def test_numbers_of_any_length_are_refused_in_words():
+    with pytest.raises(UsageError, match="is no slot number"):
+        select(HOSTS, f"w0:{'9' * 5000}")
+    with pytest.raises(UsageError, match="only numbers can be given out"):
+        visible("CUDA_VISIBLE_DEVICES", "9" * 5000)

@@ -1,0 +1,54 @@
+"""What the launcher makes of how its commands end: the code of a script, of ssh itself, of a port that is taken."""
+
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from mizzen.launcher.arrange import Launch
+from mizzen.launcher.backends import Command, Needs
+from mizzen.launcher.hosts import Host
+from mizzen.launcher.job import ENDED, TAKEN, Job, Program
+from mizzen.launcher.start import execute
+
+
+@dataclass
+class Shell:
+    """A back end whose commands are lines for a shell on this machine."""
+
+    line: str
+    name = "ssh"
+    needs = Needs(("sh",), "dash")
+
+    def commands(self, job, way):
+        return (Command(("ssh", "-c", self.line), ("w",), channel="line"),)
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """The exit code of a launch, and how often it was tried."""
+    before = {number: signal.getsignal(number) for number in (15, 2, signal.SIGUSR1, signal.SIGHUP)}
+
+    def run(line):
+        job = Job("j1", Program("script", "t.py"), (Host("w", (0,)),), str(tmp_path), "python", is_followed=True)
+        log = tmp_path / "log"
+        log.write_text("")
+        shell = Shell(f"echo >> '{log}'; {line.replace('SAY', 'echo ' + job.last_word())}")
+        return execute(Launch(job, backend=shell), {}), len(log.read_text())
+
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_255_is_of_ssh_unless_the_supervisor_has_said_its_last_word(ended, capfd):
+    assert ended("exit 255") == (1, 1)
+    assert capfd.readouterr().err.count("error: ssh to w has failed") == 1
+    assert ended(f"printf open >&2; SAY{ENDED} >&2; exit 255") == (255, 1)
+    assert capfd.readouterr().err == "open\n"
+
+
+def test_a_port_is_taken_where_the_supervisor_says_so(ended, capfd):
+    assert ended(f"SAY{ENDED} >&2; exit 98") == (98, 1)
+    assert ended(f"SAY'{TAKEN}' >&2; exit 98") == (98, 5)
+    assert "last-word" not in capfd.readouterr().err
