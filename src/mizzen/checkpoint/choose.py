@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from mizzen.checkpoint.folder import check_tag, committed, latest
+from mizzen.checkpoint.folder import Committed, check_tag, committed, latest
 from mizzen.checkpoint.read import MANIFEST, Reader
 from mizzen.checkpoint.team import Team, attempt
 from mizzen.errors import CheckpointError
@@ -17,15 +17,41 @@ def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
     if tag is not None:
         return [check_tag(tag)] if (root / tag).is_dir() else []
     named = latest(root)
-    first = [named] if named is not None and (root / named / MANIFEST).exists() else []
-    if first and not with_older:
-        return first
-    older = [each.folder.name for each in reversed(committed(root)) if each.folder.name not in first]
-    if older and not first:
+    is_there = named is not None and (root / named / MANIFEST).exists()
+    if named is not None and is_there and not with_older:
+        return [named]
+    found = committed(root)
+    if found and not is_there:
         what = f"names '{named}', which is not committed" if named is not None else "is missing"
-        get_logger().warning("%s/latest %s: the newest committed checkpoint, '%s', is taken", root, what, older[0])
-        return older if with_older else older[:1]
-    return [*first, *older]
+        newest = found[-1].folder.name
+        get_logger().warning("%s/latest %s: the newest committed checkpoint, '%s', is taken", root, what, newest)
+    tags = [named] if named is not None and is_there else []
+    tags += [tag for each in _line(found, named) if (tag := each.folder.name) != named]
+    return tags if with_older else tags[:1]
+
+
+def _line(found: list[Committed], named: str | None) -> list[Committed]:
+    """A checkpoint and those that its run came by, newest first; without it, or if it is damaged, the newest's.
+
+    [Note: runs that went back]
+    A run that loads an older checkpoint and goes on leaves a branch behind: committed earlier, at later steps. What is
+    of a later step than one that was committed after it is of such a branch, and before it so is the same step.
+    """
+    if not found:
+        return []
+    names = [each.folder.name for each in found]
+    place = names.index(named) if named in names else len(found) - 1
+    line = [found[place]]
+    limit = found[place].manifest.step
+    for each in reversed(found[:place]):
+        if each.manifest.run != line[0].manifest.run:
+            continue
+        if each.manifest.step > limit:
+            limit = line[-1].manifest.step - 1
+        else:
+            line.append(each)
+            limit = each.manifest.step
+    return line
 
 
 def open_together(folder: Path, team: Team) -> Reader:

@@ -41,9 +41,9 @@ class Committed:
     manifest: Manifest
 
     @property
-    def age(self) -> tuple[int, str, str]:
-        """Sorts older before newer."""
-        return self.manifest.step, self.manifest.created, self.folder.name
+    def age(self) -> tuple[str, int, str]:
+        """Sorts what was committed earlier before what was later; a run that went back has its later steps earlier."""
+        return self.manifest.created, self.manifest.step, self.folder.name
 
 
 def data_name(save: str, rank: int) -> str:

@@ -42,6 +42,11 @@ class Wishes:
     must_be_there: bool = True
     """Whether it deserves a warning that there is none."""
 
+    @property
+    def continues(self) -> bool:
+        """Whether the run of the checkpoint goes on; otherwise it is another, which may not delete what that saved."""
+        return self.optimizer and not self.module_only
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -137,7 +142,8 @@ def load_checkpoint(
                         f"{folder} does not fit the model: {match.report}. load_module_strict=False loads the rest"
                     )
                 client = _load(engine, reader, match, wishes)
-                engine.saving.run = reader.manifest.run
+                if wishes.continues:
+                    engine.saving.run = reader.manifest.run
         except Unfit as error:
             raise CheckpointError(str(error)) from None
         except CheckpointError as error:

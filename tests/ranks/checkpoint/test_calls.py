@@ -306,6 +306,25 @@ def test_retention(world, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"of-another-run", *steps, "latest", "mine.txt"}
 
 
+def from_other_weights(folder, options):
+    other = build(Case())
+    for number in range(3):
+        train(other, 1)
+        other.save_checkpoint(folder, tag=f"other{number}")
+    engine = build(Case(checkpoint={"keep_last": 1}))
+    engine.load_checkpoint(folder, tag="other2", **options)
+    for number in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(folder, tag=f"own{number}")
+    return sorted(each.folder.name for each in committed(Path(folder)))
+
+
+@pytest.mark.parametrize("option", [{"load_module_only": True}, {"load_optimizer_states": False}, {}])
+def test_only_a_run_that_goes_on_deletes_what_it_has_saved(world, tmp_path, option):
+    others = ["other0", "other1", "other2"] if option else []
+    assert world(1).run(from_other_weights, str(tmp_path), option)[0] == [*others, "own1"]
+
+
 def alone(folder):
     set_patience(look=0.5, beat=0.2)
     engine = build(Case(stage=1))

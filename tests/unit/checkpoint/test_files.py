@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint import write
-from mizzen.checkpoint.folder import committed, delete, latest, mark, surplus, sweep, sweep_all
+from mizzen.checkpoint.choose import candidates
+from mizzen.checkpoint.folder import committed, delete, latest, mark, set_latest, surplus, sweep, sweep_all
 from mizzen.checkpoint.inspect import compare, verify
 from mizzen.checkpoint.manifest import Manifest
 from mizzen.checkpoint.parts import Part, Parts, tiles
@@ -169,6 +170,40 @@ def test_retention_counts_its_own_run(tmp_path):
     names = [each.folder.name for each in committed(tmp_path)]
     assert [name for name in names if name.startswith("s")] == ["s2", "s4", "s5"]
     assert len([name for name in names if name.startswith("other")]) == 5
+
+
+def save_and_go_back(root, **terms):
+    """Four steps, then from the first on two others."""
+    for tag, step in (("s1", 1), ("s2", 2), ("s3", 3), ("s4", 4), ("new2", 2), ("new3", 3)):
+        save(root, {"a": torch.zeros(1)}, tag=tag, step=step, **terms)
+
+
+def test_what_was_committed_last_is_kept(tmp_path):
+    save_and_go_back(tmp_path, keep_last=2)
+    assert [each.folder.name for each in committed(tmp_path)] == ["new2", "new3"]
+
+
+def test_before_a_checkpoint_are_those_that_its_run_came_by(tmp_path):
+    save(tmp_path, {"a": torch.zeros(1)}, tag="other", run="another", step=1)
+    save_and_go_back(tmp_path)
+    save(tmp_path, {"a": torch.zeros(1)}, tag="later", run="another", step=2, latest=False)
+    assert candidates(tmp_path, None, with_older=True) == ["new3", "new2", "s1"]
+    set_latest(tmp_path, "s3")
+    assert candidates(tmp_path, None, with_older=True) == ["s3", "s2", "s1"]
+    assert candidates(tmp_path, None, with_older=False) == ["s3"]
+
+
+def test_before_a_checkpoint_that_cannot_be_read_is_what_was_committed_last(tmp_path):
+    save(tmp_path, {"a": torch.zeros(1)}, tag="other", run="another", step=9)
+    save_and_go_back(tmp_path)
+    (tmp_path / "new3" / "manifest.json").write_bytes(b"torn")
+    assert candidates(tmp_path, None, with_older=True) == ["new3", "new2", "s1"]
+
+
+def test_the_same_step_twice_is_no_way_back(tmp_path):
+    for tag, step in (("s1", 1), ("s2", 2), ("best", 2)):
+        save(tmp_path, {"a": torch.zeros(1)}, tag=tag, step=step)
+    assert candidates(tmp_path, None, with_older=True) == ["best", "s2", "s1"]
 
 
 def test_a_deleted_checkpoint_leaves_other_files(tmp_path):
