@@ -63,6 +63,23 @@ def test_a_folder_of_checkpoints_looks_as_clients_expect(world, tmp_path, stage)
     assert package.__version__
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_is_written_under_the_name_that_scripts_look_for(world, tmp_path, stage):
+    whole, _ = world(2).run(programs.exported, str(tmp_path), stage)
+    for folder in ("new", "old"):
+        (path,) = (tmp_path / folder).iterdir()
+        assert path.name == "pytorch_model.bin"
+        found = torch.load(path, weights_only=True)
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_runs_backward_and_knows_its_learning_rate(world, stage):
+    (rates, theirs, ours), _ = world(2).run(programs.stepped_by_hand, stage)
+    assert rates == [0.01, 0.25]
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
 def test_a_folder_of_deepspeed_is_not_taken_for_an_empty_one(tmp_path):
     package = programs.deepspeed()
     theirs = ROOT / "tests" / "fixtures" / "deepspeed" / "zero2"
