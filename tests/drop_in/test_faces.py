@@ -255,3 +255,37 @@ def test_an_error_of_pipelines_can_be_caught():
 
     with pytest.raises(PipelineError, match="not built yet"):
         PipelineModule(layers=[])
+
+
+def test_a_filter_leaves_slots_that_were_given():
+    from deepspeed.launcher.runner import parse_inclusion_exclusion, parse_resource_filter
+
+    hosts = {"w0": [2, 3], "w1": [0, 5]}
+    assert parse_resource_filter(hosts) == hosts
+    assert parse_resource_filter(hosts, "w0:3@w1") == {"w0": [3], "w1": [0, 5]}
+    assert parse_resource_filter(hosts, "", "w0@w1:0") == {"w1": [5]}
+    assert parse_inclusion_exclusion({"w0": 2}, "", "w0:0") == {"w0": [1]}
+    with pytest.raises(UsageError, match="w0 has no slot 0; it has 2, 3"):
+        parse_resource_filter(hosts, "w0:0")
+
+
+@pytest.mark.parametrize(("hosts", "said"), [({"a": []}, "leave a out"), ({}, "none was given")])
+def test_a_host_without_slots_is_refused(hosts, said, capsys):
+    from deepspeed.launcher.launch import main
+    from deepspeed.launcher.runner import encode_world_info, parse_resource_filter
+
+    with pytest.raises(UsageError, match=said):
+        parse_resource_filter(hosts, "", "")
+    assert main([f"--world_info={encode_world_info(hosts)}", "script.py"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_hostfile_that_cannot_be_read(tmp_path):
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    assert fetch_hostfile(str(tmp_path / "hosts")) == {"a": 2} and fetch_hostfile(str(tmp_path / "none")) is None
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for path in (tmp_path, tmp_path / "bytes"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            fetch_hostfile(str(path))
