@@ -186,6 +186,7 @@ def test_elastic_batches(package):
     assert package.elasticity.elasticity_enabled(config) and all(batch % count == 0 for count in gpus)
     *same, micro = package.elasticity.compute_elastic_config(config, "0.19", world_size=gpus[-1])
     assert same == [batch, gpus] and micro in (2, 4)
+    assert not package.elasticity.elasticity_enabled({"elasticity": None})
     with pytest.raises(ConfigError, match="elasticity is off"):
         package.elasticity.compute_elastic_config({}, "0.19")
 
