@@ -2,6 +2,8 @@
 
 import argparse
 import copy
+import logging
+import re
 
 import pytest
 import torch
@@ -201,8 +203,6 @@ def test_small_functions(package, capsys):
     assert clones["a"] is clones["b"][0] is not tied and clones["b"][1] == 4
     assert move_to_device({"a": tied}, "meta")["a"].is_meta
     assert required_torch_version(min_version=2.11) and not required_torch_version(max_version=1.13)
-    package.utils.see_memory_usage("here", force=True)
-    package.utils.logger.setLevel(20)
     timers = SynchronizedWallClockTimer()
     timers("x").start()
     timers("x").stop()
@@ -290,3 +290,42 @@ def test_a_hostfile_that_cannot_be_read(tmp_path):
     for path in (tmp_path, tmp_path / "bytes"):
         with pytest.raises(UsageError, match="cannot be read"):
             fetch_hostfile(str(path))
+
+
+def test_what_is_forced_is_printed_on_rank_0(package, capsys, monkeypatch):
+    from deepspeed.utils.debug import print_rank_0
+
+    def say(**how):
+        package.utils.see_memory_usage("here", **how)
+        print_rank_0("there", **how)
+        return capsys.readouterr().out
+
+    assert say() == ""
+    said = say(force=True)
+    assert re.fullmatch(r"here: \d+\.\d\d GB allocated.* GB reserved\nthere\n", said), said
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert say(force=True) == ""
+
+
+def test_timers_print_what_they_have_measured(capsys):
+    from deepspeed.utils.timer import SynchronizedWallClockTimer
+
+    timers = SynchronizedWallClockTimer()
+    assert not timers.has_timer("x")
+    timers("x").start()
+    timers("x").stop()
+    assert timers.has_timer("x")
+    timers.log(["x", "y"], reset=False, memory_breakdown=True)
+    assert re.fullmatch(r"time \(ms\) \| x: \d+\.\d\d \| mem_allocated: .* GB\n", capsys.readouterr().out)
+    assert timers("x").elapsed() > 0
+    assert timers("x").elapsed() == 0
+
+
+def test_a_level_by_its_name(package):
+    own = logging.getLogger("a client's own")
+    package.utils.logging.set_log_level_from_string("ERROR", own)
+    assert own.level == logging.ERROR
+    for custom in (None, own):
+        with pytest.raises(UsageError, match="'loud' is no level of a log: choose one of debug, info"):
+            package.utils.logging.set_log_level_from_string("loud", custom)
