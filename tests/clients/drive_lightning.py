@@ -141,7 +141,9 @@ def run(name: str, folder: Path) -> dict:
 
     # Half of it, to the end of an epoch: Lightning does not know where in its data a run was.
     trainer = trainer_of(name, folder, epochs=1)
-    trainer.fit(build(name), data(epoch, 5))
+    half = build(name)
+    trainer.fit(half, data(epoch, 5))
+    found["saved norms"] = norms(half, not name.startswith("ddp"))
     trainer.save_checkpoint(place)
     found["is folder"] = place.is_dir()
     again = build(name)

@@ -25,7 +25,7 @@ PLACES = (
 )
 """Of Accelerate and older versions of Transformers, of newer ones, of Lightning, of Fabric."""
 REASONS = {
-    "needs a GPU": r"cuda|gpu|accelerator|torch_device|nccl",
+    "needs a GPU": r"\b(cuda|gpus?|nccl)\b|requires? (an? |multiple |multi-)?accelerator",
     "needs NVMe": r"nvme|aio|libaio",
     "needs a model hub": r"hugging ?face\.co|offline|connection|couldn't connect|can't load|localentrynotfound|hub",
     "needs tensor parallelism": r"autotp|tensor.parallel|tp_size",
@@ -40,15 +40,24 @@ def reason_of(words: str) -> str:
 
 
 def count(report: Path) -> Counter:
+    """(outcome, reason) -> how many; nothing where pytest has left no report."""
     found = Counter()
+    if not report.exists():
+        return found
     for case in ElementTree.parse(report).iter("testcase"):
         outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         if outcome is None:
             found["passed", ""] += 1
         else:
             kind = "skipped" if outcome.tag == "skipped" else "failed"
-            found[kind, reason_of(f"{outcome.get('message', '')} {outcome.text or ''}")] += 1
+            found[kind, reason_of(words_of(outcome))] += 1
     return found
+
+
+def words_of(outcome: ElementTree.Element) -> str:
+    """What an outcome says; not the source on the way to it, which names devices of every kind."""
+    lines = [line for line in (outcome.text or "").splitlines() if line.startswith("E ")]
+    return "\n".join([outcome.get("message", ""), *lines])
 
 
 def main(words: list[str]) -> int:
@@ -73,6 +82,9 @@ def main(words: list[str]) -> int:
     print(f"\n{Path(checkout).resolve().name} at {commit.stdout.strip() or 'no commit'}")
     for (kind, reason), number in sorted(counts.items()):
         print(f"{number:6} {kind}{f': {reason}' if reason else ''}")
+    if not counts:
+        print("nothing ran: no test matches")
+        return 1
     return 1 if any(kind == "failed" for kind, _ in counts) else 0
 
 

@@ -56,8 +56,9 @@ def test_a_checkpoint_becomes_one_file_and_a_module(lightning, name):
         assert rank[name]["is folder"]
         assert found["step"] == 10
         assert {"state_dict", "hyper_parameters", "lr_schedulers", "loops"} <= {*found["keys"]}
-        assert found["norms"].keys() == rank["ddp"]["norms"].keys()
-        assert found["norms"] == close(rank[name]["converted"]["norms"])
+        assert found["norms"] == rank[name]["saved norms"]
+        assert found["norms"] == close(rank[TRAINED[name]]["saved norms"])
+        assert found["norms"] != close(rank[TRAINED[name]]["norms"])  # those of the end
 
 
 @pytest.mark.parametrize("name", ["stage 2", "stage 3"])

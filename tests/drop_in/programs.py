@@ -3,10 +3,12 @@
 import sys
 from itertools import chain
 
+import pytest
 import torch
 from torch import nn
 
 import mizzen
+from mizzen.errors import NotBuilt
 from mizzen.launcher.drop_in import FOLDER
 
 
@@ -136,3 +138,30 @@ def saved(folder, stage):
     path, client = other.load_checkpoint(folder)
     assert engine.train_batch(batches(1)).item() == other.train_batch(batches(1)).item()
     return path, client, whole
+
+
+def exported(folder, stage):
+    """The weights, and what lies in two folders that were given no name of a file."""
+    engine = build(deepspeed(), stage)
+    engine.train_batch(batches(1))
+    engine.save_16bit_model(f"{folder}/new")
+    engine.save_fp16_model(f"{folder}/old")
+    return engine._consolidated_16bit_state_dict()
+
+
+def stepped_by_hand(stage):
+    """Weights after steps through calls of the optimizer and of the engine, and the learning rates in between."""
+    package = deepspeed()
+    theirs, ours = build(package, stage), build(package, stage)
+    rates = [theirs.optimizer.get_lr()]
+    theirs.optimizer.set_lr(0.25)
+    ours.optimizer.param_groups[0]["lr"] = 0.25
+    rates.append(theirs.optimizer.param_groups[0]["lr"])
+    for batch in batches(2):
+        theirs.optimizer.backward(theirs(batch) / 2, retain_graph=False)
+        theirs.optimizer.step()
+        ours.backward(ours(batch))
+        ours.step()
+    with pytest.raises(NotBuilt, match="gradients of gradients"):
+        theirs.optimizer.backward(theirs(batch), create_graph=True)
+    return rates, theirs._consolidated_16bit_state_dict(), ours._consolidated_16bit_state_dict()

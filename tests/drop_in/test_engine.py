@@ -1,5 +1,7 @@
 """Engines made by the drop-in: the losses of mizzen's own, and what clients reach for beside them."""
 
+import argparse
+import json
 import os
 import subprocess
 import sys
@@ -63,6 +65,23 @@ def test_a_folder_of_checkpoints_looks_as_clients_expect(world, tmp_path, stage)
     assert package.__version__
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_is_written_under_the_name_that_scripts_look_for(world, tmp_path, stage):
+    whole, _ = world(2).run(programs.exported, str(tmp_path), stage)
+    for folder in ("new", "old"):
+        (path,) = (tmp_path / folder).iterdir()
+        assert path.name == "pytorch_model.bin"
+        found = torch.load(path, weights_only=True)
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_runs_backward_and_knows_its_learning_rate(world, stage):
+    (rates, theirs, ours), _ = world(2).run(programs.stepped_by_hand, stage)
+    assert rates == [0.01, 0.25]
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
 def test_a_folder_of_deepspeed_is_not_taken_for_an_empty_one(tmp_path):
     package = programs.deepspeed()
     theirs = ROOT / "tests" / "fixtures" / "deepspeed" / "zero2"
@@ -92,7 +111,7 @@ def test_the_script_in_the_folder_needs_mizzen_alone(world, tmp_path):
 
 def test_a_client_s_own_keys_are_told_once_and_a_typo_is_an_error(capfd):
     package = programs.deepspeed()
-    from deepspeed.faces.start import without_hints
+    from deepspeed.faces.config import without_hints
 
     hints = {"zero_optimization.stage3_prefetch_bucket_size": 7.5, "trainer.name": "x", "train_batch_size": 1}
     assert without_hints(hints).keys() == {"zero_optimization.stage3_prefetch_bucket_size", "train_batch_size"}
@@ -103,3 +122,30 @@ def test_a_client_s_own_keys_are_told_once_and_a_typo_is_an_error(capfd):
     assert capfd.readouterr().err.count("trainer.name") <= 1
     with pytest.raises(ConfigError, match="gradient_cliping: unknown key; did you mean 'gradient_clipping'"):
         package.initialize(model=programs.Model(), config={**plain, "gradient_cliping": 1.0})
+
+
+def test_a_client_s_own_keys_are_not_looked_at_wherever_the_configuration_comes_from(tmp_path):
+    package = programs.deepspeed()
+    settings = {**programs.config(0), "trainer.name": "x"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings))
+    for source in (settings, path, str(path), path.read_text()):
+        for given in (
+            {"config": source},
+            {"config_params": source},
+            {"args": argparse.Namespace(deepspeed_config=source)},
+        ):
+            engine, *_ = package.initialize(model=programs.Model(), **given)
+            assert engine.train_micro_batch_size_per_gpu() == 4
+        assert package.DeepSpeedConfig(source).train_micro_batch_size_per_gpu == 4
+        with package.zero.Init(config_dict_or_path=source):
+            assert programs.Model()
+    with pytest.raises(ConfigError, match="given: args.deepspeed_config and config"):
+        package.initialize(argparse.Namespace(deepspeed_config=str(path)), programs.Model(), config=settings)
+
+
+def test_a_key_that_is_no_string_is_told():
+    package = programs.deepspeed()
+    for start in (lambda config: package.initialize(model=programs.Model(), config=config), package.DeepSpeedConfig):
+        with pytest.raises(ConfigError, match="keys are strings, not of type int"):
+            start({**programs.config(0), 3: 4})

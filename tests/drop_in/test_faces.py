@@ -2,6 +2,8 @@
 
 import argparse
 import copy
+import logging
+import re
 
 import pytest
 import torch
@@ -186,6 +188,7 @@ def test_elastic_batches(package):
     assert package.elasticity.elasticity_enabled(config) and all(batch % count == 0 for count in gpus)
     *same, micro = package.elasticity.compute_elastic_config(config, "0.19", world_size=gpus[-1])
     assert same == [batch, gpus] and micro in (2, 4)
+    assert not package.elasticity.elasticity_enabled({"elasticity": None})
     with pytest.raises(ConfigError, match="elasticity is off"):
         package.elasticity.compute_elastic_config({}, "0.19")
 
@@ -200,8 +203,6 @@ def test_small_functions(package, capsys):
     assert clones["a"] is clones["b"][0] is not tied and clones["b"][1] == 4
     assert move_to_device({"a": tied}, "meta")["a"].is_meta
     assert required_torch_version(min_version=2.11) and not required_torch_version(max_version=1.13)
-    package.utils.see_memory_usage("here", force=True)
-    package.utils.logger.setLevel(20)
     timers = SynchronizedWallClockTimer()
     timers("x").start()
     timers("x").stop()
@@ -255,3 +256,76 @@ def test_an_error_of_pipelines_can_be_caught():
 
     with pytest.raises(PipelineError, match="not built yet"):
         PipelineModule(layers=[])
+
+
+def test_a_filter_leaves_slots_that_were_given():
+    from deepspeed.launcher.runner import parse_inclusion_exclusion, parse_resource_filter
+
+    hosts = {"w0": [2, 3], "w1": [0, 5]}
+    assert parse_resource_filter(hosts) == hosts
+    assert parse_resource_filter(hosts, "w0:3@w1") == {"w0": [3], "w1": [0, 5]}
+    assert parse_resource_filter(hosts, "", "w0@w1:0") == {"w1": [5]}
+    assert parse_inclusion_exclusion({"w0": 2}, "", "w0:0") == {"w0": [1]}
+    with pytest.raises(UsageError, match="w0 has no slot 0; it has 2, 3"):
+        parse_resource_filter(hosts, "w0:0")
+
+
+@pytest.mark.parametrize(("hosts", "said"), [({"a": []}, "leave a out"), ({}, "none was given")])
+def test_a_host_without_slots_is_refused(hosts, said, capsys):
+    from deepspeed.launcher.launch import main
+    from deepspeed.launcher.runner import encode_world_info, parse_resource_filter
+
+    with pytest.raises(UsageError, match=said):
+        parse_resource_filter(hosts, "", "")
+    assert main([f"--world_info={encode_world_info(hosts)}", "script.py"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_hostfile_that_cannot_be_read(tmp_path):
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    assert fetch_hostfile(str(tmp_path / "hosts")) == {"a": 2} and fetch_hostfile(str(tmp_path / "none")) is None
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for path in (tmp_path, tmp_path / "bytes"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            fetch_hostfile(str(path))
+
+
+def test_what_is_forced_is_printed_on_rank_0(package, capsys, monkeypatch):
+    from deepspeed.utils.debug import print_rank_0
+
+    def say(**how):
+        package.utils.see_memory_usage("here", **how)
+        print_rank_0("there", **how)
+        return capsys.readouterr().out
+
+    assert say() == ""
+    said = say(force=True)
+    assert re.fullmatch(r"here: \d+\.\d\d GB allocated.* GB reserved\nthere\n", said), said
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert say(force=True) == ""
+
+
+def test_timers_print_what_they_have_measured(capsys):
+    from deepspeed.utils.timer import SynchronizedWallClockTimer
+
+    timers = SynchronizedWallClockTimer()
+    assert not timers.has_timer("x")
+    timers("x").start()
+    timers("x").stop()
+    assert timers.has_timer("x")
+    timers.log(["x", "y"], reset=False, memory_breakdown=True)
+    assert re.fullmatch(r"time \(ms\) \| x: \d+\.\d\d \| mem_allocated: .* GB\n", capsys.readouterr().out)
+    assert timers("x").elapsed() > 0
+    assert timers("x").elapsed() == 0
+
+
+def test_a_level_by_its_name(package):
+    own = logging.getLogger("a client's own")
+    package.utils.logging.set_log_level_from_string("ERROR", own)
+    assert own.level == logging.ERROR
+    for custom in (None, own):
+        with pytest.raises(UsageError, match="'loud' is no level of a log: choose one of debug, info"):
+            package.utils.logging.set_log_level_from_string("loud", custom)

@@ -5,7 +5,7 @@ import base64
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from mizzen.cli.run import split
 from mizzen.environment import environ
 from mizzen.errors import MizzenError, NotBuilt, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, arrange
-from mizzen.launcher.hosts import parse_hostfile, select
+from mizzen.launcher.hosts import Host, Hosts, parse_hostfile, select
 from mizzen.launcher.start import execute, gather
 
 DEEPSPEED_ENVIRONMENT_NAME: Final = ".deepspeed_env"
@@ -107,7 +107,16 @@ def launch(args: Sequence[str] | None = None) -> int:
 
 
 def _hostfile(hosts: dict[str, list[int]]) -> str:
-    return "".join(f"{name} slots={max(slots) + 1}\n" for name, slots in hosts.items())
+    return "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in _hosts(hosts))
+
+
+def _hosts(given: Mapping[str, Sequence[int]]) -> Hosts:
+    """Hosts with the slots that they were given."""
+    if idle := [name for name, slots in given.items() if not slots]:
+        raise UsageError(f"a host without slots has no part in a job: leave {', '.join(idle)} out")
+    if not given:
+        raise UsageError("a job needs a host with at least one slot; none was given")
+    return tuple(Host(name, tuple(slots)) for name, slots in given.items())
 
 
 def decode_world_info(word: str) -> dict[str, list[int]]:
@@ -131,14 +140,15 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
             return {host.name: len(host.slots) for host in parse_hostfile(file.read(), hostfile_path)}
     except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the hostfile {hostfile_path} cannot be read: {error}") from error
 
 
 def parse_resource_filter(
     host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
     """Host -> slots that a filter leaves."""
-    hosts = parse_hostfile(_hostfile(host_info), "host_info")
-    return {host.name: list(host.slots) for host in select(hosts, include_str, exclude_str)}
+    return {host.name: list(host.slots) for host in select(_hosts(host_info), include_str, exclude_str)}
 
 
 def parse_inclusion_exclusion(resource_pool: dict[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:

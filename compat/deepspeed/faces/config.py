@@ -10,17 +10,35 @@ from mizzen.comm import groups
 from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.elastic import compute_elastic
 from mizzen.config.load import load
+from mizzen.config.migrate import name_keys, spread_paths
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
 from mizzen.config.zero import ZeroConfig
 from mizzen.environment import World, environ
 from mizzen.errors import ConfigError
+from mizzen.log import warn_once
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.sinks import monitor_of
 
 DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ElasticityIncompatibleWorldSize = ConfigError
 DeepSpeedZeroConfig = ZeroConfig
+
+
+def without_hints(config: Source) -> Source:
+    """The configuration without keys with dots at its top that point to nothing; the same object if it has none."""
+    given = read_source(config)
+    unknown = [key for key in given if "." in key and not _is_path(key)]
+    if not unknown:
+        return config
+    warn_once(f"keys with dots that point to no key of the configuration are not looked at: {', '.join(unknown)}")
+    return {key: value for key, value in given.items() if key not in unknown}
+
+
+def _is_path(key: str) -> bool:
+    raw = read_source({key: None})
+    spread_paths(raw)
+    return not name_keys(raw, Config)
 
 
 class DeepSpeedConfig:
@@ -31,7 +49,7 @@ class DeepSpeedConfig:
         world = groups.get_world_size() if groups.is_initialized() else 1
         if mpu is not None:
             world = layout_from_mpu(mpu, world).dp
-        self.resolved = resolve(load(self._param_dict), world)
+        self.resolved = resolve(load(without_hints(self._param_dict)), world)
         self.settings = self.resolved.config
         self.world_size = world
         self.global_rank = groups.get_rank() if groups.is_initialized() else 0
@@ -106,7 +124,7 @@ class MonitorMaster:
     def __init__(self, monitor_config: Any) -> None:
         settings = monitor_config.settings if isinstance(monitor_config, DeepSpeedConfig) else monitor_config
         if not isinstance(settings, Config):
-            settings = load(settings)
+            settings = load(without_hints(settings))
         self._monitor = monitor_of(build_observers(settings, World.detect(environ())))
         self.enabled = self._monitor.enabled
 
@@ -155,7 +173,7 @@ def compute_elastic_config(
     ds_config: Source, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
     """(batch, numbers of GPUs that fit it), and the micro-batch for a known number where that is asked for."""
-    section = load(ds_config).elasticity
+    section = load(without_hints(ds_config)).elasticity
     if not section.enabled:
         raise ConfigError("elasticity.enabled", "elasticity is off: set it to true")
     found = compute_elastic(section, world_size)
@@ -165,7 +183,8 @@ def compute_elastic_config(
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Whether a configuration asks for it."""
-    return bool(ds_config.get("elasticity", {}).get("enabled", False))
+    section = ds_config.get("elasticity")
+    return isinstance(section, Mapping) and bool(section.get("enabled", False))
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:

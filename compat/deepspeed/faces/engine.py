@@ -16,6 +16,7 @@ from deepspeed.faces.getters import KEYS
 from mizzen.engine.engine import Engine
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.saving import folder_of
+from mizzen.errors import NotBuilt
 
 
 class DropInEngine(Engine):
@@ -119,9 +120,35 @@ class DropInEngine(Engine):
             custom_load_fn,
         )
 
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """The whole model in one file, under the name that scripts look for."""
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
 
 class DropInOptimizer(EngineOptimizer):
     """The same optimizer, with the names of its kin."""
+
+    run_backward: Callable[..., Tensor]
+    """The engine's own."""
+
+    def backward(self, loss: Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
+        """Gradients of a loss as it is: who calls this of an optimizer divides by the accumulation himself."""
+        if create_graph:
+            raise NotBuilt("backward(create_graph=True): gradients of gradients are not built yet")
+        self.run_backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def set_lr(self, lr: float) -> None:
+        """One learning rate for all groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """That of the first group."""
+        return float(self.param_groups[0]["lr"])
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -217,11 +244,12 @@ DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[[Any], Any]
 
 
 def dress(engine: Engine) -> None:
-    """Give an engine, as mizzen has built it, the wider classes of this file. They add methods and no state."""
+    """Give an engine, as mizzen has built it, the wider classes of this file."""
     stage = engine.settings.zero_optimization.stage
     engine.__class__ = DropInEngine
     if engine.optimizer is not None:
         engine.optimizer.__class__ = OPTIMIZERS[stage]
+        engine.optimizer.run_backward = engine.backward
     if stage == 3:
         parameters.install()
         engine.module.register_state_dict_post_hook(empty_shards)  # type: ignore[no-untyped-call]

@@ -1,30 +1,26 @@
 """`initialize` and its neighbours: mizzen's own, with an engine that has what clients reach for."""
 
-from argparse import ArgumentParser
-from collections.abc import Mapping
-from inspect import signature
-from typing import Any
+from argparse import ArgumentParser, Namespace
+from inspect import BoundArguments, signature
+from typing import Any, Final
 
 from torch import nn
 
 from deepspeed.faces import parameters
+from deepspeed.faces.config import without_hints
 from deepspeed.faces.engine import dress
 from mizzen import api
-from mizzen.config.migrate import name_keys, spread_paths
-from mizzen.config.schema import Config
-from mizzen.config.source import read_source
 from mizzen.errors import NotBuilt
-from mizzen.log import warn_once
 from mizzen.zero import Init as MizzenInit
+
+SOURCES: Final = ("config", "config_params", "config_dict_or_path")
+"""Arguments that are a configuration."""
 
 
 def initialize(*args: Any, **kwargs: Any) -> api.Setup:
     """mizzen's `initialize`, for configurations that clients have added keys of their own to."""
-    bound = signature(api.initialize).bind(*args, **kwargs).arguments
-    for name in ("config", "config_params"):
-        if isinstance(given := bound.get(name), Mapping):
-            bound[name] = without_hints(given)
-    engine, *others = api.initialize(**bound)
+    bound = _without_hints(signature(api.initialize).bind(*args, **kwargs))
+    engine, *others = api.initialize(*bound.args, **bound.kwargs)
     dress(engine)
     return engine, *others
 
@@ -32,19 +28,16 @@ def initialize(*args: Any, **kwargs: Any) -> api.Setup:
 initialize.__signature__ = signature(api.initialize)  # type: ignore[attr-defined]
 
 
-def without_hints(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration without keys with dots at its top that point to nothing; the same object if it has none."""
-    unknown = [key for key in config if "." in key and not _is_path(key)]
-    if not unknown:
-        return config
-    warn_once(f"keys with dots that point to no key of the configuration are not looked at: {', '.join(unknown)}")
-    return {key: value for key, value in config.items() if key not in unknown}
-
-
-def _is_path(key: str) -> bool:
-    raw = read_source({key: None})
-    spread_paths(raw)
-    return not name_keys(raw, Config)
+def _without_hints(bound: BoundArguments) -> BoundArguments:
+    """The arguments of a call, with the configuration as mizzen takes it, wherever it was given."""
+    given = bound.arguments
+    for name in SOURCES:
+        if given.get(name) is not None:
+            given[name] = without_hints(given[name])
+    path = getattr(given.get("args"), "deepspeed_config", None)
+    if path is not None:
+        given["args"] = Namespace(deepspeed_config=without_hints(path))
+    return bound
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -61,6 +54,10 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
 
 class Init(MizzenInit):
     """mizzen's `zero.Init`; parameters then have the facts that other libraries hang on them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = _without_hints(signature(MizzenInit).bind(*args, **kwargs))
+        super().__init__(*bound.args, **bound.kwargs)
 
     def __enter__(self) -> "Init":
         """Modules that are built from here on are sharded."""

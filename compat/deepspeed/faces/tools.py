@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_map_only
 from deepspeed.faces.accelerator import get_accelerator, range_of
 from mizzen.accelerator import Timer
 from mizzen.accelerator import get_accelerator as own_accelerator
-from mizzen.log import LEVELS, get_logger, info_once, log_dist, set_level, warn_once
+from mizzen.environment import World, environ
+from mizzen.errors import UsageError
+from mizzen.log import LEVELS, get_logger, info_once, set_level, warn_once
 
 Value = TypeVar("Value")
 
@@ -43,11 +45,17 @@ copy_to_device = move_to_device
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Say, if forced, what this process uses of the device, on rank 0."""
+    """Print, if forced, what this process uses of the device, on rank 0."""
     if force:
         memory = own_accelerator().memory()
         peak = f", at most {memory.peak / 1e9:.2f} GB" if memory.peak is not None else ""
-        log_dist(f"{message}: {memory.allocated / 1e9:.2f} GB allocated{peak}, {memory.reserved / 1e9:.2f} GB reserved")
+        _print(f"{message}: {memory.allocated / 1e9:.2f} GB allocated{peak}, {memory.reserved / 1e9:.2f} GB reserved")
+
+
+def _print(message: str, ranks: Iterable[int] = (0,)) -> None:
+    """Print on some ranks, whatever the threshold of the log; -1 stands for all."""
+    if World.detect(environ()).rank in (wanted := {*ranks}) or -1 in wanted:
+        print(message, flush=True)  # noqa: T201
 
 
 def set_random_seed(seed: int) -> None:
@@ -125,6 +133,8 @@ def required_torch_version(min_version: float | None = None, max_version: float 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
     """Set the threshold by name."""
+    if log_level_str.lower() not in LEVELS:
+        raise UsageError(f"{log_level_str!r} is no level of a log: choose one of {', '.join(LEVELS)}")
     if custom_logger is None:
         set_level(log_level_str)
     else:
@@ -137,9 +147,9 @@ warning_once = warn_once
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Say something on rank 0, if forced."""
-    if force:
-        log_dist(message)
+    """Print something on rank 0, if forced."""
+    if debug or force:
+        _print(message)
 
 
 class SynchronizedWallClockTimer:
@@ -151,6 +161,7 @@ class SynchronizedWallClockTimer:
         def __init__(self, name: str) -> None:
             self.name_ = name
             self._timer = Timer(own_accelerator())
+            self._seconds = 0.0
 
         def start(self) -> None:
             """Start it."""
@@ -161,8 +172,10 @@ class SynchronizedWallClockTimer:
             self._timer.stop()
 
         def elapsed(self, reset: bool = True) -> float:
-            """Milliseconds between starts and stops since the last time this was asked."""
-            return 1e3 * self._timer.read()
+            """Milliseconds between starts and stops since the last reset."""
+            found = self._seconds + self._timer.read()
+            self._seconds = 0.0 if reset else found
+            return 1e3 * found
 
     def __init__(self) -> None:
         self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
@@ -175,10 +188,23 @@ class SynchronizedWallClockTimer:
         """All of them."""
         return self.timers
 
-    def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, ranks: Any = None) -> None:
-        """Say what they have measured."""
-        found = [f"{name}: {self.timers[name].elapsed() / normalizer:.2f}" for name in names if name in self.timers]
-        log_dist(f"time (ms) | {' | '.join(found)}", ranks=ranks or [0])
+    def has_timer(self, name: str) -> bool:
+        """Whether there is one of that name."""
+        return name in self.timers
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Any = None,
+    ) -> None:
+        """Print what they have measured, and, if asked, what this process uses of the device."""
+        times = {name: self.timers[name].elapsed(reset) / normalizer for name in names if self.has_timer(name)}
+        memory = self.memory_usage() if memory_breakdown else ""
+        shown = " | ".join(f"{name}: {value:.2f}" for name, value in times.items())
+        _print(f"time (ms) | {shown}{memory}", ranks or [0])
 
     @staticmethod
     def memory_usage() -> str:
