@@ -72,10 +72,8 @@ def _client(name: str, value: Tensor) -> Boxed:
 
 def facts_of(found: Mapping[str, object], encoder: Encoder) -> dict[str, Any]:
     """What a Source says of its run, under our names; all of it also as it was said, for whoever looks."""
-    counters = {key: found[key] for key in COUNTERS if isinstance(found.get(key), int)}
-    nested = found.get("counters")
     facts: dict[str, Any] = {
-        "counters": counters or (dict(nested) if isinstance(nested, Mapping) else {}),
+        "counters": _counters(found),
         "client": encoder.encode(dict(_mapping(found.get("client_state"))), "client_state"),
         "aliases": dict(_mapping(found.get("aliases"))),
         "frozen": [str(name) for name in frozen] if isinstance(frozen := found.get("frozen"), list | tuple) else [],
@@ -85,6 +83,15 @@ def facts_of(found: Mapping[str, object], encoder: Encoder) -> dict[str, Any]:
         state = encoder.encode(dict(_mapping(found["lr_scheduler"])), "lr_scheduler")
         facts["scheduler"] = {"type": "", "state": state}
     return facts
+
+
+def _counters(found: Mapping[str, object]) -> dict[str, Any]:
+    counters = {key: found[key] for key in COUNTERS if isinstance(found.get(key), int)}
+    counters = counters or dict(_mapping(found.get("counters")))
+    for key, value in counters.items():
+        if not isinstance(value, int):
+            raise CheckpointError(f"the facts of the checkpoint cannot be used: counters.{key} is {value!r}")
+    return counters
 
 
 def _mapping(value: object) -> Mapping[Any, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mizzen.checkpoint.write import Item
-from mizzen.errors import CheckpointError, MizzenError
+from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 from mizzen.model.piece import Piece
 
@@ -69,7 +69,7 @@ class Background:
         started = time.perf_counter()
         try:
             do()
-        except (MizzenError, OSError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001  whatever it is: training would never hear of it
             get_logger().error("a save beside training failed after %.1f s: %s", time.perf_counter() - started, error)
             self._error = error
 

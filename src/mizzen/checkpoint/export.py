@@ -8,6 +8,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.source import Entry, Source
 from mizzen.checkpoint.sources import aliases_of, weights_of
 from mizzen.checkpoint.tensors import by_number
@@ -48,7 +49,16 @@ def export_safetensors(
     told: Told | None = None,
 ) -> list[Path]:
     """Write shards of at most so many bytes, and their index; one larger tensor is a shard by itself."""
-    return write_weights(folder, as_counted(waiting_for(source, precision)), shard=shard, safe=True, told=told)
+    tensors = as_counted(waiting_for(source, precision))
+    return write_weights(folder, tensors, shard=shard, safe=True, told=told, read=files_of(source))
+
+
+def files_of(source: Source) -> list[Path]:
+    """The files of plain weights from which a Source reads; none for a checkpoint."""
+    if not isinstance(source, Collected):
+        return []
+    parts = source.notes.get("files")
+    return [source.path / str(part) for part in parts] if isinstance(parts, list) else [source.path]
 
 
 def export_torch(source: Source, path: Path, *, precision: Precision = "fp32", told: Told | None = None) -> Path:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from mizzen.checkpoint.export import waiting_for, with_aliases
+from mizzen.checkpoint.export import files_of, waiting_for, with_aliases
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.source import Source
 from mizzen.checkpoint.weights_out import Waiting, write_weights
@@ -43,8 +43,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write all weights in fp32 into a folder, in shards, with an index if there are several."""
-    found = fp32_weights(open_source(checkpoint_dir, tag), frozen=not exclude_frozen_parameters)
-    written = write_weights(output_dir, found, shard=max_shard_size, safe=safe_serialization)
+    source = open_source(checkpoint_dir, tag)
+    found = fp32_weights(source, frozen=not exclude_frozen_parameters)
+    written = write_weights(output_dir, found, shard=max_shard_size, safe=safe_serialization, read=files_of(source))
     get_logger().info(f"{output_dir}: wrote {len(found)} tensors in {', '.join(path.name for path in written)}")
 
 
@@ -75,6 +76,8 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: str | Pat
 def fp32_weights(source: Source, *, frozen: bool = True) -> dict[str, Waiting]:
     """Each weight and buffer once per name; fp32 if it has a fraction. Names that mean one weight share a Waiting."""
     left_out = source.facts().get("frozen")
+    if isinstance(left_out, list | tuple) and not all(isinstance(name, str) for name in left_out):
+        raise CheckpointError("the facts of the checkpoint cannot be used: 'frozen' is no list of names")
     skipped = set(left_out) if isinstance(left_out, list | tuple) and not frozen else set()
     found = waiting_for(source, "fp32")
     return with_aliases(source, {name: waiting for name, waiting in found.items() if name not in skipped})

@@ -83,9 +83,7 @@ def compare(one: Reader, other: Reader, told: Told | None = None) -> Iterator[Di
             yield Difference(title, f"{list(a.shape)} {a.dtype}", f"{list(b.shape)} {b.dtype}")
         else:
             left, right = one.whole(*key), other.whole(*key)
-            if not torch.equal(
-                left.view(torch.uint8) if left.dim() else left, right.view(torch.uint8) if right.dim() else right
-            ):
+            if not torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8)):
                 yield Difference(title, *_values(left, right))
             if told is not None:
                 told(a.nbytes)

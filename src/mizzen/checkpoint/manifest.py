@@ -25,6 +25,8 @@ CHUNK: Final = 1 << 22
 """Bytes of a file that share one hash."""
 LARGEST: Final = 1 << 60
 """No file, tensor or place is larger than this."""
+LONGEST: Final = 4096
+"""No name has more characters than this."""
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LAST: Final = re.compile(rb'\n"hash":"([0-9a-f]{32})"\}\n\Z')
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
@@ -230,6 +232,6 @@ def _whole(value: Any, *, low: int = 0, high: int) -> int:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 4096:
-        raise ValueError(f"{str(value)[:40]!r} is not a text of at most 4096 characters")
+    if not isinstance(value, str) or len(value) > LONGEST:
+        raise ValueError(f"{str(value)[:40]!r} is not a text of at most {LONGEST} characters")
     return value

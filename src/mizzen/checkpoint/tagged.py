@@ -10,15 +10,17 @@ import json
 import math
 import pickle
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import numpy
 import torch
 from torch import Tensor
 
+from mizzen.checkpoint.manifest import LONGEST
+from mizzen.checkpoint.parts import DIMENSIONS
 from mizzen.checkpoint.tensors import CODES, DTYPES, memory_of, name_of
 from mizzen.errors import CheckpointError, UsageError
 
@@ -26,6 +28,9 @@ DEPTH: Final = 200
 """Values nested deeper than this are taken for one that contains itself."""
 _NUMBERS: Final = "biuf"
 """The kinds of numpy's dtypes that are kept: truth values, whole numbers with and without sign, fractions."""
+_BITS: Final = 14_000
+"""Whole numbers of more bits are refused: Python itself reads and writes texts of at most 4,300 digits."""
+_DICTS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 
 class Encoder:
@@ -42,6 +47,8 @@ class Encoder:
         if depth > DEPTH:
             raise UsageError(f"{path[:200]}: nested deeper than {DEPTH}, or it contains itself")
         kind = type(value)
+        if kind is int and value.bit_length() > _BITS:
+            raise UsageError(f"{path} is an integer of {value.bit_length()} bits; a checkpoint keeps at most {_BITS}")
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
@@ -56,15 +63,13 @@ class Encoder:
         simple = _simple(value)
         if simple is not None:
             return simple
-        if isinstance(value, Tensor) or (isinstance(value, numpy.ndarray) and value.dtype.kind in _NUMBERS):
+        if isinstance(value, Tensor) or _is_plain_array(value):
             return self._array(value, path)
         if type(value) in (tuple, torch.Size, set, frozenset):
             rows = [self.encode(each, f"{path}[{n}]", depth + 1) for n, each in enumerate(value)]
-            word = "tuple" if isinstance(value, tuple) else type(value).__name__
-            return {f"${word}": rows}
-        if type(value) in (dict, OrderedDict):
-            word = "dict" if type(value) is dict else "ordered"
-            return {f"${word}": self._pairs(value, path, depth)}
+            return {f"${type(value).__name__}": rows}
+        if type(value) in _DICTS:
+            return {f"${_DICTS[type(value)]}": self._pairs(value, path, depth)}
         if type(value) is Namespace:
             return {"$namespace": self._pairs(vars(value), path, depth)}
         if self._pickles:
@@ -91,21 +96,42 @@ class Encoder:
             word, tensor = "array", torch.from_numpy(native)
         if tensor.dtype not in CODES:
             raise UsageError(f"{path} is a tensor of {tensor.dtype}, which a checkpoint does not keep")
-        self.tensors[path] = tensor.to("cpu", copy=True).contiguous()
-        return {f"${word}": path}
+        if tensor.dim() > DIMENSIONS:
+            raise UsageError(f"{path} has {tensor.dim()} dimensions; a checkpoint keeps at most {DIMENSIONS}")
+        name = self._free(path)
+        self.tensors[name] = tensor.to("cpu", copy=True).contiguous()
+        return {f"${word}": name}
+
+    def _free(self, path: str) -> str:
+        """A name that no other array has: the path, or with a number where it is too long or taken."""
+        name, number = path, 1
+        while name in self.tensors or len(name) > LONGEST:
+            number += 1
+            ending = f" ({number})"
+            name = path[: LONGEST - len(ending)] + ending
+        return name
+
+
+def _is_plain_array(value: Any) -> bool:
+    """Whether it is an array of numbers that torch has too, and no more than that: a mask would be lost."""
+    return isinstance(value, numpy.ndarray) and not isinstance(value, numpy.ma.MaskedArray) and _is_kept(value.dtype)
+
+
+def _is_kept(dtype: "numpy.dtype[Any]") -> bool:
+    return dtype.kind in _NUMBERS and dtype.itemsize <= 8
 
 
 def _simple(value: Any) -> dict[str, Any] | None:
     """Values without others inside."""
     found: dict[str, Any] | None = None
-    if isinstance(value, numpy.generic) and value.dtype.kind in _NUMBERS:
+    if isinstance(value, numpy.generic) and _is_kept(value.dtype):
         number = value.item()
         found = {"$numpy": [value.dtype.name, number if not isinstance(number, float) else repr(number)]}
     elif type(value) in (bytes, bytearray):
         found = {f"${type(value).__name__}": _base64(value)}
     elif type(value) is complex:
         found = {"$complex": [repr(value.real), repr(value.imag)]}
-    elif isinstance(value, PurePath):
+    elif isinstance(value, Path | PurePosixPath):
         found = {"$path": str(value)}
     elif type(value) in (datetime.datetime, datetime.date, datetime.time):
         found = {f"${type(value).__name__}": value.isoformat()}
@@ -177,10 +203,12 @@ class _Decoder:
             return _SIMPLE[word](value)
         if word in _ROWS:
             return _ROWS[word](self.decode(each) for each in value)
-        if word in ("dict", "ordered", "namespace"):
+        if word in ("dict", "ordered", "counter", "namespace"):
             pairs = [(self.decode(key), self.decode(each)) for key, each in value]
             if word == "namespace":
                 return Namespace(**dict(pairs))
+            if word == "counter":
+                return Counter(dict(pairs))
             return dict(pairs) if word == "dict" else OrderedDict(pairs)
         if word in ("tensor", "array"):
             tensor = self._read(str(value))
@@ -195,7 +223,12 @@ class _Decoder:
         raise CheckpointError(f"a value of the checkpoint is of the unknown kind {word[:40]!r}")
 
 
-_ROWS: Final[Mapping[str, Callable[[Any], Any]]] = {"tuple": tuple, "Size": tuple, "set": set, "frozenset": frozenset}
+_ROWS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "tuple": tuple,
+    "Size": lambda sizes: torch.Size([*sizes]),
+    "set": set,
+    "frozenset": frozenset,
+}
 _SIMPLE: Final[Mapping[str, Callable[[Any], Any]]] = {
     "float": float,
     "numpy": lambda pair: _number(*pair),

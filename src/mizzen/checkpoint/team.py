@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from mizzen.comm import collectives
 from mizzen.errors import CheckpointError, CommError, MizzenError
+from mizzen.log import get_logger
 
 Result = TypeVar("Result")
 
@@ -81,6 +82,9 @@ def attempt(do: Callable[[], Result]) -> tuple[Result | None, str | None]:
     except MizzenError as error:
         return None, str(error)
     except (OSError, RuntimeError, MemoryError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  whatever it is: the others wait for this rank
+        get_logger().error("nobody expected this; it is told to all ranks", exc_info=error)
         return None, f"{type(error).__name__}: {error}"
 
 

@@ -6,7 +6,7 @@ One tensor at a time is in memory. A file appears whole, in place of an older on
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.errors import FileError, UsageError
-from mizzen.files import BESIDE, commit_text, fsync_folder, make_folder, remove, replace, write_chunks
+from mizzen.files import BESIDE, commit_text, fsync_folder, list_folder, make_folder, remove, replace, write_chunks
 
 UNITS: Final = {
     "": 1,
@@ -60,8 +60,13 @@ def write_weights(
     shard: float | str | None,
     safe: bool,
     told: Told | None = None,
+    read: Collection[Path] = (),
 ) -> list[Path]:
-    """Write all tensors into a folder, in shards of at most so many bytes; returns the files."""
+    """Write all tensors into a folder, in shards of at most so many bytes; returns the files.
+
+    Weights of an earlier export go, since a reader might take them for the new ones. `read` are the files that the
+    tensors come from: where they are in the folder too, all of it stays.
+    """
     folder = Path(folder)
     groups = split(tensors, size_of(shard))
     stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
@@ -80,7 +85,18 @@ def write_weights(
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": owners}, indent=2, sort_keys=True)
         written.append(folder / f"{stem}.{suffix}.index.json")
         commit_text(written[-1], text + "\n")
+    stale = _stale(folder, f"{stem}.{suffix}", written)
+    if not {path.resolve() for path in read} & {path.resolve() for path in stale}:
+        for path in stale:
+            remove(path, missing_ok=True)
     return written
+
+
+def _stale(folder: Path, name: str, written: list[Path]) -> list[Path]:
+    """Files that an export with other shards has left: one for all, its shards, or their index."""
+    stem, suffix = name.split(".")
+    pattern = re.compile(rf"{stem}(-\d+-of-\d+)?\.{suffix}(\.index\.json)?")
+    return [path for path in list_folder(folder) if pattern.fullmatch(path.name) and path not in written]
 
 
 def split(tensors: Mapping[str, Waiting], limit: float) -> list[list[str]]:

@@ -116,8 +116,11 @@ def run_show(arguments: argparse.Namespace) -> int:
         write(f"{reader.folder}\n  save {manifest.id} of run {manifest.run}, {manifest.created}")
         write(f"  {len(manifest.files)} files, {_size(manifest.nbytes)}")
         for key in ("versions", "layout", "counters", "batch", "data"):
-            if manifest.facts.get(key):
-                write(f"  {key}: {', '.join(f'{name} {value}' for name, value in manifest.facts[key].items())}")
+            found = manifest.facts.get(key) or {}
+            if not isinstance(found, dict):
+                raise CheckpointError(f"{reader.folder}: its facts cannot be used: '{key}' is no dict")
+            if found:
+                write(f"  {key}: {', '.join(f'{name} {value}' for name, value in found.items())}")
         rows = [[each.kind, each.name, str(list(each.shape)), each.dtype] for each in manifest.tensors[:SHOWN]]
         _print_rows(("kind", "name", "shape", "dtype"), rows)
         if len(manifest.tensors) > SHOWN:

@@ -460,7 +460,7 @@ class Face(nn.Module):
             self,
             folder_of(settings, save_dir),
             None if tag is None else str(tag),
-            client_state or {},
+            {} if client_state is None else client_state,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             beside=settings.async_save if async_save is None else async_save,
@@ -508,7 +508,9 @@ class Face(nn.Module):
             module_only=load_module_only,
             custom=custom_load_fn,
         )
-        return load_checkpoint(self, folder_of(self.settings.checkpoint, load_dir), tag, wishes)
+        return load_checkpoint(
+            self, folder_of(self.settings.checkpoint, load_dir), None if tag is None else str(tag), wishes
+        )
 
     def resume_if_possible(
         self, load_dir: str | PathLike[str] | None = None

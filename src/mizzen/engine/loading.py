@@ -93,8 +93,8 @@ class Match:
     def of(cls, weights: Weights, reader: Reader) -> "Match":
         """Find every name, under another name of the same tied tensor if need be."""
         stored = {name: entry for (kind, name), entry in reader.entries.items() if kind == WEIGHT}
-        aliases: dict[str, str] = dict(_facts(reader, "aliases"))
-        excluded = set(_facts(reader, "excluded"))
+        aliases: dict[str, str] = dict(_names(reader, "aliases", dict))
+        excluded = set(_names(reader, "excluded", list))
         others: dict[str, list[str]] = {}
         for alias, name in weights.aliases.items():
             others.setdefault(name, []).append(alias)
@@ -113,9 +113,13 @@ class Match:
         return cls(weights, names, LoadReport(tuple(missing), tuple(unexpected), tuple(misshaped)))
 
 
-def _facts(reader: Reader, key: str) -> Any:
-    found = reader.manifest.facts.get(key)
-    return found if isinstance(found, dict | list) else ()
+def _names(reader: Reader, key: str, kind: type[dict[str, str]] | type[list[str]]) -> Any:
+    """Names that the facts have under a key: a list of them, or a dict from one to another."""
+    found = reader.manifest.facts.get(key) or kind()
+    texts = found.values() if isinstance(found, dict) else found
+    if not isinstance(found, kind) or not all(isinstance(each, str) for each in texts):
+        raise CheckpointError(f"{reader.folder}: its facts cannot be used: '{key}' is no {kind.__name__} of names")
+    return found
 
 
 def load_checkpoint(
@@ -201,7 +205,7 @@ def _read(
     """What this rank needs. Nothing here waits for another rank."""
     facts, trusts = reader.manifest.facts, engine.settings.checkpoint.pickled_client_state
     client = decode(facts.get("client", {}), lambda name: reader.whole(CLIENT, name), allow_pickle=trusts)
-    extra = decode(facts.get("extra", {}), lambda name: reader.whole(CLIENT, name))
+    extra = decode(facts.get("extra", {}), lambda name: reader.whole(CLIENT, name), allow_pickle=trusts)
     whole = {}
     if wishes.custom is not None:
         whole = {name: reader.whole(kind, name) for kind, name in reader.entries if kind == WEIGHT}
@@ -260,21 +264,23 @@ def _set_facts(engine: "Face", reader: Reader, wishes: Wishes) -> None:
         engine.global_samples = int(counters.get("global_samples", 0))
         engine.skipped_steps = int(counters.get("skipped_steps", 0))
         engine.micro_steps = int(counters.get("micro_steps", 0)) // accumulation * engine.batch.accumulation
-        _set_optimizer(engine, facts, wishes)
+        _set_optimizer(engine, reader, wishes)
         loader, position = engine.training_dataloader, facts.get("data")
         if isinstance(loader, Loader) and position is not None:
             loader.load_state_dict(position)
             engine.set_dataloader(loader)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{reader.folder}: its facts cannot be used: {type(error).__name__}: {error}") from error
 
 
-def _set_optimizer(engine: "Face", facts: Mapping[str, Any], wishes: Wishes) -> None:
+def _set_optimizer(engine: "Face", reader: Reader, wishes: Wishes) -> None:
+    facts, trusts = reader.manifest.facts, engine.settings.checkpoint.pickled_client_state
     optimizer, scheduler, names = engine.basic_optimizer, engine.lr_scheduler, engine.surroundings.groups
     saved = facts.get("optimizer")
     if wishes.optimizer and optimizer is not None and saved is not None:
         padded = [*names, *[()] * (len(optimizer.param_groups) - len(names))]
-        set_groups(optimizer, padded, decode(saved["groups"], _none), with_rates=wishes.scheduler)
+        groups = decode(saved["groups"], _none, allow_pickle=trusts)
+        set_groups(optimizer, padded, groups, with_rates=wishes.scheduler)
         if engine.optimizer is not None and facts.get("scaler") is not None:
             engine.optimizer.loss_scaler.has_scaled = False
             engine.optimizer.loss_scaler.load_state_dict(facts["scaler"])
@@ -289,7 +295,8 @@ def _set_optimizer(engine: "Face", facts: Mapping[str, Any], wishes: Wishes) -> 
             f"{type(scheduler).__name__}: it starts afresh"
         )
         return
-    scheduler.load_state_dict(decode(facts["scheduler"]["state"], _none))
+    state = facts["scheduler"]["state"]
+    scheduler.load_state_dict(decode(state, lambda name: reader.whole(CLIENT, name), allow_pickle=trusts))
 
 
 def _none(name: str) -> Tensor:

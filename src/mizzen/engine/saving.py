@@ -87,6 +87,8 @@ def folder_of(settings: CheckpointConfig, given: str | os.PathLike[str] | None) 
     """The folder of a call, or that of the configuration."""
     if given is None and settings.dir is None:
         raise UsageError("which folder? Give one to the call, or set checkpoint.dir in the configuration")
+    if given is not None and not isinstance(given, str | os.PathLike):
+        raise UsageError(f"a folder is a text or a path, not {given!r}")
     return Path(given if given is not None else str(settings.dir))
 
 
@@ -211,6 +213,8 @@ def _random_states(engine: "Face") -> Tensor:
 
 def facts_of(engine: "Face", weights: Weights, client_state: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
     """Everything that is not a tensor."""
+    if not isinstance(client_state, Mapping):
+        raise UsageError(f"client_state is a {type(client_state).__name__}: give a dict")
     layout = engine.surroundings.resolved.layout
     optimizer, scheduler, loader = engine.basic_optimizer, engine.lr_scheduler, engine.training_dataloader
     names = engine.surroundings.groups

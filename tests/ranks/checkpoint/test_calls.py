@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import mizzen
+from faults.malice import opened, sealed
 from mizzen.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from mizzen.checkpoint.folder import committed
 from mizzen.comm.communicator import set_patience
@@ -289,6 +291,31 @@ def test_a_full_disk(world, tmp_path, on_error):
             assert said[1] is True and "was not saved" in said[2] and "No space left" in said[2]
 
 
+def surprised(folder):
+    engine = build(Case(stage=1))
+
+    def broken(operation, path):
+        if operation == "write" and path.suffix == ".safetensors" and engine.global_rank == 1:
+            raise KeyError("surprise")
+
+    said = []
+    with watched(broken):
+        for beside in (False, True):
+            try:
+                engine.save_checkpoint(folder, tag="bad", async_save=beside)
+                engine.saving.background._thread.join()
+                train(engine, 1)
+            except CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
+def test_an_error_that_nobody_expects_is_told_to_all_ranks(world, tmp_path):
+    for said in world(2).run(surprised, str(tmp_path)):
+        assert len(said) == 2 and all("rank 1: KeyError: 'surprise'" in words for words in said)
+    assert not (tmp_path / "bad").exists()
+
+
 def retained(folder):
     other = build(Case())
     other.save_checkpoint(folder, tag="of-another-run")
@@ -450,6 +477,83 @@ def own_optimizer(folder):
 def test_an_optimizer_of_the_user(world, tmp_path):
     for rates, same in world(2).run(own_optimizer, str(tmp_path)):
         assert rates == ([0.03, 0.03], [0.5, 0.9]) and all(same)
+
+
+class Halving:
+    """A schedule with a state that only a pickle keeps."""
+
+    def __init__(self):
+        self.steps = slice(1, 2)
+
+    def __call__(self, step):
+        return 0.5
+
+
+class Extra(nn.Linear):
+    """A layer with a state that only a pickle keeps."""
+
+    def get_extra_state(self):
+        return slice(1, 2)
+
+    def set_extra_state(self, state):
+        self.given = state
+
+
+def engine_with(schedule, trusts, rate=0.1):
+    model = Extra(5, 3) if trusts else nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    config = {"train_micro_batch_size_per_gpu": 2, "checkpoint": {"pickled_client_state": trusts}}
+    return mizzen.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule(optimizer), config=config)[0]
+
+
+def own_schedules(folder):
+    steps = lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3])  # noqa: E731
+    halving = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, Halving())  # noqa: E731
+    engine_with(steps, False).save_checkpoint(folder, tag="steps")
+    second = engine_with(steps, False)
+    second.load_checkpoint(folder, tag="steps")
+    engine_with(halving, True, torch.tensor(0.1)).save_checkpoint(folder, tag="5")
+    third = engine_with(halving, True, torch.tensor(0.1))
+    third.load_checkpoint(folder, tag=5)
+    return second.lr_scheduler.milestones, third.module.given, third.lr_scheduler.base_lrs
+
+
+def test_a_schedule_of_the_user(world, tmp_path):
+    milestones, extra, rates = world(1).run(own_schedules, str(tmp_path))[0]
+    assert milestones == Counter({1: 1, 3: 2}) and extra == slice(1, 2)
+    assert [float(rate) for rate in rates] == pytest.approx([0.1])
+
+
+FORGED = [
+    {"excluded": [[1]]}, {"excluded": 5}, {"aliases": [1]}, {"aliases": {"x": [1]}}, {"batch": {"accumulation": 0}},
+    {"counters": {"global_steps": float("inf")}},
+]  # fmt: skip
+
+
+def wrong_calls(folder):
+    engine, said = build(Case()), []
+    engine.save_checkpoint(folder, tag="good")
+    manifest = Path(folder, "good", "manifest.json")
+    body = opened(manifest.parent)
+
+    def load(facts):
+        manifest.write_bytes(sealed(body | {"facts": body["facts"] | facts}))
+        engine.load_checkpoint(folder, tag="good")
+
+    calls = [lambda facts=facts: load(facts) for facts in FORGED]
+    calls += [lambda: engine.save_checkpoint(folder, client_state=[1, 2]), lambda: engine.save_checkpoint(5)]
+    for call in calls:
+        try:
+            call()
+        except (CheckpointError, UsageError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_forged_facts_and_wrong_arguments_are_our_errors(world, tmp_path):
+    *forged, client, path = world(1).run(wrong_calls, str(tmp_path))[0]
+    assert len(forged) == len(FORGED) and all("its facts cannot be used" in words for words in forged)
+    assert "client_state is a list" in client and "a folder is a text or a path, not 5" in path
 
 
 def half_way(folder):

@@ -14,6 +14,7 @@ from mizzen.checkpoint import (
 )
 from mizzen.checkpoint.adopt import adopt
 from mizzen.checkpoint.export import export_safetensors, export_torch
+from mizzen.checkpoint.fp32 import fp32_weights
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.source import Entry
@@ -78,6 +79,13 @@ def test_a_source_that_does_not_keep_its_word(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_facts_that_nobody_has_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"counters\.global_steps is inf"):
+        adopt(Given(MODEL, {"counters": {"global_steps": float("inf")}}), tmp_path, "imported")
+    with pytest.raises(CheckpointError, match="'frozen' is no list of names"):
+        fp32_weights(Given(MODEL, {"frozen": [[1]]}), frozen=False)
+
+
 def test_shards_with_an_index(folder, tmp_path):
     paths = export_safetensors(open_source(folder), tmp_path / "out", precision="fp32", shard=60)
     assert [path.name for path in paths] == [
@@ -90,6 +98,30 @@ def test_shards_with_an_index(folder, tmp_path):
     assert torch.equal(found["layers.10.weight"], MODEL["master", "layers.10.weight"])
     assert found["steps"].item() == 5 and set(found) == {"layers.10.weight", "layers.2.weight", "steps", "empty"}
     assert index["metadata"]["total_size"] == 2 * 48 + 8
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_of_an_earlier_export_go(folder, tmp_path, safe):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+
+    def names_with(shard):
+        convert_zero_checkpoint_to_fp32_state_dict(folder, out, max_shard_size=shard, safe_serialization=safe)
+        return sorted(path.name for path in out.iterdir())
+
+    stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    shards = [f"{stem}-0000{number}-of-00003.{suffix}" for number in (1, 2, 3)]
+    assert names_with("5GB") == ["config.json", f"{stem}.{suffix}"]
+    assert names_with(60) == ["config.json", *shards, f"{stem}.{suffix}.index.json"]
+    assert names_with("5GB") == ["config.json", f"{stem}.{suffix}"]
+
+
+def test_weights_that_are_read_stay(folder, tmp_path):
+    out = tmp_path / "out"
+    shards = export_safetensors(open_source(folder), out, precision="fp32", shard=60)
+    export_safetensors(open_source(out), out, precision="bf16")
+    assert all(path.exists() for path in shards) and (out / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint import write
+from mizzen.checkpoint.background import Background
 from mizzen.checkpoint.choose import candidates
 from mizzen.checkpoint.folder import committed, delete, latest, mark, set_latest, surplus, sweep, sweep_all
 from mizzen.checkpoint.inspect import compare, verify
@@ -212,6 +213,20 @@ def test_a_deleted_checkpoint_leaves_other_files(tmp_path):
     delete(committed(tmp_path)[0])
     assert [path.name for path in (tmp_path / "tag").iterdir()] == ["mine.txt"]
     assert surplus(committed(tmp_path), last=1, every=None, spare=()) == []
+
+
+def test_a_scalar_that_is_no_number_is_equal_to_itself(tmp_path):
+    save(tmp_path, {"scale": torch.tensor(float("nan")), "none": torch.zeros(0, 4)})
+    with Reader(tmp_path / "tag") as reader:
+        assert list(compare(reader, reader)) == []
+
+
+def test_a_save_beside_training_hides_no_error():
+    background = Background()
+    background.start(lambda: {}["surprise"])
+    with pytest.raises(CheckpointError, match="surprise") as caught:
+        background.wait()
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_comparing(tmp_path):

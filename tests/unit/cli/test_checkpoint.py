@@ -1,6 +1,7 @@
 """`mizzen checkpoint` and its commands on folders that the tests make."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,14 @@ def test_show(mizzen, folder):
     ran = mizzen("checkpoint", "show", folder, "--tag", "s2")
     assert "s2" in ran.out and "model  a     [4, 3]  float32" in ran.out
     assert json.loads(mizzen("checkpoint", "show", folder, "--json").out)["facts"]["counters"] == {"global_steps": 3}
+
+
+@pytest.mark.parametrize("key", ["versions", "counters"])
+def test_show_of_forged_facts(mizzen, tmp_path, key):
+    manifest = save(tmp_path, {"a": torch.zeros(1)})
+    (tmp_path / "tag" / "manifest.json").write_bytes(replace(manifest, facts={key: [1]}).to_bytes())
+    result = mizzen("checkpoint", "show", tmp_path)
+    assert result.code == 1 and f"'{key}' is no dict" in result.err
 
 
 def test_verify(mizzen, folder):
