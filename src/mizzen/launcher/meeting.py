@@ -10,6 +10,11 @@ before its number is told to anybody.
 Of torch elastic we use the rendezvous: who is there, with keep-alives and rounds. docs/decisions/0015 says why not the
 agent. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 must be in the environment of this process, or a node that joins later waits
 for an address that nobody publishes (torch 2.13).
+
+[Note: who is gone]
+The rendezvous forgets a node that was silent for some seconds, and tells nobody. So every supervisor counts a beat with
+each look at the store of its attempt, and says why when it leaves. The first node, without whose store there is no job,
+watches both and says for all who is gone: so every node names the same cause. Its own silence is that of the store.
 """
 
 import json
@@ -31,6 +36,7 @@ from mizzen.launcher.failure import Failure
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import Job
 from mizzen.launcher.place import Member, Place, settle
+from mizzen.launcher.pulse import LOST, Pulse
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -68,6 +74,10 @@ class News:
     """Whether nodes wait to join."""
     are_finished: bool = False
     """Whether the ranks of all nodes are done."""
+    gone: str = ""
+    """Who has left before its ranks were done, or is lost, in words."""
+    are_enough: bool = False
+    """Whether those that remain may go on without them."""
 
 
 class Meeting(Protocol):
@@ -91,8 +101,8 @@ class Meeting(Protocol):
     def share(self, key: str, text: str) -> list[str]:
         """What every node has to say under this key; those that do not answer in a moment are left out."""
 
-    def leave(self) -> None:
-        """Take no further part."""
+    def leave(self, words: str) -> None:
+        """Take no further part; the others learn why."""
 
 
 class StoreHost:
@@ -182,7 +192,7 @@ class Alone:
         """What we said ourselves."""
         return [text]
 
-    def leave(self) -> None:
+    def leave(self, words: str) -> None:
         """Free the port."""
         if self._host is not None:
             self._host.close()
@@ -227,6 +237,8 @@ class Together:
         self._round: Store | None = None
         self._members: list[Member] = []
         self._rank = 0
+        self._pulse = Pulse(0, 0.0)
+        self._gone: dict[int, str] = {}
         self._ranks: StoreHost | None = None
         self._attempts = 0
         # [Note: a store that does not answer]
@@ -282,6 +294,7 @@ class Together:
         own = Member(self._seat.index, len(self._seat.host.slots), self._seat.host.name, self._address)
         self._round.set(f"member/{info.rank}", json.dumps(asdict(own)))
         self._members = [Member(**json.loads(self._round.get(f"member/{rank}"))) for rank in range(info.world_size)]
+        self._pulse, self._gone = Pulse(info.world_size, time.monotonic()), {}
         node, first_rank, world = settle(self._members, own.index)
         address = self._reachable_address()
         if node == 0:
@@ -321,6 +334,7 @@ class Together:
 
     def finish(self) -> None:
         """Count this node among those whose ranks are done."""
+        self._ask(lambda: self._store().set(f"finished/{self._rank}", ""), SILENCE)
         self._ask(lambda: self._store().add("finished", 1), SILENCE)
 
     def news(self) -> News:
@@ -335,12 +349,32 @@ class Together:
 
     def _look(self) -> News:
         store = self._store()
+        store.add(f"beat/{self._rank}", 1)
+        if self._own is not None:
+            self._judge(store)
+        # Before the count of those that are done: a node leaves after that.
+        gone, are_enough = json.loads(store.get("gone")) if store.check(["gone"]) else ("", False)
+        has_changed = self._handler.num_nodes_waiting() > 0
         return News(
             failure=Failure.unpack(store.get("failure")) if store.check(["failure"]) else None,
             request=store.get("request").decode() if store.check(["request"]) else "",
-            has_changed=self._handler.num_nodes_waiting() > 0,
+            has_changed=has_changed,
             are_finished=int(store.add("finished", 0)) >= len(self._members),
+            gone=gone,
+            are_enough=are_enough or has_changed,
         )
+
+    def _judge(self, store: "Store") -> None:
+        """Say for all who is gone; a node whose ranks are done may go."""
+        ranks = range(len(self._members))
+        silent = self._pulse.silent([int(store.add(f"beat/{rank}", 0)) for rank in ranks], time.monotonic())
+        for rank in ranks:
+            has_left = store.check([f"left/{rank}"])
+            if rank not in self._gone and (has_left or rank in silent) and not store.check([f"finished/{rank}"]):
+                words = store.get(f"left/{rank}").decode() if has_left else ""
+                self._gone[rank] = _gone(self._members[rank], has_left, words)
+                are_enough = len(self._members) - len(self._gone) >= self._job.min_nodes
+                store.set("gone", json.dumps(["; ".join(self._gone.values()), are_enough]))
 
     def request(self, word: str) -> None:
         """Ask all nodes for something."""
@@ -363,21 +397,31 @@ class Together:
             raise AssertionError("the nodes have not met yet")
         return self._round
 
-    def leave(self) -> None:
+    def leave(self, words: str) -> None:
         """Take no further part; who hosts the store waits a moment, so that the others can read it."""
         if self._ranks is not None:
             self._ranks.close()
         with suppress(RuntimeError):  # the host of the store may have left already; ours is a LaunchError
-            self._ask(self._say_farewell, FAREWELL)
+            self._ask(lambda: self._say_farewell(words), FAREWELL)
 
-    def _say_farewell(self) -> None:
-        if self._own is None:
-            self._root.set(f"left/{self._seat.index}", "")
+    def _say_farewell(self, words: str) -> None:
+        if self._round is None:
             return
-        others = [f"left/{member.index}" for member in self._members if member.index != self._seat.index]
+        self._round.set(f"left/{self._rank}", words)
+        if self._own is None:
+            return
+        if not self._gone:
+            self._round.set("gone", json.dumps([_gone(self._members[self._rank], True, words), False]))
+        others = [f"left/{rank}" for rank in range(len(self._members)) if rank not in (self._rank, *self._gone)]
         until = time.monotonic() + FAREWELL
-        while others and not self._root.check(others) and time.monotonic() < until - 0.5:
+        while others and not self._round.check(others) and time.monotonic() < until - 0.5:
             time.sleep(0.02)
+
+
+def _gone(member: Member, has_left: bool, words: str) -> str:
+    """What is said of a node that is gone."""
+    how = "has left" if has_left else f"is lost: its supervisor has not been heard of for {LOST:.0f} s"
+    return f"node {member.index} ({member.host}) {how}" + (f": {words}" if words else "")
 
 
 def _connect(address: str, port: int, timeout: timedelta) -> Any:

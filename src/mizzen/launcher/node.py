@@ -95,7 +95,11 @@ def run(job: Job, seat: Seat, env: Mapping[str, str]) -> int:
             Path(job.care.pid_file).write_text(str(os.getpid()))
         meeting = meet(job, seat, {**env, **job.environment})
         supervisor = Supervisor(job, seat, meeting, keeper=keeper, signals=signals, folder=folder, env=env)
-        return supervisor.run()
+        try:
+            return supervisor.run()
+        except LaunchError as error:
+            meeting.leave(str(error))
+            raise
 
 
 def job_folder(job: Job, seat: Seat) -> Path:

@@ -37,6 +37,8 @@ PASS_ON: Final = 0.3
 """Seconds before a signal is passed on: Slurm has sent it to the ranks as well, and they may be about to leave."""
 LAST_WORDS: Final = 30.0
 """Seconds that ranks may differ in when they end together."""
+TOGETHER: Final = 3.0
+"""Seconds that nodes may differ in when they end together."""
 HUNG: Final = 124
 """The exit code of a job that hung; `timeout` has the same."""
 REQUESTS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -81,6 +83,8 @@ class Stop:
     pass_on_at: float | None = None
     """When ranks that cannot save get the signal itself."""
     can_save: bool = True
+    done_at: float | None = None
+    """When all ranks of this node were seen to be done."""
 
 
 class Supervisor:
@@ -104,6 +108,7 @@ class Supervisor:
         self._failed_since: float | None = None
         self._saved_since: float | None = None
         self._regroup_by: float | None = None
+        self._gone_since: float | None = None
         self._has_finished = self._has_shared = False
         self._news = News()
 
@@ -138,7 +143,7 @@ class Supervisor:
             if move.words and self._tells(logging.WARNING):
                 say(move.words, before=move.trace)
             has_saved = ending.kind == "saved"
-            self._failed_since = self._saved_since = self._regroup_by = None
+            self._failed_since = self._saved_since = self._regroup_by = self._gone_since = None
             self._has_finished = self._has_shared = False
             self._news = News()
 
@@ -164,7 +169,7 @@ class Supervisor:
         return place
 
     def _leave(self, code: int, words: str, trace: str = "") -> int:
-        self._meeting.leave()
+        self._meeting.leave(words)
         if words:
             say(words, before=trace)
         return code
@@ -249,6 +254,12 @@ class Supervisor:
             crew.send(self._stop.signal)
         if signals.ends_at_once:
             return Ending("stopped", signal=signals.received[-1], reason="ended at once; nothing more was saved")
+        if crew.is_done and self._stop.done_at is None:
+            self._stop.done_at = time.monotonic()
+        if self._stop.done_at is not None and time.monotonic() > self._stop.done_at + TOGETHER:
+            name = signal.Signals(self._stop.signal).name
+            words = f"stopped by {name}: the ranks of this node are done, those of other nodes were not waited for"
+            return Ending("stopped", signal=self._stop.signal, reason=words)
         if time.monotonic() > self._stop.deadline:
             return Ending(
                 "stopped",
@@ -315,8 +326,19 @@ class Supervisor:
         return None
 
     def _elsewhere(self, _: Crew) -> Ending | None:
+        """Other nodes failed, left or are lost: go on without them where the job may. Ranks that end come first."""
         failure = self._news.failure
-        return Ending("failed", failure, is_ours=False) if failure is not None else None
+        if failure is not None:
+            return Ending("failed", failure, is_ours=False)
+        is_ending = self._stop or self._failed_since or self._saved_since or self._regroup_by
+        if not self._news.gone or self._news.are_finished or is_ending:
+            return None
+        now = time.monotonic()
+        self._gone_since = self._gone_since or now
+        patience = max(TOGETHER, self._job.care.grace) if self._news.request == "stop" else TOGETHER
+        if now - self._gone_since < patience:
+            return None
+        return Ending("changed" if self._news.are_enough else "lost", reason=self._news.gone)
 
     def _changed(self, crew: Crew) -> Ending | None:
         """Nodes wait to join: ranks that can save do so first, so that no step is lost."""

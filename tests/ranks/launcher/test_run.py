@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 import pytest
 
@@ -180,6 +181,79 @@ def test_two_supervisors_with_uneven_slots_start_again_together(tmp_path):
     assert "[rank 2] total 18.0 0 1" in nodes[1].text
     assert "rank 2 on b was ended by signal 9" in nodes[1].text and "restart 1 of 1" in nodes[1].text
     assert "mizzen: rank 2" not in nodes[0].text, "the node of the failed rank speaks for all"
+
+
+SLEEP = """
+import os, sys, time
+rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+open(f"up-{rank}-{size}", "w").close()
+while not os.path.exists(f"go-{rank}-{size}"):
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two nodes whose ranks never talk to each other, under way."""
+    nodes = []
+
+    def begin(*words):
+        (tmp_path / "sleep.py").write_text(SLEEP)
+        words = ("--num_nodes", 2, "--num_gpus", 1, "--no_ssh", "--grace", 10_000, *words)
+        words += ("--master_addr", "127.0.0.1", "--master_port", free_port())
+        nodes.extend(
+            start(*words, "--node_rank", node, "sleep.py", cwd=tmp_path, name=f"node{node}") for node in (0, 1)
+        )
+        wait_until(lambda: all((tmp_path / f"up-{rank}-2").exists() for rank in (0, 1)), "the ranks")
+        for node in nodes:
+            node.remember_family()
+        return nodes
+
+    yield begin
+    for node in nodes:
+        node.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "has_ended", "last"),
+    [
+        (signal.SIGKILL, True, "is lost: its supervisor has not been heard of for 15 s"),
+        (signal.SIGTERM, False, "has left: stopped by SIGTERM; nothing could be saved"),
+    ],
+    ids=["lost", "left"],
+)
+def test_a_job_that_needs_a_node_ends_with_it(pair, tmp_path, number, has_ended, last):
+    """Whether or not the ranks of the other node still run."""
+    first, second = pair()
+    second.signal(number)
+    if has_ended:
+        (tmp_path / "go-0-2").touch()
+    assert first.end(60) == 1, first.text
+    assert first.text.splitlines()[-1] == f"mizzen: node 1 (node1) {last}"
+    assert not first.left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["lost", "left"])
+def test_an_elastic_job_goes_on_without_a_node(pair, tmp_path, number):
+    first, second = pair("--min_elastic_nodes", 1, "--max_elastic_nodes", 2)
+    second.signal(number)
+    wait_until((tmp_path / "up-0-1").exists, "a world of one", 90)
+    (tmp_path / "go-0-1").touch()
+    assert first.end() == 0, first.text
+    assert "node 1 (node1) " in first.text and "the ranks start again" in first.text
+
+
+def test_a_node_whose_ranks_are_done_may_go(pair, tmp_path):
+    """It waits for no grace, and the others go on."""
+    first, second = pair()
+    (tmp_path / "go-1-2").touch()
+    wait_until(lambda: len(second.left()) < len(second.family) + len(second.folders), "the end of the rank")
+    second.signal(signal.SIGTERM)
+    assert second.end(30) == 143, second.text
+    assert "the ranks of this node are done" in second.text
+    time.sleep(5)
+    (tmp_path / "go-0-2").touch()
+    assert first.end(30) == 0, first.text
 
 
 def free_port():

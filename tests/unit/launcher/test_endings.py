@@ -38,6 +38,7 @@ def test_the_cause_is_not_the_rank_that_only_tells_of_it():
         (Ending("unsaved"), False, True, None),
         (Ending("stopped", signal=15), True, False, 143),
         (Ending("changed"), False, True, None),
+        (Ending("changed", reason="node 1 is lost"), False, True, None),
         (Ending("lost", reason="gone"), False, False, 1),
         (Ending("failed", Failure(1, "w", -9, number=1)), False, False, None),
         (Ending("failed", Failure(1, "w", -9, number=2)), False, False, 137),

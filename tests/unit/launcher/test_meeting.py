@@ -43,7 +43,7 @@ def test_one_node_meets_itself_at_a_new_port_each_time():
     assert (first.world, first.first_rank, first.attempt, second.attempt) == (2, 0, 0, 1)
     assert first.master_port != second.master_port
     assert meeting.news().are_finished and meeting.share("k", "v") == ["v"]
-    meeting.leave()
+    meeting.leave("")
 
 
 def test_the_way_to_a_host():
