@@ -64,6 +64,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("constants", "TORCH_DISTRIBUTED_DEFAULT_PORT INFERENCE_GENERIC_MODE INFERENCE_SPECIALIZED_MODE", ".facts"),
     # Communication
     Row("comm comm.comm", "*", "mizzen.comm"),
+    Row("comm comm.comm", "set_backend", ".tools"),
     Row("comm comm.comm", "P2POp batch_isend_irecv ProcessGroup", "torch.distributed"),
     Row("comm.reduce_op", "ReduceOp", "torch.distributed"),
     Row("comm.backend comm.torch", "Backend TorchBackend=Backend", "mizzen.comm"),
@@ -98,11 +99,8 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row("runtime.dataloader", "DeepSpeedDataLoader=Loader", "mizzen.data.loader"),
     Row("runtime.dataloader", "RepeatingLoader", "mizzen.data.repeat"),
-    Row(
-        "runtime.lr_schedules",
-        "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR",
-        "mizzen.optim.schedules",
-    ),
+    Row("runtime.lr_schedules", "VALID_LR_SCHEDULES", "mizzen.optim.schedules"),
+    Row("runtime.lr_schedules", "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR", ".schedules"),
     Row("runtime.lr_schedules", "add_tuning_arguments", "mizzen.optim.flags"),
     Row("runtime.lr_schedules", "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR", ".facts"),
     Row("runtime.config", "DeepSpeedConfig DeepSpeedConfigError DeepSpeedConfigWriter", ".config"),

@@ -94,11 +94,13 @@ def facts():
     here = [p.partition_numel() for p in own]
     sharded = [p.ds_status == status.NOT_AVAILABLE for p in own]
     numbers = [p.ds_id for p in own]
+    is_zero_param = package.runtime.zero.utils.is_zero_param
     with package.zero.GatheredParameters(own):
+        assert all(map(is_zero_param, model.parameters()))
         inside = {p.ds_status for p in model.parameters()} == {status.AVAILABLE}
     assert len(set(numbers)) == len(own) and numbers == [p.ds_id for p in model.parameters()]
     assert not hasattr(torch.ones(2), "ds_numel")
-    assert package.runtime.zero.utils.is_zero_param(own[0])
+    assert all(map(is_zero_param, own)) and not is_zero_param(nn.Parameter(torch.ones(2))) and not is_zero_param(3)
     return early, here, sharded, inside, [p.ds_tensor.numel() for p in own]
 
 

@@ -329,3 +329,31 @@ def test_a_level_by_its_name(package):
     for custom in (None, own):
         with pytest.raises(UsageError, match="'loud' is no level of a log: choose one of debug, info"):
             package.utils.logging.set_log_level_from_string("loud", custom)
+
+
+def test_schedules_take_their_step_by_its_place(package):
+    from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupLR
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    assert WarmupLR(optimizer, 0.0, 0.001, 1000, "log", -1).last_batch_iteration == -1
+    placed = WarmupLR(optimizer, 0.0, 1.0, 10, "linear", 4)
+    named = WarmupLR(optimizer, 0.0, 1.0, 10, "linear", last_batch_iteration=4)
+    assert placed.get_lr() == named.get_lr() != WarmupLR(optimizer, 0.0, 1.0, 10, "linear").get_lr()
+    assert WarmupCosineLR(optimizer, 20, 0.0, 10, 0.1, "linear", 4).last_batch_iteration == 4
+    assert OneCycle(optimizer, 0.1, 1.0).last_batch_iteration == -1
+    with pytest.raises(TypeError, match="positional"):
+        WarmupLR(optimizer, 0.0, 1.0, 10, "linear", 4, 5)
+    section = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+    engine, *_, schedule = package.initialize(
+        model=programs.Model(), config={**programs.config(0), "scheduler": section}
+    )
+    assert isinstance(schedule, WarmupLR) and schedule is engine.lr_scheduler
+
+
+def test_a_backend_without_a_name_is_torch_s(package):
+    package.comm.set_backend()
+    package.init_distributed(dist_backend="gloo")
+    package.comm.set_backend()
+    assert package.comm.get_backend() == "gloo"
+    with pytest.raises(UsageError, match="not initialized"):
+        package.comm.comm.set_backend("nccl")

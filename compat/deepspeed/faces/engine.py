@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from deepspeed.faces import parameters
 from deepspeed.faces.folder import leave_files, refuse_others
 from deepspeed.faces.getters import KEYS
+from deepspeed.faces.schedules import KINDS
 from mizzen.engine.engine import Engine
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.saving import folder_of
@@ -249,7 +250,9 @@ def dress(engine: Engine) -> None:
     engine.__class__ = DropInEngine
     if engine.optimizer is not None:
         engine.optimizer.__class__ = OPTIMIZERS[stage]
-        engine.optimizer.run_backward = engine.backward
+        engine.optimizer.run_backward = engine.backward  # type: ignore[attr-defined]
+    if type(engine.lr_scheduler) in KINDS:
+        engine.lr_scheduler.__class__ = KINDS[type(engine.lr_scheduler)]
     if stage == 3:
         parameters.install()
         engine.module.register_state_dict_post_hook(empty_shards)  # type: ignore[no-untyped-call]

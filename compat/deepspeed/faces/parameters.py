@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from mizzen.ambient import AMBIENT
 from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.live import local
+from mizzen.parallel.zero.full.sharded import Moved
 
 
 class ZeroParamStatus(Enum):
@@ -66,8 +67,10 @@ FACTS: Final[dict[str, Callable[[Tensor], Any]]] = {
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter has these facts."""
-    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+    """Whether a parameter is sharded or, once stage 3 is in use, an engine's; one that a script has made is neither."""
+    if not isinstance(parameter, Tensor) or not hasattr(parameter, "ds_id"):
+        return False
+    return isinstance(parameter, DTensor | Moved) or AMBIENT.owners.get(parameter) is not None
 
 
 def install() -> None:

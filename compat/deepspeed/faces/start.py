@@ -13,7 +13,7 @@ from mizzen import api
 from mizzen.errors import NotBuilt
 from mizzen.zero import Init as MizzenInit
 
-SOURCES: Final = ("config", "config_params", "config_dict_or_path")
+SOURCES: Final = ("config", "config_params")
 """Arguments that are a configuration."""
 
 
@@ -54,10 +54,6 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
 
 class Init(MizzenInit):
     """mizzen's `zero.Init`; parameters then have the facts that other libraries hang on them."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = _without_hints(signature(MizzenInit).bind(*args, **kwargs))
-        super().__init__(*bound.args, **bound.kwargs)
 
     def __enter__(self) -> "Init":
         """Modules that are built from here on are sharded."""

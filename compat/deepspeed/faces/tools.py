@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from deepspeed.faces.accelerator import get_accelerator, range_of
 from mizzen.accelerator import Timer
 from mizzen.accelerator import get_accelerator as own_accelerator
+from mizzen.comm import groups
 from mizzen.environment import World, environ
 from mizzen.errors import UsageError
 from mizzen.log import LEVELS, get_logger, info_once, set_level, warn_once
@@ -139,6 +140,12 @@ def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> 
         set_level(log_level_str)
     else:
         custom_logger.setLevel(LEVELS[log_level_str.lower()])
+
+
+def set_backend(name: str | None = None) -> None:
+    """Use another backend; without a name torch's own, once it is initialized."""
+    if name is not None or torch.distributed.is_initialized():
+        groups.set_backend(name or "torch")
 
 
 logger = get_logger()

@@ -1,0 +1,47 @@
+"""mizzen's schedules, which take the step to start from as their last argument without a name, too."""
+
+from dataclasses import fields
+from typing import Any, Final
+
+from mizzen.optim import schedules
+from mizzen.optim.schedules import Schedule
+
+
+class _Placed(Schedule):
+    """A schedule whose `last_batch_iteration` may be given by its place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        count = sum(not one.kw_only for one in fields(self))
+        if len(args) == count + 1 and "last_batch_iteration" not in kwargs:
+            *args, kwargs["last_batch_iteration"] = args  # type: ignore[assignment]
+        super().__init__(*args, **kwargs)
+
+
+class LRRangeTest(_Placed, schedules.LRRangeTest):
+    """mizzen's."""
+
+
+class OneCycle(_Placed, schedules.OneCycle):
+    """mizzen's."""
+
+
+class WarmupLR(_Placed, schedules.WarmupLR):
+    """mizzen's."""
+
+
+class WarmupDecayLR(_Placed, schedules.WarmupDecayLR):
+    """mizzen's."""
+
+
+class WarmupCosineLR(_Placed, schedules.WarmupCosineLR):
+    """mizzen's."""
+
+
+KINDS: Final[dict[type[Schedule], type[Schedule]]] = {
+    schedules.LRRangeTest: LRRangeTest,
+    schedules.OneCycle: OneCycle,
+    schedules.WarmupLR: WarmupLR,
+    schedules.WarmupDecayLR: WarmupDecayLR,
+    schedules.WarmupCosineLR: WarmupCosineLR,
+}
+"""mizzen's -> the one of this file, for the schedule of an engine: scripts ask `isinstance`."""
