@@ -5,7 +5,7 @@ from typing import Final
 
 from mizzen.checkpoint.folder import Committed, check_tag, committed, latest
 from mizzen.checkpoint.read import MANIFEST, Reader
-from mizzen.checkpoint.team import Team, attempt
+from mizzen.checkpoint.team import Team, attempt, in_words
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
@@ -28,6 +28,34 @@ def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
     tags = [named] if named is not None and is_there else []
     tags += [tag for each in _line(found, named) if (tag := each.folder.name) != named]
     return tags if with_older else tags[:1]
+
+
+def candidates_together(root: Path, tag: str | None, team: Team, *, with_older: bool, is_local: bool) -> list[str]:
+    """The same on all ranks: what the first finds; where each node has a filesystem of its own, all must have some."""
+    if not is_local:
+        return team.by_first(lambda: _told(root, tag, with_older), CALL)
+    found, failure = attempt(lambda: _told(root, tag, with_older))
+    said = team.everyone((team.node, found, failure), CALL)
+    if failures := {rank: words for rank, (_, _, words) in enumerate(said) if words}:
+        raise CheckpointError(in_words(failures))
+    having = sorted({node for node, tags, _ in said if tags})
+    lacking = sorted({node for node, tags, _ in said if not tags})
+    if having and lacking:
+        what = f"checkpoint '{tag}'" if tag else "checkpoint"
+        raise CheckpointError(
+            f"{root}: node {', '.join(lacking)}: no {what} is committed here, but there is on node "
+            f"{', '.join(having)}; restore the folder, or remove it everywhere to start anew"
+        )
+    tags: list[str] = said[0][1]
+    return tags
+
+
+def _told(root: Path, tag: str | None, with_older: bool) -> list[str]:
+    """The candidates; that `latest` promises one and there is none is never passed over in silence."""
+    found = candidates(root, tag, with_older=with_older)
+    if not found and tag is None and (named := latest(root)) is not None:
+        get_logger().warning("%s/latest names '%s', which is not committed, and no other checkpoint is", root, named)
+    return found
 
 
 def _line(found: list[Committed], named: str | None) -> list[Committed]:

@@ -113,32 +113,44 @@ def discard(folder: Path, save: str) -> None:
 
 def sweep(folder: Path, keep: Manifest | None) -> list[Path]:
     """Remove what older saves have left in a tag's folder, dead ones too; returns what is gone."""
-    listed = _listed(folder)
-    live = {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path)}
-    kept = {file.name for file in keep.files} if keep else set()
-    doomed = []
-    for path in listed:
-        match = _DATA.fullmatch(path.name) or _MARK.fullmatch(path.name)
-        is_ours = match is not None and match[1] not in live and path.name not in kept
-        if (is_ours or (_BESIDE.fullmatch(path.name) and not live)) and not path.is_dir():
-            remove(path, missing_ok=True)
-            doomed.append(path)
-    return doomed
+    return _remove_all(_not_live(folder), keep)
 
 
 def sweep_all(root: Path) -> list[Path]:
     """The same for every tag of a folder: of one that is not committed nothing is kept."""
     gone: list[Path] = []
     for folder in _folders(root):
+        found = _not_live(folder)  # before the manifest is read: what a save commits in between is then in that
         try:
-            keep = read_manifest(folder) if (folder / MANIFEST).exists() else None
+            keep = read_manifest(folder) if found and (folder / MANIFEST).exists() else None
         except CheckpointError:
             continue  # damaged: somebody may still want to look at it
-        found = sweep(folder, keep)
-        gone += found
-        if found and keep is None:
+        removed = _remove_all(found, keep)
+        gone += removed
+        if removed and keep is None:
             remove_if_empty(folder)
     return gone
+
+
+def _not_live(folder: Path) -> list[Path]:
+    """The files in a tag's folder that no save under way may still need, those of a committed one among them."""
+    listed = _listed(folder)
+    live = {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path)}
+    found = []
+    for path in listed:
+        match = _DATA.fullmatch(path.name) or _MARK.fullmatch(path.name)
+        is_ours = match is not None and match[1] not in live
+        if (is_ours or (_BESIDE.fullmatch(path.name) and not live)) and not path.is_dir():
+            found.append(path)
+    return found
+
+
+def _remove_all(paths: list[Path], keep: Manifest | None) -> list[Path]:
+    kept = {file.name for file in keep.files} if keep else set()
+    doomed = [path for path in paths if path.name not in kept]
+    for path in doomed:
+        remove(path, missing_ok=True)
+    return doomed
 
 
 def _folders(root: Path) -> Iterator[Path]:

@@ -23,6 +23,7 @@ from mizzen.checkpoint.folder import (
     retain,
     set_latest,
     sweep,
+    sweep_all,
     unmark,
 )
 from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, is_plain
@@ -192,6 +193,7 @@ def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
             set_latest(ticket.root, ticket.tag)
         sweep(ticket.folder, manifest)
         retain(ticket.root, terms.run, last=terms.keep_last, every=terms.keep_every, newest=ticket.tag)
+        sweep_all(ticket.root)
 
     _, failure = attempt(tidy)
     if failure:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.choose import CALL, candidates, open_together
+from mizzen.checkpoint.choose import CALL, candidates_together, open_together
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.tagged import decode, unpack
 from mizzen.checkpoint.team import attempt, in_words
@@ -130,7 +130,8 @@ def load_checkpoint(
     _, unsaved = attempt(engine.saving.background.wait)
     if unsaved:
         get_logger().error("%s", unsaved)
-    tried = team.by_first(lambda: candidates(root, tag, with_older=settings.on_corrupt == "previous"), CALL)
+    with_older, is_local = settings.on_corrupt == "previous", settings.use_node_local_storage
+    tried = candidates_together(root, tag, team, with_older=with_older, is_local=is_local)
     if not tried:
         what = f"there is no checkpoint '{tag}' in {root}" if tag else f"there is no checkpoint in {root}"
         if wishes.must_be_there:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -413,6 +414,40 @@ def test_every_node_keeps_its_own(world, tmp_path, stage):
 def test_a_node_without_its_part_is_named(world, tmp_path):
     for said in world(4).run(on_nodes, str(tmp_path), 2, True):
         assert "node node1" in said and "no checkpoint is committed here" in said
+
+
+def node_without_folder(root, lost):
+    case = Case(stage=1, checkpoint={"use_node_local_storage": True})
+    engine = build(case)
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder = Path(root) / node
+    engine.save_checkpoint(folder)
+    if node in lost:
+        shutil.rmtree(folder)
+    mizzen.comm.barrier()
+    try:
+        return engine.resume_if_possible(folder)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_node_without_its_folder_is_named(world, tmp_path):
+    for lost, other in (("node0", "node1"), ("node1", "node0")):
+        for said in world(2).run(node_without_folder, str(tmp_path / lost), [lost]):
+            assert f"node {lost}: no checkpoint is committed here, but there is on node {other}" in said
+    assert world(2).run(node_without_folder, str(tmp_path), ["node0", "node1"]) == [(None, None)] * 2
+
+
+def not_committed(folder):
+    engine = build(Case())
+    engine.save_checkpoint(folder, tag="half")
+    (Path(folder) / "half" / "manifest.json").unlink()
+    return warnings_of(lambda: engine.resume_if_possible(folder))
+
+
+def test_a_latest_that_is_not_committed_is_a_warning(world, tmp_path):
+    found, said = world(1).run(not_committed, str(tmp_path))[0]
+    assert found == (None, None) and len(said) == 1 and "latest names 'half', which is not committed" in said[0]
 
 
 def damaged(folder, policy):

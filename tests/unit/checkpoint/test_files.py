@@ -164,6 +164,19 @@ def test_dead_saves_are_swept_and_live_ones_are_not(tmp_path):
     assert not (tmp_path / "half").exists() and (folder / "notes.txt").exists()
 
 
+def test_a_save_removes_what_dead_ones_left_under_other_tags(tmp_path):
+    save(tmp_path, EVERY, tag="first")
+    for tag, name in (("first", "a"), ("dead", "b"), ("alive", "c")):
+        (tmp_path / tag).mkdir(exist_ok=True)
+        (tmp_path / tag / f"{name * 16}-00000.safetensors").write_bytes(b"not committed")
+    mark(tmp_path / "alive", "c" * 16)
+    save(tmp_path, EVERY, tag="second")
+    assert not (tmp_path / "dead").exists() and len(list((tmp_path / "alive").iterdir())) == 2
+    assert not list((tmp_path / "first").glob("aaaaaaaa*"))
+    with Reader(tmp_path / "first") as reader:
+        assert torch.equal(reader.whole("model", "float"), EVERY["float"])
+
+
 def test_retention_counts_its_own_run(tmp_path):
     for step in range(1, 6):
         save(tmp_path, {"a": torch.zeros(1)}, tag=f"s{step}", step=step, keep_last=2, keep_every=2)
