@@ -121,8 +121,11 @@ def sweep_all(root: Path) -> list[Path]:
     gone: list[Path] = []
     for folder in _folders(root):
         found = _not_live(folder)  # before the manifest is read: what a save commits in between is then in that
+        is_committed = (folder / MANIFEST).exists()
+        if is_committed and _are_of_one_save(found):
+            continue  # as nearly always; the manifest of a large model takes a while to read
         try:
-            keep = read_manifest(folder) if found and (folder / MANIFEST).exists() else None
+            keep = read_manifest(folder) if found and is_committed else None
         except CheckpointError:
             continue  # damaged: somebody may still want to look at it
         removed = _remove_all(found, keep)
@@ -143,6 +146,12 @@ def _not_live(folder: Path) -> list[Path]:
         if (is_ours or (_BESIDE.fullmatch(path.name) and not live)) and not path.is_dir():
             found.append(path)
     return found
+
+
+def _are_of_one_save(paths: list[Path]) -> bool:
+    """Whether these are data of one save and nothing else."""
+    data = [_DATA.fullmatch(path.name) for path in paths]
+    return len({match[1] if match else None for match in data}) <= 1 and None not in data
 
 
 def _remove_all(paths: list[Path], keep: Manifest | None) -> list[Path]:

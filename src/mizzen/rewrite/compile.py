@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
-from torch._dynamo import list_backends
+from torch.compiler import list_backends
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
