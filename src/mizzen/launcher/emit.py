@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from mizzen.errors import UsageError
 from mizzen.launcher.arrange import PORT, Asked
 from mizzen.launcher.backends import split_words
 from mizzen.launcher.job import Job
@@ -22,7 +23,7 @@ def emit_slurm(job: Job, asked: Asked) -> str:
         f"#SBATCH --job-name={_name(job)}",
         f"#SBATCH --nodes={len(job.hosts)}",
         "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={len(job.hosts[0].slots)}",
+        f"#SBATCH --gpus-per-node={_slots(job)}",
         "#SBATCH --exclusive",
         f"#SBATCH --signal=USR1@{int(job.care.grace)}",
         "#SBATCH --requeue",
@@ -34,7 +35,7 @@ def emit_slurm(job: Job, asked: Asked) -> str:
         *([f". {shlex.quote(asked.venv_script)}"] if asked.venv_script else []),
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         'srun --kill-on-bad-exit=0 --mpi=none bash -c \'exec mizzen run --node_rank "$SLURM_NODEID" "$@"\' mizzen \\',
-        f'  --master_addr "$first" {shlex.join(_options(job))} \\',
+        f'  --master_addr "$first" {shlex.join(_options(job, asked))} \\',
         f"  {shlex.join(_program(job))}",
     ]
     return "\n".join(lines) + "\n"
@@ -43,8 +44,10 @@ def emit_slurm(job: Job, asked: Asked) -> str:
 def emit_k8s(job: Job, asked: Asked) -> str:
     """A JobSet of one indexed job, a pod per node; exit code 75 (saved) starts the pods again."""
     name = re.sub(r"[^a-z0-9-]+", "-", _name(job).lower()).strip("-")[:40] or "job"
-    count, slots = len(job.hosts), len(job.hosts[0].slots)
-    words = [*_options(job), *_program(job)]
+    count, slots = len(job.hosts), _slots(job)
+    if asked.venv_script:
+        raise UsageError(f"--venv_script {asked.venv_script} with --emit k8s: a pod has an image instead; leave it out")
+    words = [*_options(job, asked), *_program(job)]
     container: dict[str, Any] = {
         "name": "mizzen",
         "image": "IMAGE",
@@ -79,10 +82,22 @@ def emit_k8s(job: Job, asked: Asked) -> str:
     return "\n".join(["# Put the name of your image in place of IMAGE.", *_yaml(whole)]) + "\n"
 
 
-def _options(job: Job) -> list[str]:
+def _slots(job: Job) -> int:
+    """How many devices every node has."""
+    slots = len(job.hosts[0].slots)
+    if any(host.slots != tuple(range(slots)) for host in job.hosts):
+        found = ", ".join(f"{host.name}: {','.join(map(str, host.slots))}" for host in job.hosts[:4])
+        raise UsageError(
+            f"--emit: a scheduler gives every node the same number of devices, and counts them from 0; this job has "
+            f"{found}: say --num_nodes and --num_gpus instead of naming hosts and devices"
+        )
+    return slots
+
+
+def _options(job: Job, asked: Asked) -> list[str]:
     care, count = job.care, len(job.hosts)
-    options = ["--no_ssh", "--num_nodes", str(count), "--num_gpus", str(len(job.hosts[0].slots))]
-    options += ["--master_port", str(PORT)]
+    options = ["--no_ssh", "--num_nodes", str(count), "--num_gpus", str(_slots(job))]
+    options += ["--master_port", str(asked.master_port or PORT)]
     if job.is_elastic:
         options += ["--min_elastic_nodes", str(job.min_nodes), "--max_elastic_nodes", str(job.max_nodes)]
     if care.max_restarts:
@@ -90,6 +105,12 @@ def _options(job: Job) -> list[str]:
     if care.logs:
         options += ["--enable_each_rank_log", care.logs]
     options += ["--grace", f"{care.grace:g}"]
+    if care.hang_timeout is not None:
+        options += ["--hang_timeout", f"{care.hang_timeout:g}"]
+    options += ["--show", asked.show] if asked.show != "0" else []
+    options += ["--log_level", care.level] if care.level != "info" else []
+    options += ["--bind_cores_to_rank"] if asked.bind_cores_to_rank else []
+    options += ["--bind_core_list", asked.bind_core_list] if asked.bind_core_list else []
     program = job.program
     options += {"module": ["--module"], "executable": ["--no_python"], "script": []}[program.kind]
     options += ["--drop-in"] if job.drop_in else []

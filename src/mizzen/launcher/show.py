@@ -22,7 +22,11 @@ def _lines(launch: Launch) -> Iterator[str]:
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
         yield f"  {host.name or '(named by Slurm)'}: {ranks}, devices {_slots(host.slots)}"
         first = last + 1
-    yield f"each rank runs:\n  {shlex.join(job.program.words(job.python, 0))}"
+    bound = ["numactl", "-C", "CORES"] if job.care.cores is not None else []
+    yield f"each rank runs:\n  {shlex.join([*bound, *job.program.words(job.python, 0)])}"
+    if bound:
+        given = f"cores {_slots(job.care.cores)}" if job.care.cores else "all cores"
+        yield f"where CORES are its share of {given} of its host; `-m` follows where all of them are near one memory"
     if job.drop_in:
         yield "which finds the drop-in before whatever is installed"
     if job.environment:

@@ -14,6 +14,7 @@ from mizzen.launcher.job import Job
 from mizzen.launcher.show import describe
 
 HOSTFILE = "w0 slots=4\nw1 slots=2\n"
+EVEN = "w0 slots=4\nw1 slots=4\n"
 FACTS = Facts(id="abc", folder="/job", python="/py", hostfile=None)
 
 
@@ -137,7 +138,7 @@ def test_a_script_for_slurm_keeps_every_word(tmp_path):
     import subprocess
 
     words = ("a b", "$(touch canary)", "it's", "x\ny", "")
-    facts = replace(FACTS, hostfile=HOSTFILE, folder=str(tmp_path), env={"NCCL_X": "a 'b'"})
+    facts = replace(FACTS, hostfile=EVEN, folder=str(tmp_path), env={"NCCL_X": "a 'b'"})
     asked = Asked(script="my train.py", arguments=words, max_restarts=2, grace=90, launcher_args="--partition=gpu")
     text = emit_slurm(arrange(asked, facts).job, asked)
     assert "#SBATCH --nodes=2" in text and "#SBATCH --signal=USR1@90" in text and "#SBATCH --partition=gpu" in text
@@ -179,11 +180,44 @@ def test_a_manifest_for_kubernetes():
 
 def test_the_drop_in_goes_with_the_job_on_every_back_end():
     for name in (None, *NAMES):
-        facts = replace(FACTS, hostfile=HOSTFILE if name else None)
+        facts = replace(FACTS, hostfile=EVEN if name else None)
         launch = made(facts, drop_in=True, **({"launcher": name} if name else {}))
         assert Job.decode(launch.job.encode()).drop_in
         assert "which finds the drop-in" in describe(launch)
     assert "--drop-in" in emit_slurm(launch.job, Asked(script="t.py"))
+
+
+def test_the_file_of_a_scheduler_keeps_what_was_asked():
+    asked = Asked(
+        script="t.py",
+        num_nodes=2,
+        num_gpus=4,
+        emit="slurm",
+        master_port=12345,
+        hang_timeout=60.0,
+        show="all",
+        log_level="debug",
+        bind_cores_to_rank=True,
+    )
+    text = emit_slurm(arrange(asked, FACTS).job, asked)
+    assert "--master_port 12345" in text
+    assert "--hang_timeout 60 --show all --log_level debug --bind_cores_to_rank" in text
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "include"), [("w0 slots=2\nw1 slots=4\n", ""), ("w0 slots=4\nw1 slots=4\n", "w1:2,3")]
+)
+def test_a_job_that_a_scheduler_cannot_give_out_is_refused(hostfile, include):
+    asked = Asked(script="t.py", emit="slurm", include=include, no_ssh=True, node_rank=0, master_addr="w0")
+    job = arrange(replace(asked, no_ssh=False, node_rank=None), replace(FACTS, hostfile=hostfile)).job
+    with pytest.raises(UsageError, match=r"--emit: a scheduler gives every node the same number of devices.*w1: "):
+        emit_slurm(job, asked)
+
+
+def test_bound_cores_are_in_what_would_run():
+    launch = arrange(Asked(script="t.py", num_gpus=2, bind_cores_to_rank=True), FACTS)
+    assert "numactl -C CORES" in describe(launch)
+    assert "numactl" not in describe(arrange(Asked(script="t.py", num_gpus=2), FACTS))
 
 
 def test_ranks_look_at_the_drop_in_first():
