@@ -85,6 +85,7 @@ bench-cpu: .venv/ready ## steps of a small GPT
 
 bench-checkpoint: .venv/ready ## saving and loading 200 M parameters beside torch's own checkpoints; needs 8 GB of memory
 	$(BIN)/python -m bench.checkpoint $(ARGS)
+	$(BIN)/python -m bench.checkpoint --planning
 
 clean: ## remove everything that was made here
 	rm -rf .venv .venvs .venv-clients build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
