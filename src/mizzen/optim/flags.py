@@ -1,6 +1,6 @@
 """Command-line flags for schedules, for scripts that choose theirs there. Nothing in the library reads them."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any, Final
 
 from mizzen.optim.schedules import VALID_LR_SCHEDULES
@@ -32,13 +32,20 @@ FLAGS: Final[tuple[tuple[str, type, Any, str], ...]] = (
 """Name, type, default and meaning. Names and defaults are those that scripts already rely on."""
 
 
+def _flag(word: str) -> bool:
+    """The word after a flag, which may have none: scripts write `--cycle_momentum true` as well."""
+    if word.lower() not in ("true", "false", "1", "0"):
+        raise ArgumentTypeError(f"'{word}' is not true or false")
+    return word.lower() in ("true", "1")
+
+
 def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add `--lr_schedule` and one flag for every argument of the schedules; returns the parser."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", type=str, default=None, help=f"schedule: {', '.join(VALID_LR_SCHEDULES)}")
     for name, kind, default, text in FLAGS:
         if kind is bool:
-            group.add_argument(f"--{name}", default=default, action="store_true", help=text)
+            group.add_argument(f"--{name}", default=default, nargs="?", const=True, type=_flag, help=text)
         else:
             group.add_argument(f"--{name}", type=kind, default=default, help=text)
     return parser

@@ -3,6 +3,8 @@
 from argparse import ArgumentParser
 from dataclasses import fields
 
+import pytest
+
 from mizzen.optim.flags import FLAGS, add_tuning_arguments
 from mizzen.optim.schedules import SCHEDULES, Schedule
 
@@ -31,3 +33,15 @@ def test_values():
     found = parse(*words)
     assert (found.lr_schedule, found.cycle_momentum) == ("OneCycle", True)
     assert (found.cycle_min_lr, found.cycle_first_step_size) == (0.5, 7)
+
+
+@pytest.mark.parametrize(("words", "value"), [([], True), (["true"], True), (["False"], False), (["1"], True)])
+def test_a_flag_may_have_a_word(words, value):
+    parser = add_tuning_arguments(ArgumentParser())
+    assert parser.parse_args(["--lr_range_test_staircase", *words]).lr_range_test_staircase is value
+
+
+def test_another_word_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        add_tuning_arguments(ArgumentParser()).parse_args(["--cycle_momentum", "maybe"])
+    assert "'maybe' is not true or false" in capsys.readouterr().err
