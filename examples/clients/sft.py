@@ -28,6 +28,7 @@ def tokenizer():
 
 
 def main(folder):
+    torch.manual_seed(1)
     arguments = SFTConfig(
         output_dir=folder,
         deepspeed=CONFIG,

@@ -30,6 +30,7 @@ class Counting(Dataset):
 
 
 def main(folder):
+    torch.manual_seed(1)
     arguments = TrainingArguments(
         output_dir=folder,
         deepspeed=CONFIG,
