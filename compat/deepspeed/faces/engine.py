@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -133,23 +134,22 @@ class DropInEngine(Engine):
 class DropInOptimizer(EngineOptimizer):
     """The same optimizer, with the names of its kin."""
 
-    run_backward: Callable[..., Tensor]
-    """The engine's own."""
+    engine: Engine
+    """The one that it belongs to, which it does not keep alive."""
 
     def backward(self, loss: Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
         """Gradients of a loss as it is: who calls this of an optimizer divides by the accumulation himself."""
         if create_graph:
             raise NotBuilt("backward(create_graph=True): gradients of gradients are not built yet")
-        self.run_backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def set_lr(self, lr: float) -> None:
         """One learning rate for all groups."""
-        for group in self.param_groups:
-            group["lr"] = lr
+        self.engine.set_lr(lr)
 
     def get_lr(self) -> float:
         """That of the first group."""
-        return float(self.param_groups[0]["lr"])
+        return self.engine.get_lr()[0]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -250,7 +250,7 @@ def dress(engine: Engine) -> None:
     engine.__class__ = DropInEngine
     if engine.optimizer is not None:
         engine.optimizer.__class__ = OPTIMIZERS[stage]
-        engine.optimizer.run_backward = engine.backward  # type: ignore[attr-defined]
+        engine.optimizer.engine = proxy(engine)  # type: ignore[attr-defined]
     if type(engine.lr_scheduler) in KINDS:
         engine.lr_scheduler.__class__ = KINDS[type(engine.lr_scheduler)]
     if stage == 3:
