@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,25 @@ from mizzen.optim.rules import decided, decides, scaled
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 
-SQUARES, COUNT, LOSSES, STRANGERS = 0, 2, 3, 4
-"""Places among the sums over all ranks."""
+MANY_KINDS: Final = "some losses of this step came as (sum, count) and others as one number: return one kind"
+
+
+class Sums(NamedTuple):
+    """What is summed over all ranks: 0-d fp64 tensors on the device, then numbers."""
+
+    squares: Any
+    loss: Any
+    count: Any
+    losses: Any
+    """Ranks that have seen a loss."""
+    counted: Any
+    """Ranks whose losses came as `(sum, count)`."""
+    strangers: Any
+    """Ranks that have gradients from a backward that nobody announced."""
+    requests: Any
+    """Ranks that were asked to stop."""
+    ahead: Any
+    """Ranks that launch the step before they know of its norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +56,7 @@ class Tally:
         if self.loss is None:
             return Tally(loss, count, is_counted)
         if is_counted != self.is_counted:
-            raise UsageError("some losses of this step came as (sum, count) and others as one number: return one kind")
+            raise UsageError(MANY_KINDS)
         return Tally(self.loss + loss, self.count + count, is_counted)
 
 
@@ -76,6 +94,8 @@ class Updater:
         """Whether a step is launched before its norm is known here: what a CPU computes, it has computed."""
         self._is_free = False
         """Whether the gradients of the last step were stepped with as they were."""
+        self._all_ahead = False
+        """Whether every rank has launched the last step ahead."""
 
     def update(self, tally: Tally, factor_of: Callable[[bool, bool], float]) -> Outcome:
         """Take the step, unless a gradient is not finite. One factor for all gradients.
@@ -85,59 +105,76 @@ class Updater:
         """
         for store in self.stores:
             store.gradients.collect()
-        sums, guess = self._sum_over_ranks(tally), (tally.loss is not None, self._has_strangers())
-        verdict = self._judge(sums, tally, _or_nan(factor_of, *guess))
-        coming = Fetch(torch.cat([sums, torch.stack(verdict)]), get_accelerator())
         is_ahead = self.goes_ahead and decides(self.optimizer)
+        sums = self._sum_over_ranks(tally, is_ahead=is_ahead)
+        share = _or_nan(factor_of, tally.loss is not None, self._has_strangers())
+        verdict = self._judge(sums, tally.is_counted, share)
+        coming = Fetch(torch.stack([*sums, *verdict]), get_accelerator())
         if is_ahead:
-            self._step_ahead(sums, guess, *verdict)
-        sums = coming.read()
-        _, loss, count, losses, strangers, requests, norm, factor = sums.tolist()
-        self.stopping.agree(requests > 0)
-        seen = (losses > 0, strangers > 0)
-        share = factor_of(*seen)
-        if guess != seen:
-            norm, factor = (value.item() for value in self._judge(sums, tally, share))
-        mean = loss / count if count else None
+            self._step_ahead(sums, *verdict)
+        is_published = self._all_ahead  # a collective: what all ranks know of the last step decides, not what one does
+        if is_published:
+            self._publish()
+        values = coming.read()
+        *numbers, norm, factor = values.tolist()
+        total = Sums(*numbers)
+        self.stopping.agree(total.requests > 0)
+        if 0 < total.counted < total.losses:
+            raise UsageError(MANY_KINDS)
+        share = factor_of(total.losses > 0, total.strangers > 0)
+        is_right = not self._is_mixed(total)
+        if not is_right:
+            norm, factor = (value.item() for value in self._judge(Sums(*values[:-2]), total.counted > 0, share))
+        mean = total.loss / total.count if total.count else None
+        self._all_ahead = total.ahead == self.ranks
         if not math.isfinite(norm):
             reason = self._culprits()
             for store in self.stores:
                 store.rest()
             self.clear()
             return Outcome(False, norm, mean, reason)
-        is_taken = is_ahead and guess == seen and (factor == 1 or not self._is_free)
+        is_right = is_right and (factor == 1 or not self._is_free)
         self._is_free = factor == 1
-        if not is_taken:
+        if not (is_ahead and is_right):
             with scaled(self.optimizer, factor, self.stores[0].device) as rest:
                 self._step(rest)
-        for store in self.stores:
-            store.publish()
+        if not (is_published and is_right and self._all_ahead):
+            self._publish()
         self.clear()
         return Outcome(True, norm, mean)
 
-    def _step_ahead(self, sums: Tensor, guess: tuple[bool, bool], norm: Tensor, factor: Tensor) -> None:
+    def _step_ahead(self, sums: Sums, norm: Tensor, factor: Tensor) -> None:
         """Launch the step before the host knows of its norm, so that the device has work while the host catches up.
 
-        The device leaves it out where the norm is not finite, where the ranks have seen other things than this one, and
-        where gradients turn out to need a factor that the last step did not: its kernel would write to all of them.
+        The device leaves it out where the norm is not finite, where ranks have seen different things, and where
+        gradients turn out to need a factor that the last step did not: its kernel would write to all of them.
         """
-        is_seen = sums[LOSSES : STRANGERS + 1] > 0
-        is_off = ~norm.isfinite() | (is_seen[0] != guess[0]) | (is_seen[1] != guess[1])
+        is_off = ~norm.isfinite() | self._is_mixed(sums)
         is_off = is_off | (factor != 1) if self._is_free else is_off
         with decided(self.optimizer, None if self._is_free else factor, is_off):
             self._step(1.0)
+
+    def _is_mixed(self, sums: Sums) -> Any:
+        """Whether some ranks have seen losses, a kind of them, or gradients from elsewhere, and others have not."""
+        seen = (sums.losses, sums.counted, sums.strangers)
+        some, kind, strange = ((count > 0) & (count < self.ranks) for count in seen)
+        return some | kind | strange
+
+    def _publish(self) -> None:
+        for store in self.stores:
+            store.publish()
 
     def _step(self, factor: float) -> None:
         for store in self.stores:
             store.attach(factor)
         self.optimizer.step()
 
-    def _judge(self, sums: Tensor, tally: Tally, share: float) -> tuple[Tensor, Tensor]:
+    def _judge(self, sums: Sums, is_counted: bool, share: float) -> tuple[Tensor, Tensor]:
         """The norm, rounded to fp32 once, and what gradients are to be multiplied with: where the sums are."""
-        squares, count = sums[SQUARES], sums[COUNT]
+        squares = sums.squares
         factor = torch.full_like(squares, share * self.stores[0].gain / self.scaler.scale)
-        if tally.is_counted:
-            factor = torch.where(count == 0, 0.0, factor * (self.ranks / count))
+        if is_counted:
+            factor = torch.where(sums.count == 0, 0.0, factor * (self.ranks / sums.count))
         norm = (squares.sqrt() * factor.abs()).float().to(squares)
         if self.max_norm > 0:  # torch's own rule
             factor = factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -149,21 +186,27 @@ class Updater:
         for store in self.stores:
             store.gradients.clear()
 
-    def _sum_over_ranks(self, tally: Tally) -> Tensor:
-        """Squares, losses, their count, who has losses or gradients from elsewhere, who is asked to stop: of all ranks.
-
-        It is the one reduction of a step, and what its one wait is for. Numbers get to the device without a copy.
-        """
+    def _sum_over_ranks(self, tally: Tally, *, is_ahead: bool) -> Sums:
+        """The one reduction of a step, and what its one wait is for. Numbers get to the device without a copy."""
         squares = torch.stack([store.squares() for store in self.stores]).sum()
-        given = (tally.loss, tally.count, tally.loss is not None, self._has_strangers(), self.stopping.is_asked)
+        mine = Sums(
+            squares=squares,
+            loss=tally.loss,
+            count=tally.count,
+            losses=tally.loss is not None,
+            counted=tally.is_counted,
+            strangers=self._has_strangers(),
+            requests=self.stopping.is_asked,
+            ahead=is_ahead,
+        )
         values = [
             value.detach().to(squares) if isinstance(value, Tensor) else squares.new_full((), value or 0)
-            for value in (squares, *given)
+            for value in mine
         ]
         sums = torch.stack(values)
         if self.group is not None:
             collectives.all_reduce(sums, group=self.group)
-        return sums
+        return Sums(*sums.unbind())
 
     def _has_strangers(self) -> bool:
         return any(store.gradients.has_strangers for store in self.stores)

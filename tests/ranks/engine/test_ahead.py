@@ -110,3 +110,64 @@ def with_a_hook(kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ["pre", "post"])
 def test_hooks_are_called_for_steps_that_are_taken(world, kind):
     assert world(2).run(with_a_hook, kind) == [(2, 2)] * 2
+
+
+def with_a_hook_here_only(stage: int, ahead: bool) -> list:
+    """Rank 1 gets a hook after two steps: it cannot go ahead with the third, which is broken, nor with the fourth."""
+    case = Case(stage, 2, samples=8)
+    engine = start(case, ahead=ahead)
+    armed = {"on": False}
+    dict(engine.module.named_parameters())["norm.weight"].register_hook(lambda g: g / 0 if armed["on"] else g)
+    told = []
+    for step in range(5):
+        if step == 2 and engine.global_rank:
+            engine.basic_optimizer.register_step_post_hook(lambda *_: None)
+        armed["on"] = step == 2
+        engine.backward(engine(micro_batches(case, step, engine.global_rank)[0]))
+        told.append(engine.step().applied)
+    values = engine.module.state_dict() if stage == 1 else {}  # at stage 3 masters are the values
+    return [told, kept(engine) | {name: value.clone() for name, value in values.items()}]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_hook_on_one_rank_only(world, stage):
+    plain, ahead = (world(2).run(with_a_hook_here_only, stage, way) for way in (False, True))
+    for (told, state), (told_ahead, state_ahead) in zip(plain, ahead, strict=True):
+        assert told_ahead == told == [True, True, False, True, True]
+        assert is_same(state_ahead, state)
+
+
+def published(ahead: bool) -> list[str]:
+    """What happens in each step, in order: values are sent out (p) and numbers read (r)."""
+    case = Case(2, 2, samples=8)
+    engine = start(case, ahead=ahead)
+    (store,), seen = engine.stores, []
+    publish, agree = store.publish, engine.updater.stopping.agree
+    store.publish = lambda: (seen.append("p"), publish())
+    engine.updater.stopping.agree = lambda asked: (seen.append("r"), agree(asked))
+    for step in range(3):
+        engine.backward(engine(micro_batches(case, step, engine.global_rank)[0]))
+        engine.step()
+    return seen
+
+
+def test_new_values_are_sent_before_the_norm_is_read_once_all_ranks_are_known_to_go_ahead(world):
+    assert world(2).run(published, True) == [["r", "p", "p", "r", "p", "r"]] * 2
+    assert world(2).run(published, False) == [["r", "p"] * 3] * 2
+
+
+def kinds_of_losses() -> str:
+    case = Case(0, 2, samples=8)
+    engine = start(case, ahead=False)
+    (tokens,) = micro_batches(case, 0, engine.global_rank)
+
+    def loss(out, _):
+        return (out, torch.tensor(1.0)) if engine.global_rank else out
+
+    with pytest.raises(mizzen.errors.UsageError) as found:
+        engine.train_batch(iter([(tokens, tokens)]), loss)
+    return str(found.value)
+
+
+def test_ranks_whose_losses_are_of_different_kinds_are_told(world):
+    assert all("as (sum, count) and others as one number" in said for said in world(2).run(kinds_of_losses))
