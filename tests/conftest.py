@@ -3,10 +3,18 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 
 from pool import Pool, World
+
+if find_spec("hypothesis"):  # the clients' environment has none
+    from hypothesis import settings
+
+    # Property tests have no clock: a busy machine must not fail them.
+    settings.register_profile("no-clock", deadline=None)
+    settings.load_profile("no-clock")
 
 # Ranks have one thread each. What they are compared with must sum in the same order, and so has one thread too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

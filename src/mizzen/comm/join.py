@@ -6,12 +6,14 @@ Nothing is written to the environment.
 """
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypedDict, Unpack
+from typing import Any, Final, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from mizzen.accelerator.registry import get_accelerator
 from mizzen.ambient import AMBIENT
@@ -22,12 +24,15 @@ from mizzen.comm.groups import get_rank, get_world_size, is_initialized
 from mizzen.comm.interface import interface_problem
 from mizzen.comm.meeting import TIMEOUT, Terms, meet, place
 from mizzen.comm.report import configure
-from mizzen.comm.roll import call_roll
+from mizzen.comm.roll import Lost, Roll, call_roll
 from mizzen.comm.torch_backend import TorchBackend
 from mizzen.comm.watch import Patience
 from mizzen.environment import Switches, World, environ
 from mizzen.errors import CommError, DeviceError, UsageError
 from mizzen.log import get_logger
+
+AGAIN: Final = timedelta(seconds=30)
+"""How long a rank that has lost the store waits for it to come back."""
 
 
 class Identity(TypedDict, total=False):
@@ -112,10 +117,8 @@ def join(terms: Terms) -> World:
 def join_torch(world: World, terms: Terms) -> World:
     """Make torch's default process group among all ranks of the job."""
     env, started = environ(), time.monotonic()
-    store, world = meet(world, env, terms)
-    where = place(world, terms)
-    roll = call_roll(store, world, terms.timeout, where)
-    world = roll.settle(world, env)
+    store, world, roll = _gather(world, env, terms)
+    where, world = place(world, terms), roll.settle(world, env)
     if roll.spread > 1 and (problem := interface_problem(world.master_addr, env)):
         get_logger().warning("rank %d: %s", world.rank, problem)
     name, device = take_device(world, terms.backend)
@@ -137,6 +140,20 @@ def join_torch(world: World, terms: Terms) -> World:
         took = time.monotonic() - started
         get_logger().info(f"{world.size} ranks on {roll.spread} hosts joined at {where} by {name} in {took:.1f} s")
     return world
+
+
+def _gather(world: World, env: Mapping[str, str], terms: Terms) -> tuple[Store, World, Roll]:
+    """Reach the store and be counted there. One that goes away meanwhile may be that of an earlier world, whose host
+    has not left it yet: the next is waited for a little."""
+    store, world = meet(world, env, terms)
+    try:
+        return store, world, call_roll(store, world, terms.timeout, place(world, terms))
+    except Lost as lost:
+        try:
+            store, world = meet(world, env, replace(terms, timeout=min(terms.timeout, AGAIN)))
+        except CommError:
+            raise lost from None
+        return store, world, call_roll(store, world, terms.timeout, place(world, terms))
 
 
 def take_device(world: World, backend: str | None) -> tuple[str, torch.device | None]:

@@ -47,6 +47,10 @@ class Answer(TypedDict):
     host: str
 
 
+class Lost(CommError):
+    """The store went away while the ranks gathered."""
+
+
 @dataclass(frozen=True, slots=True)
 class Roll:
     """Everybody has come: the fresh name of this meeting, and the host of every rank."""
@@ -74,7 +78,7 @@ def call_roll(store: Store, world: World, timeout: timedelta, where: str) -> Rol
     try:
         return _call(party, own) if world.rank == 0 else _come(party, own)
     except DistError as error:
-        raise CommError(
+        raise Lost(
             f"{party} lost the store at {where} while the ranks gathered: the process that hosts it has left ({error})"
         ) from error
 

@@ -123,6 +123,21 @@ def again_after_the_end():
     return sums
 
 
+def again_while_the_first_is_late():
+    sums = []
+    for _ in range(2):
+        init_distributed()
+        sums.append(total())
+        if not comm.get_rank():
+            time.sleep(0.3)  # the other one is at the store of the world that ends
+        comm.destroy_process_group()
+    return sums
+
+
+def test_who_joins_again_at_the_store_of_the_former_world_waits_for_the_next(world):
+    assert world(2, init=False).run(again_while_the_first_is_late) == [[3.0] * 2] * 2
+
+
 def test_a_world_can_be_joined_again(world):
     assert world(2, init=False).run(again_after_the_end) == [[3.0] * 3] * 2
 

@@ -64,7 +64,7 @@ def test_a_data_file_is_a_safetensors_file(tmp_path):
     rows=st.integers(1, 9), columns=st.integers(1, 9), cuts=st.lists(st.integers(0, 81), max_size=4),
     wanted=st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(0, 8)),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_box_out_of_any_boxes(tmp_path_factory, rows, columns, cuts, wanted):
     root = tmp_path_factory.mktemp("box")
     tensor = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)

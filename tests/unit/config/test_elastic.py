@@ -134,7 +134,7 @@ def test_a_micro_batch_that_cannot_grow_to_the_world_is_passed_over():
     assert compute(keys, 32) == Elastic(704, (32,), 2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     limit=st.integers(1, 20_000),
     micros=st.lists(st.integers(1, 40), min_size=1, max_size=4),

@@ -45,7 +45,7 @@ def test_place_and_rank_are_inverse(layout, data):
     assert all(0 <= place < layout.size(name) for name, place in places.items())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(), axis_sets)
 def test_groups_hold_every_rank_once_and_agree_with_each_member(layout, axes):
     groups = layout.groups(axes)

@@ -143,7 +143,7 @@ class TestPosition:
         assert loader.position == Position(1, 0)
 
     @given(data=st.data(), size=st.integers(8, 40), ending=st.sampled_from(["wrap", "drop"]))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_the_rest_is_the_same_at_any_number_of_ranks(self, data, size, ending):
         """2 -> 1 -> 4 -> ..., each for a few steps; the samples are those of one unbroken run on one rank."""
         train, unbroken, found = 8, loader_of(range(size), 8, ending=ending), []

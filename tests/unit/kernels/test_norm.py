@@ -16,7 +16,7 @@ def rounded(tensors):
     return sum_of_squares(tensors, device=CPU).sqrt().float().item()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 10_000),
     size=st.integers(0, 300_000),

@@ -97,7 +97,7 @@ class TestWarmup:
 
     @pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
     @given(steps=st.integers(0, 60), way=st.sampled_from(["log", "linear"]))
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     def test_it_never_falls_and_ends_at_the_top(self, kind, steps, way):
         needed = {} if kind is WarmupLR else {"total_num_steps": 200}
         schedule = kind(optimizer_with(1e-3), warmup_num_steps=steps, warmup_type=way, **needed)

@@ -21,7 +21,7 @@ def tenants(draw):
 
 
 everything = given(tenants=tenants(), chunks=st.integers(1, 9), limit=st.integers(1, 5000))
-property_test = settings(deadline=None, max_examples=100)
+property_test = settings(max_examples=100)
 
 
 def slots_of(buffers):
