@@ -179,8 +179,10 @@ EAGER: Final = (
 )
 """A kind, and a ZeRO stage where it has one."""
 PRETENDED: Final = {"pretend2": 2, "pretend8": 8}
-"""One of so many ranks, whose collectives do nothing: sharding then costs what it costs, without a wire. The losses of
-such a run mean nothing."""
+"""One of so many ranks, whose collectives do next to nothing: sharding then costs what it costs, without a wire. The
+losses of such a run mean nothing."""
+NUMBERS: Final = 64
+"""Elements; what is larger is no list of numbers, and stays as it is."""
 FULL: Final = (
     *("fsdp2-3", "deepspeed-3", "mizzen-3"),
     *(f"{kind}+{ranks}" for ranks in PRETENDED for kind in ("fsdp2-3", "mizzen-3")),
@@ -214,9 +216,7 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
         "zero_optimization": {"stage": int(stage or 0)},
     }
     if ranks := max(PRETENDED.get(extra, 0) for extra in ("", *extras)):
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+        pretend(ranks)
     if "fused" in extras:
         config["fused"] = FUSED_KEYS
     if is_compiled and kind == "mizzen":
@@ -225,6 +225,22 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
         for layer in model.model.layers:
             layer.compile()
     return KINDS[kind](Work(model.train(), lambda number: batches[number % BATCHES], device, config))
+
+
+def pretend(ranks: int) -> None:
+    """Be one of so many ranks that do the same: a collective does nothing, but that numbers summed are multiplied."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        work = reduce(tensor, op, *args, **kwargs)
+        if op == dist.ReduceOp.SUM and tensor.numel() <= NUMBERS:
+            tensor.mul_(ranks)
+        return work
+
+    dist.all_reduce = all_reduce
 
 
 def build(size: Size) -> LlamaForCausalLM:
