@@ -42,7 +42,7 @@ def test_every_name_is_a_kind_and_a_stage():
         system, *extras = name.split("+")
         kind, _, stage = system.partition("-")
         assert kind in llama.KINDS and stage in ("", "0", "1", "2", "3")
-        assert set(extras) <= {*llama.PRETENDED, "compile", "fused"}
+        assert set(extras) <= {*llama.PRETENDED, "compile", "fused", "told"}
     assert {"mizzen-2+fused", "mizzen-0+compile+fused"} < set(llama.FUSED)
 
 
