@@ -292,6 +292,75 @@ def test_a_full_disk(world, tmp_path, on_error):
             assert said[1] is True and "was not saved" in said[2] and "No space left" in said[2]
 
 
+def one_rank_is_slower(folder):
+    """The save is over on rank 1, and not yet on rank 0."""
+    engine = build(Case(stage=1, checkpoint={"async_save": True, "async_policy": "refuse"}))
+    background, gate, said = engine.saving.background, threading.Event(), ""
+    if engine.global_rank == 0:
+        start = background.start
+        background.start = lambda do: start(lambda: (do(), gate.wait(60)))
+    engine.save_checkpoint(folder, tag="one")
+    if engine.global_rank == 1:
+        background.wait()
+    try:
+        engine.save_checkpoint(folder, tag="two")
+    except CheckpointError as error:
+        said = str(error)
+    gate.set()
+    engine.finish_saving()
+    engine.save_checkpoint(folder, tag="three")
+    engine.finish_saving()
+    return said
+
+
+def test_ranks_refuse_a_second_save_together(world, tmp_path):
+    for said in world(2).run(one_rank_is_slower, str(tmp_path)):
+        assert said.startswith("rank 0: a save is still being written") and "async_policy" in said
+    assert {each.folder.name for each in committed(tmp_path)} == {"one", "three"}
+
+
+def one_rank_has_heard(folder, on_error):
+    """A save beside training has failed; rank 1 has been told of it, and rank 0 has not yet."""
+    engine, said = build(Case(stage=1, checkpoint={"on_save_error": on_error})), []
+
+    def full(operation, path):
+        if operation == "write" and path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+
+    with watched(full):
+        engine.save_checkpoint(folder, tag="bad", async_save=True)
+        engine.saving.background._thread.join()
+    for call in (engine.finish_saving, lambda: engine.save_checkpoint(folder, tag="next")):
+        try:
+            said.append(call() if engine.global_rank or call != engine.finish_saving else None)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_ranks_act_together_on_a_save_that_failed(world, tmp_path, on_error):
+    for _, said in world(2).run(one_rank_has_heard, str(tmp_path), on_error):
+        assert said is True if on_error == "continue" else "rank 0: the last checkpoint was not saved" in said
+
+
+def without_memory(folder):
+    engine = build(Case(stage=1))
+    if engine.global_rank == 1:
+        engine.saving.background.staging.copies = lambda items: [].remove("room for a copy")
+    try:
+        engine.save_checkpoint(folder, async_save=True)
+        engine.finish_saving()
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_rank_without_memory_for_its_copies_tells_the_others(world, tmp_path):
+    for said in world(2).run(without_memory, str(tmp_path)):
+        assert "nothing was saved: rank 1: ValueError" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def surprised(folder):
     engine = build(Case(stage=1))
 
