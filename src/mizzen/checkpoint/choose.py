@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Final
 
-from mizzen.checkpoint.folder import Committed, check_tag, committed, latest
-from mizzen.checkpoint.read import MANIFEST, Reader
+from mizzen.checkpoint.folder import Committed, check_tag, committed
+from mizzen.checkpoint.latest import LATEST, RECORD, is_one_bit_away, latest, recorded
+from mizzen.checkpoint.read import MANIFEST, Reader, read_manifest
 from mizzen.checkpoint.team import Team, attempt, in_words
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
@@ -16,7 +17,7 @@ def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
     """Tags to try, best first; none when there is nothing to load. Called on one rank."""
     if tag is not None:
         return [check_tag(tag)] if (root / tag).is_dir() else []
-    named = latest(root)
+    named = _named(root, with_older)
     is_there = named is not None and (root / named / MANIFEST).exists()
     if named is not None and is_there and not with_older:
         return [named]
@@ -28,6 +29,35 @@ def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
     tags = [named] if named is not None and is_there else []
     tags += [tag for each in _line(found, named) if (tag := each.folder.name) != named]
     return tags if with_older else tags[:1]
+
+
+def _named(root: Path, is_patient: bool) -> str | None:
+    """The tag that `latest` names, or should: see [Note: a flipped bit, an edit, or a crash]."""
+    named, meant = latest(root), recorded(root)
+    if meant is None or meant == named or not (root / meant / MANIFEST).exists():
+        return named
+    if named is None or not (root / named / MANIFEST).exists():
+        what = "names no checkpoint" if named is None else f"names '{named}', which is not committed"
+        get_logger().warning("%s/%s %s: '%s' is taken, with which it was last written", root, LATEST, what, meant)
+        return meant
+    if _created(root / named) > _created(root / meant):
+        return named
+    words = f"{root}/{LATEST} names '{named}', and was last written by a save with '{meant}'"
+    if not is_one_bit_away(named, meant):
+        get_logger().warning("%s: as somebody has changed it, '%s' is taken", words, named)
+        return named
+    words = f"{words}: one bit has changed, as by damage"
+    if not is_patient:
+        raise CheckpointError(
+            f"{words}. Name the tag to load; if '{named}' was meant, {RECORD} beside it may be removed"
+        )
+    get_logger().error("%s. '%s' is taken", words, meant)
+    return meant
+
+
+def _created(folder: Path) -> str:
+    manifest, _ = attempt(lambda: read_manifest(folder))
+    return manifest.created if manifest else ""
 
 
 def candidates_together(root: Path, tag: str | None, team: Team, *, with_older: bool, is_local: bool) -> list[str]:

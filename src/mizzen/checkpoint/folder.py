@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which tags are committed, which is the latest, what dead saves have left, what to keep.
+"""A folder of checkpoints: which tags are committed, what dead saves have left, what to keep.
 
 Only files whose names this library gives are ever removed, and only here.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from mizzen.checkpoint.latest import UNFINISHED, latest, recorded
 from mizzen.checkpoint.manifest import Manifest, is_plain
 from mizzen.checkpoint.read import MANIFEST, read_manifest
 from mizzen.comm.account import is_gone, this_process
 from mizzen.errors import CheckpointError, FileError, UsageError
 from mizzen.files import (
     BESIDE,
-    commit_text,
     fsync_folder,
     list_folder,
     make_folder,
@@ -27,7 +27,6 @@ from mizzen.files import (
 )
 from mizzen.log import get_logger
 
-LATEST: Final = "latest"
 _DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
 _MARK: Final = re.compile(r"([0-9a-f]{16})\.saving")
 _BESIDE: Final = re.compile(rf"{re.escape(MANIFEST)}\.[0-9a-f]+{re.escape(BESIDE)}")
@@ -59,15 +58,6 @@ def check_tag(tag: str) -> str:
             "that begins with a letter or digit"
         )
     return tag
-
-
-def latest(root: Path) -> str | None:
-    """The tag that the file `latest` names, if it names one."""
-    try:
-        tag = read_bytes(root / LATEST).decode().strip()
-    except (FileError, UnicodeDecodeError):
-        return None
-    return tag if is_plain(tag) else None
 
 
 def committed(root: Path) -> list[Committed]:
@@ -132,20 +122,27 @@ def sweep_all(root: Path) -> list[Path]:
         gone += removed
         if removed and keep is None:
             remove_if_empty(folder)
+    unfinished = [path for path in _listed(root) if UNFINISHED.fullmatch(path.name)]
+    if unfinished and not any(_live(_listed(folder)) for folder in _folders(root)):
+        gone += _remove_all(unfinished, None)
     return gone
 
 
 def _not_live(folder: Path) -> list[Path]:
     """The files in a tag's folder that no save under way may still need, those of a committed one among them."""
     listed = _listed(folder)
-    live = {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path)}
-    found = []
+    live, found = _live(listed), []
     for path in listed:
         match = _DATA.fullmatch(path.name) or _MARK.fullmatch(path.name)
         is_ours = match is not None and match[1] not in live
         if (is_ours or (_BESIDE.fullmatch(path.name) and not live)) and not path.is_dir():
             found.append(path)
     return found
+
+
+def _live(listed: list[Path]) -> set[str]:
+    """The saves that are under way, by what lies in a tag's folder."""
+    return {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path)}
 
 
 def _are_of_one_save(paths: list[Path]) -> bool:
@@ -218,12 +215,7 @@ def retain(root: Path, run: str, *, last: int | None, every: int | None, newest:
     if last is None:
         return
     own = [each for each in committed(root) if each.manifest.run == run]
-    spare = {newest, latest(root) or newest}
+    spare = {newest, latest(root) or newest, recorded(root) or newest}
     for each in surplus(own, last=last, every=every, spare=spare):
         delete(each)
         get_logger().info("checkpoint %s was deleted: keep_last is %d", each.folder, last)
-
-
-def set_latest(root: Path, tag: str) -> None:
-    """Name the tag that a load without one takes."""
-    commit_text(root / LATEST, tag + "\n")

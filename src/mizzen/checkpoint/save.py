@@ -21,11 +21,11 @@ from mizzen.checkpoint.folder import (
     mark,
     remove_if_empty,
     retain,
-    set_latest,
     sweep,
     sweep_all,
     unmark,
 )
+from mizzen.checkpoint.latest import set_latest
 from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, is_plain
 from mizzen.checkpoint.read import MANIFEST
 from mizzen.checkpoint.team import Team, attempt, in_words
@@ -186,17 +186,18 @@ def _make_it_exist(
 
 def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
     """What follows a commit; that it fails does not undo the commit."""
+    failure = None
+    if terms.latest:
+        _, failure = attempt(lambda: set_latest(ticket.root, ticket.tag))
     unmark(ticket.folder, ticket.id)
 
     def tidy() -> None:
-        if terms.latest:
-            set_latest(ticket.root, ticket.tag)
         sweep(ticket.folder, manifest)
         retain(ticket.root, terms.run, last=terms.keep_last, every=terms.keep_every, newest=ticket.tag)
         sweep_all(ticket.root)
 
-    _, failure = attempt(tidy)
-    if failure:
+    _, untidy = attempt(tidy)
+    if failure := failure or untidy:
         get_logger().warning("%s is saved, but tidying up after it failed: %s", ticket.folder, failure)
 
 
