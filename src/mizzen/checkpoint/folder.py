@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,7 @@ from mizzen.comm.account import is_gone, this_process
 from mizzen.errors import CheckpointError, FileError, UsageError
 from mizzen.files import (
     BESIDE,
+    Reading,
     fsync_folder,
     list_folder,
     make_folder,
@@ -28,6 +30,9 @@ from mizzen.files import (
 from mizzen.log import get_logger
 
 _DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
+_CREATED: Final = re.compile(rb'"created":"([^"]+)"')
+_HEAD: Final = 1 << 14
+"""Bytes of a manifest in which that is found."""
 _MARK: Final = re.compile(r"([0-9a-f]{16})\.saving")
 _BESIDE: Final = re.compile(rf"{re.escape(MANIFEST)}\.[0-9a-f]+{re.escape(BESIDE)}")
 
@@ -67,6 +72,27 @@ def committed(root: Path) -> list[Committed]:
         with suppress(CheckpointError, FileError):
             found.append(Committed(folder, read_manifest(folder)))
     return sorted(found, key=lambda each: each.age)
+
+
+def next_moment(root: Path) -> str:
+    """The time for a commit: now, or right after the newest checkpoint of a folder where the clock went backwards."""
+    now = datetime.now(UTC)
+    for folder in _tags(root):
+        with suppress(FileError, CheckpointError, ValueError, TypeError, OverflowError):
+            if _claimed(folder) >= now.isoformat(
+                timespec="microseconds"
+            ):  # hardly ever; only then all of the manifest is read
+                now = max(now, datetime.fromisoformat(read_manifest(folder).created) + timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
+
+
+def _claimed(folder: Path) -> str:
+    """When a manifest says that it was committed, by its first bytes, whose hash nobody has looked at."""
+    with Reading(folder / MANIFEST) as file:
+        head = bytearray(min(file.size, _HEAD))
+        file.read_into(memoryview(head), 0)
+    match = _CREATED.search(head)
+    return match[1].decode() if match else ""
 
 
 def _tags(root: Path) -> list[Path]:

@@ -10,7 +10,6 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,6 +18,7 @@ from mizzen.checkpoint.folder import (
     data_name,
     discard,
     mark,
+    next_moment,
     remove_if_empty,
     retain,
     sweep,
@@ -173,7 +173,7 @@ def _make_it_exist(
         run=terms.run,
         tag=ticket.tag,
         step=int(facts.get("counters", {}).get("global_steps", 0)),
-        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        created=next_moment(ticket.root),
         tensors=tensors,
         files=files,
         facts=facts,

@@ -221,6 +221,17 @@ def test_the_same_step_twice_is_no_way_back(tmp_path):
     assert candidates(tmp_path, None, with_older=True) == ["best", "s2", "s1"]
 
 
+def test_a_clock_that_goes_backwards_does_not_change_the_order(tmp_path):
+    manifest = save(tmp_path, {"a": torch.zeros(1)}, tag="z")
+    for tag, created in (("z", "2999-01-01T00:00:00+00:00"), ("damaged", "3999-01-01"), ("odd", "9999-12-31T23:59:59")):
+        (tmp_path / tag).mkdir(exist_ok=True)
+        (tmp_path / tag / "manifest.json").write_bytes(replace(manifest, created=created).to_bytes())
+    (tmp_path / "damaged" / "manifest.json").open("ab").write(b"x")
+    assert save(tmp_path, {"a": torch.zeros(1)}, tag="a").created == "2999-01-01T00:00:00.000001+00:00"
+    assert save(tmp_path, {"a": torch.zeros(1)}, tag="z").created == "2999-01-01T00:00:00.000002+00:00"
+    assert [each.folder.name for each in committed(tmp_path)] == ["a", "z", "odd"]
+
+
 def numbered(root, *numbers):
     for number in numbers:
         save(root, {"a": torch.zeros(1)}, tag=f"step{number}", step=number)
