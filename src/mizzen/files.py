@@ -207,6 +207,18 @@ class Reading:
                 raise FileError(f"read {self.path}: it ends at byte {offset:,}, before {target.nbytes:,} more bytes")
             target, offset = target[count:], offset + count
 
+    def held(self) -> int:
+        """The bytes that are there and not in holes, as far as the filesystem knows holes."""
+        found = place = 0
+        try:
+            while place < self.size:
+                start = os.lseek(self._descriptor, place, os.SEEK_DATA)
+                place = os.lseek(self._descriptor, start, os.SEEK_HOLE)
+                found += place - start
+        except OSError as error:
+            return found if error.errno == errno.ENXIO else self.size  # all that is left is a hole
+        return found
+
     def close(self) -> None:
         """Let it go; a second time does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
