@@ -5,6 +5,7 @@ Only files whose names this library gives are ever removed, and only here.
 
 import json
 import re
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Final
 from mizzen.checkpoint.latest import UNFINISHED, latest, recorded
 from mizzen.checkpoint.manifest import Manifest, is_plain
 from mizzen.checkpoint.read import MANIFEST, read_manifest
-from mizzen.comm.account import is_gone, this_process
+from mizzen.comm.account import is_elsewhere, is_gone, this_process
 from mizzen.errors import CheckpointError, FileError, UsageError
 from mizzen.files import (
     BESIDE,
@@ -29,6 +30,8 @@ from mizzen.files import (
 )
 from mizzen.log import get_logger
 
+LEASE: Final = 3600.0
+"""Seconds after which a save on another machine, of the run that saves now, is one of an attempt that died."""
 _DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
 _CREATED: Final = re.compile(rb'"created":"([^"]+)"')
 _HEAD: Final = 1 << 14
@@ -102,10 +105,10 @@ def _tags(root: Path) -> list[Path]:
         return []
 
 
-def mark(folder: Path, save: str) -> None:
+def mark(folder: Path, save: str, run: str = "") -> None:
     """Say that a save is going on: until this is gone, or the process is, nobody removes its files."""
     make_folder(folder)
-    write_bytes(folder / f"{save}.saving", json.dumps({"process": this_process()}).encode())
+    write_bytes(folder / f"{save}.saving", json.dumps({"process": this_process(), "run": run}).encode())
     fsync_folder(folder)
 
 
@@ -127,16 +130,19 @@ def discard(folder: Path, save: str) -> None:
                 remove(path, missing_ok=True)
 
 
-def sweep(folder: Path, keep: Manifest | None) -> list[Path]:
-    """Remove what older saves have left in a tag's folder, dead ones too; returns what is gone."""
-    return _remove_all(_not_live(folder), keep)
+def sweep(folder: Path, keep: Manifest | None, run: str = "") -> list[Path]:
+    """Remove what older saves have left in a tag's folder, dead ones too; returns what is gone.
+
+    Whether a save on another machine is dead cannot be seen: after `LEASE`, one of the same `run` counts as dead.
+    """
+    return _remove_all(_not_live(folder, run), keep)
 
 
-def sweep_all(root: Path) -> list[Path]:
+def sweep_all(root: Path, run: str = "") -> list[Path]:
     """The same for every tag of a folder: of one that is not committed nothing is kept."""
     gone: list[Path] = []
     for folder in _folders(root):
-        found = _not_live(folder)  # before the manifest is read: what a save commits in between is then in that
+        found = _not_live(folder, run)  # before the manifest is read: what a save commits in between is then in that
         is_committed = (folder / MANIFEST).exists()
         if is_committed and _are_of_one_save(found):
             continue  # as nearly always; the manifest of a large model takes a while to read
@@ -149,15 +155,15 @@ def sweep_all(root: Path) -> list[Path]:
         if removed and keep is None:
             remove_if_empty(folder)
     unfinished = [path for path in _listed(root) if UNFINISHED.fullmatch(path.name)]
-    if unfinished and not any(_live(_listed(folder)) for folder in _folders(root)):
+    if unfinished and not any(_live(_listed(folder), run) for folder in _folders(root)):
         gone += _remove_all(unfinished, None)
     return gone
 
 
-def _not_live(folder: Path) -> list[Path]:
+def _not_live(folder: Path, run: str) -> list[Path]:
     """The files in a tag's folder that no save under way may still need, those of a committed one among them."""
     listed = _listed(folder)
-    live, found = _live(listed), []
+    live, found = _live(listed, run), []
     for path in listed:
         match = _DATA.fullmatch(path.name) or _MARK.fullmatch(path.name)
         is_ours = match is not None and match[1] not in live
@@ -166,9 +172,9 @@ def _not_live(folder: Path) -> list[Path]:
     return found
 
 
-def _live(listed: list[Path]) -> set[str]:
+def _live(listed: list[Path], run: str) -> set[str]:
     """The saves that are under way, by what lies in a tag's folder."""
-    return {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path)}
+    return {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path, run)}
 
 
 def _are_of_one_save(paths: list[Path]) -> bool:
@@ -198,12 +204,16 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _is_live(path: Path) -> bool:
+def _is_live(path: Path, run: str) -> bool:
     try:
-        process = json.loads(read_bytes(path))["process"]
-    except (FileError, ValueError, KeyError, TypeError):
+        found = json.loads(read_bytes(path))
+        process, its_run = str(found["process"]), found.get("run")
+        age = time.time() - path.stat().st_mtime
+    except (FileError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False  # torn: whoever wrote it did not live to finish
-    return not is_gone(str(process))
+    if is_elsewhere(process):
+        return not (run and its_run == run and age > LEASE)
+    return not is_gone(process)
 
 
 def delete(each: Committed) -> None:
@@ -212,7 +222,7 @@ def delete(each: Committed) -> None:
     fsync_folder(each.folder)
     for file in each.manifest.files:
         remove(each.folder / file.name, missing_ok=True)
-    sweep(each.folder, None)
+    sweep(each.folder, None, each.manifest.run)
     remove_if_empty(each.folder)
 
 

@@ -77,7 +77,7 @@ def begin(root: Path, tag: str, team: Team, terms: Terms, *, needed: int = 0, fa
         said = team.everyone((ticket.id, team.node), CALL)
         ticket = replace(ticket, id=said[0][0], nodes=tuple(node for _, node in said))
     if _leads(ticket, team) and failure is None and is_plain(tag):
-        _, failure = attempt(lambda: mark(ticket.folder, ticket.id))
+        _, failure = attempt(lambda: mark(ticket.folder, ticket.id, terms.run))
     free, _ = attempt(lambda: free_bytes(root))
     offers = team.everyone((tag, ticket.id, failure, needed, free), CALL)
     try:
@@ -192,9 +192,9 @@ def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
     unmark(ticket.folder, ticket.id)
 
     def tidy() -> None:
-        sweep(ticket.folder, manifest)
+        sweep(ticket.folder, manifest, terms.run)
         retain(ticket.root, terms.run, last=terms.keep_last, every=terms.keep_every, newest=ticket.tag)
-        sweep_all(ticket.root)
+        sweep_all(ticket.root, terms.run)
 
     _, untidy = attempt(tidy)
     if failure := failure or untidy:

@@ -1,6 +1,7 @@
 """Manifests, data files and the reader, without ranks."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -176,6 +177,22 @@ def test_a_save_removes_what_dead_ones_left_under_other_tags(tmp_path):
     assert not list((tmp_path / "first").glob("aaaaaaaa*"))
     with Reader(tmp_path / "first") as reader:
         assert torch.equal(reader.whole("model", "float"), EVERY["float"])
+
+
+def test_what_an_attempt_on_another_machine_left_goes_after_a_while(tmp_path):
+    for number, (run, process) in enumerate((("run", "far:1"), ("another", "far:1"), ("run", None))):
+        mark(tmp_path / "t", save_id := f"{number:016x}", run)
+        path = tmp_path / "t" / f"{save_id}.saving"
+        if process:
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"process": process}))
+        (tmp_path / "t" / f"{save_id}-00000.safetensors").write_bytes(b"not committed")
+    save(tmp_path, EVERY, tag="second")
+    assert len(list((tmp_path / "t").iterdir())) == 6
+    for path in (tmp_path / "t").iterdir():
+        os.utime(path, (0, 0))
+    save(tmp_path, EVERY, tag="third")
+    left = sorted(path.name for path in (tmp_path / "t").iterdir())
+    assert [name[:16] for name in left] == [f"{number:016x}" for number in (1, 1, 2, 2)]
 
 
 def test_retention_counts_its_own_run(tmp_path):
