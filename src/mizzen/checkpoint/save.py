@@ -74,16 +74,16 @@ def begin(root: Path, tag: str, team: Team, terms: Terms, *, needed: int = 0, fa
     """
     ticket = Ticket(root, tag, os.urandom(8).hex())
     if terms.is_local:  # who commits on which node has to be known first
-        said = team.everyone((ticket.id, team.node), CALL)
-        ticket = replace(ticket, id=said[0][0], nodes=tuple(node for _, node in said))
-    if _leads(ticket, team) and failure is None and is_plain(tag):
+        said = team.everyone((ticket.id, ticket.tag, team.node), CALL)
+        ticket = replace(ticket, id=said[0][0], tag=said[0][1], nodes=tuple(node for _, _, node in said))
+    if _leads(ticket, team) and failure is None and is_plain(ticket.tag):
         _, failure = attempt(lambda: mark(ticket.folder, ticket.id, terms.run))
     free, _ = attempt(lambda: free_bytes(root))
     offers = team.everyone((tag, ticket.id, failure, needed, free), CALL)
     try:
         return _agreed(ticket, offers, team, terms)
     except MizzenError:
-        if is_plain(tag):
+        if is_plain(ticket.tag):
             give_up(ticket, team)
         raise
 
@@ -106,8 +106,7 @@ def _agreed(ticket: Ticket, offers: Sequence[Any], team: Team, terms: Terms) -> 
         raise CheckpointError(
             f"{ticket.root}: the checkpoint needs {needed:,} bytes, and the filesystem has {free:,} free"
         )
-    leader = ticket.nodes.index(team.node) if ticket.nodes else 0
-    return replace(ticket, tag=check_tag(offers[leader][0]), id=offers[0][1])
+    return replace(ticket, tag=check_tag(offers[0][0]), id=offers[0][1])
 
 
 def _leads(ticket: Ticket, team: Team) -> bool:

@@ -68,6 +68,25 @@ def test_ranks_that_save_under_different_tags(world, tmp_path):
     assert list((tmp_path / "b").iterdir()) == []
 
 
+def different_tags_on_nodes(root, validation):
+    engine = build(Case(checkpoint={"tag_validation": validation, "use_node_local_storage": True}))
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder = Path(root) / node
+    try:
+        engine.save_checkpoint(folder, tag=f"tag{engine.global_rank}")
+        found = sorted(path.name for path in folder.rglob("*") if path.suffix != ".safetensors")
+        return found, Path(engine.load_checkpoint(folder)[0]).name
+    except CheckpointError as error:
+        return str(error), list(folder.iterdir())
+
+
+def test_nodes_that_save_under_different_tags(world, tmp_path):
+    files = ["latest", "latest.json", "manifest.json", "tag0"]
+    assert world(2).run(different_tags_on_nodes, str(tmp_path / "a"), "Warn") == [(files, "tag0")] * 2
+    for said, left in world(2).run(different_tags_on_nodes, str(tmp_path / "b"), "Fail"):
+        assert "rank 0: tag0" in said and "rank 1: tag1" in said and left == []
+
+
 def bad_tags(folder):
     engine, said = build(Case()), []
     for tag in ("../up", "/absolute", "a/b", "", ".", "a\nb"):
