@@ -646,7 +646,12 @@ def test_a_schedule_of_the_user(world, tmp_path):
 
 FORGED = [
     {"excluded": [[1]]}, {"excluded": 5}, {"aliases": [1]}, {"aliases": {"x": [1]}}, {"batch": {"accumulation": 0}},
-    {"counters": {"global_steps": float("inf")}},
+    {"counters": {"global_steps": float("inf")}}, {"client": 5}, {"extra": [1]}, {"client": {"$tuple": [1]}},
+    {"optimizer": {"groups": 5}}, {"optimizer": {"groups": [{"names": 5}]}}, {"scheduler": 5},
+    *({"optimizer": {"groups": [{"names": ["up.weight"], "settings": settings}]}} for settings in (
+        {"lr": "fast"}, {"lr": None}, {"lr": True}, {"betas": 5}, {"betas": {"$tuple": [0.9]}}, {"eps": [1e-8]},
+        {"betas": {"$tuple": ["a", "b"]}}, {"amsgrad": "yes"}, 5,
+    )),
 ]  # fmt: skip
 
 
