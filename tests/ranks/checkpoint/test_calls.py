@@ -17,7 +17,7 @@ from faults.malice import opened, sealed
 from mizzen.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from mizzen.checkpoint.folder import committed
 from mizzen.comm.communicator import set_patience
-from mizzen.errors import CheckpointError, UsageError
+from mizzen.errors import CheckpointError, MizzenError, UsageError
 from mizzen.files import watched
 from ranks.checkpoint.programs import Case, build, differences, train, whole
 
@@ -679,6 +679,26 @@ def test_forged_facts_and_wrong_arguments_are_our_errors(world, tmp_path):
     *forged, client, path = world(1).run(wrong_calls, str(tmp_path))[0]
     assert len(forged) == len(FORGED) and all("its facts cannot be used" in words for words in forged)
     assert "client_state is a list" in client and "a folder is a text or a path, not 5" in path
+
+
+def wrong_state_dicts():
+    engine, said = build(Case(stage=1)), []
+    good = engine.module_state_dict()
+    other = {"up.weight": torch.zeros(2, 2)}
+    for state in (5, [good], {"module": None}, good | {"up.weight": [1.0]}, good | {3: torch.ones(1)}, other, {}):
+        try:
+            engine.load_module_state_dict(state)
+        except MizzenError as error:
+            said.append(str(error))
+    engine.load_module_state_dict({"module": {"of_another": 5, "gain": torch.tensor(2.5)}}, strict=False)
+    return said, mizzen.zero.safe_get_full_fp32_param(engine.module.gain).item()
+
+
+def test_a_state_dict_that_is_none_is_our_error(world):
+    said, gain = world(1).run(wrong_state_dicts)[0]
+    kinds = ("this is a int", "this is a list", "this is a NoneType", "'up.weight' is a list", "'3' is a int")
+    assert len(said) == 7 and gain == 2.5 and all(kind in words for kind, words in zip(kinds, said, strict=False))
+    assert "size mismatch for up.weight" in said[5] and "Missing key(s)" in said[6]
 
 
 def half_way(folder):
