@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Final, Literal, TypeVar, TypeVarTuple
 
@@ -120,6 +120,28 @@ def commit_bytes(path: str | Path, data: Chunk) -> None:
     except BaseException:
         with suppress(FileError):
             remove(beside)
+        raise
+
+
+@contextmanager
+def committing(path: str | Path) -> Iterator[BufferedWriter]:
+    """A file to write to that takes the place of another at the end, at once and durably, or never if that fails.
+
+    For the one writer of a path: what a dead one has left beside it is removed.
+    """
+    path = Path(path)
+    beside = path.with_name(path.name + BESIDE)
+    remove(beside, missing_ok=True)
+    file = _do("open", beside, beside.open, "xb")
+    try:
+        with file:
+            yield file
+            _do("write", beside, file.flush)
+            _do("fsync", beside, os.fsync, file.fileno())
+        replace(beside, path)
+    except BaseException:
+        with suppress(FileError):
+            remove(beside, missing_ok=True)
         raise
 
 

@@ -396,7 +396,7 @@ class Face(nn.Module):
         self._allow_gathering("save_16bit_model")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
         path = Path(save_dir) / save_filename
-        save(path, self.module, self.stores, skip=skip, is_writer=self.global_rank == 0)
+        save(path, self.module, self.stores, skip=skip, team=self.saving.team.in_front())
         return True
 
     save_fp16_model = save_16bit_model
