@@ -5,12 +5,15 @@ from typing import Final
 
 from mizzen.checkpoint.folder import Committed, check_tag, committed
 from mizzen.checkpoint.latest import LATEST, RECORD, is_one_bit_away, latest, recorded
+from mizzen.checkpoint.manifest import is_plain
 from mizzen.checkpoint.read import MANIFEST, Reader, read_manifest
 from mizzen.checkpoint.team import Team, attempt, in_words
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
 CALL: Final = "load_checkpoint()"
+LEFT_FOR_OTHERS: Final = "drop-in.json"
+"""Where this lies in a tag's folder, files that look like DeepSpeed's are of the drop-in."""
 
 
 def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
@@ -82,10 +85,25 @@ def candidates_together(root: Path, tag: str | None, team: Team, *, with_older: 
 
 def _told(root: Path, tag: str | None, with_older: bool) -> list[str]:
     """The candidates; that `latest` promises one and there is none is never passed over in silence."""
+    _refuse_others(root, tag)
     found = candidates(root, tag, with_older=with_older)
     if not found and tag is None and (named := latest(root)) is not None:
         get_logger().warning("%s/latest names '%s', which is not committed, and no other checkpoint is", root, named)
     return found
+
+
+def _refuse_others(root: Path, tag: str | None) -> None:
+    """Raise for a folder that DeepSpeed has written, where there is no checkpoint of ours."""
+    name = tag if tag is not None and is_plain(tag) else latest(root) or ""
+    if (root / name / MANIFEST).exists() or (tag is None and any(root.glob(f"*/{MANIFEST}"))):
+        return
+    for folder in (root / name, root):
+        if any(folder.glob("*_model_states.pt")) and not (folder / LEFT_FOR_OTHERS).exists():
+            which = f" --tag {name}" if name and folder != root else ""
+            raise CheckpointError(
+                f"{folder} was saved by DeepSpeed. Make a checkpoint of mizzen's out of it, once, and load that: "
+                f"mizzen checkpoint import {root}{which} --to FOLDER"
+            )
 
 
 def _line(found: list[Committed], named: str | None) -> list[Committed]:

@@ -52,6 +52,24 @@ def test_a_folder_without_a_checkpoint_is_a_warning(world, tmp_path):
     assert "no-such-tag" in told[0]
 
 
+def of_deepspeed(folder):
+    engine, said = build(Case()), []
+    for root, tag in ((folder, None), (folder, "step3"), (f"{folder}/step3", None)):
+        try:
+            engine.resume_if_possible(root) if tag is None else engine.load_checkpoint(root, tag=tag)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_folder_of_deepspeed_is_named(world):
+    folder = Path(__file__).parents[2] / "fixtures" / "deepspeed" / "zero2"
+    for said in world(2).run(of_deepspeed, str(folder)):
+        assert len(said) == 3
+        assert all("step3 was saved by DeepSpeed" in words and "mizzen checkpoint import" in words for words in said)
+        assert "--tag step3" in said[0] and "--tag" not in said[2]
+
+
 def different_tags(folder, validation):
     engine = build(Case(checkpoint={"tag_validation": validation}))
     try:
