@@ -476,6 +476,22 @@ def test_a_save_on_one_rank_only_is_named(world, tmp_path):
     assert "rank 1" in said
 
 
+def alone_beside_a_barrier(folder):
+    set_patience(look=0.5, beat=0.2)
+    engine = build(Case(stage=1))
+    if engine.global_rank == 0:
+        engine.save_checkpoint(folder)
+    else:
+        torch.distributed.barrier()
+
+
+def test_a_save_on_one_rank_only_beside_a_barrier_of_the_script(world, tmp_path):
+    ended = world(2).run(alone_beside_a_barrier, str(tmp_path), expect_failure=True, grace=20)
+    said = next(outcome.traceback for outcome in ended if outcome.rank == 0)
+    assert "save_checkpoint(): every rank has to make this call" in said
+    assert "rank 1 waits for rank 0 in torch.distributed.barrier()" in said
+
+
 def late(folder):
     set_patience(look=0.5, beat=0.2)
     engine = build(Case(stage=1))
