@@ -557,6 +557,48 @@ def test_a_node_without_its_folder_is_named(world, tmp_path):
     assert world(2).run(node_without_folder, str(tmp_path), ["node0", "node1"]) == [(None, None)] * 2
 
 
+def node_without_its_newest(root, lost):
+    engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True}))
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder = Path(root) / node
+    engine.save_checkpoint(folder, tag="one")
+    engine.save_checkpoint(folder, tag="two")
+    if node == lost:
+        os.unlink(folder / "two" / "manifest.json")
+    mizzen.comm.barrier()
+    (path, _), said = warnings_of(lambda: engine.load_checkpoint(folder))
+    return Path(path).name, said
+
+
+@pytest.mark.parametrize("lost", ["node0", "node1"])
+def test_a_node_without_its_newest_is_named(world, tmp_path, lost):
+    found = world(2).run(node_without_its_newest, str(tmp_path), lost)
+    assert [name for name, _ in found] == ["one", "one"]
+    newest = {"node0": "two", "node1": "two"} | {lost: "one"}
+    words = f"their newest are node node0 '{newest['node0']}', node node1 '{newest['node1']}'. 'one' is taken"
+    assert any(words in line for line in found[0][1])
+
+
+def other_layout(root, stage, turned):
+    """Saved by ranks 0 and 1 on one node, 2 and 3 on the other; loaded by 0 and 2, 1 and 3."""
+    engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
+    places = [f"node{rank % 2 if turned else rank // 2}" for rank in range(4)]
+    engine.saving.team.node = node = places[engine.global_rank]
+    if not turned:
+        train(engine, 1)
+        return engine.save_checkpoint(Path(root) / node)
+    try:
+        engine.load_checkpoint(Path(root) / node)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_another_layout_without_a_shared_filesystem_is_named(world, tmp_path):
+    assert world(4).run(other_layout, str(tmp_path), 2, False) == [True] * 4
+    for said in world(4).run(other_layout, str(tmp_path), 2, True):
+        assert "needs the layout that it was saved with, or a shared filesystem" in said and "on node node0" in said
+
+
 def not_committed(folder):
     engine = build(Case())
     engine.save_checkpoint(folder, tag="half")
