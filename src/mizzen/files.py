@@ -115,20 +115,30 @@ def commit_bytes(path: str | Path, data: Chunk) -> None:
     # A name of its own for each writer: two that commit the same path must not write into one file.
     beside = path.with_name(f"{path.name}.{os.urandom(4).hex()}{BESIDE}")
     write_bytes(beside, data)
+    _settle(beside, path)
+
+
+def _settle(beside: Path, path: Path) -> None:
     try:
         replace(beside, path)
     except BaseException:
         with suppress(FileError):
-            remove(beside)
+            remove(beside, missing_ok=True)
         raise
+
+
+def commit_chunks(path: str | Path, chunks: Iterable[Chunk]) -> None:
+    """The same chunk by chunk, for the one writer of a path: what a dead one has left beside it is removed."""
+    path = Path(path)
+    beside = path.with_name(path.name + BESIDE)
+    remove(beside, missing_ok=True)
+    write_chunks(beside, chunks)
+    _settle(beside, path)
 
 
 @contextmanager
 def committing(path: str | Path) -> Iterator[BufferedWriter]:
-    """A file to write to that takes the place of another at the end, at once and durably, or never if that fails.
-
-    For the one writer of a path: what a dead one has left beside it is removed.
-    """
+    """The same for who needs a file to write to: it takes its place at the end, or never if that fails."""
     path = Path(path)
     beside = path.with_name(path.name + BESIDE)
     remove(beside, missing_ok=True)
@@ -210,6 +220,14 @@ def read_bytes(path: str | Path) -> bytes:
     """The whole content of a file."""
     path = Path(path)
     return _do("read", path, path.read_bytes)
+
+
+def read_head(path: str | Path, most: int) -> bytes:
+    """The first bytes of a regular file, at most so many."""
+    with Reading(path) as file:
+        data = bytearray(min(file.size, most))
+        file.read_into(memoryview(data), 0)
+    return bytes(data)
 
 
 class Reading:

@@ -20,11 +20,11 @@ from mizzen.comm.account import is_elsewhere, is_gone, this_process
 from mizzen.errors import CheckpointError, FileError, UsageError
 from mizzen.files import (
     BESIDE,
-    Reading,
     fsync_folder,
     list_folder,
     make_folder,
     read_bytes,
+    read_head,
     remove,
     write_bytes,
 )
@@ -91,10 +91,7 @@ def next_moment(root: Path) -> str:
 
 def _claimed(folder: Path) -> str:
     """When a manifest says that it was committed, by its first bytes, whose hash nobody has looked at."""
-    with Reading(folder / MANIFEST) as file:
-        head = bytearray(min(file.size, _HEAD))
-        file.read_into(memoryview(head), 0)
-    match = _CREATED.search(head)
+    match = _CREATED.search(read_head(folder / MANIFEST, _HEAD))
     return match[1].decode() if match else ""
 
 

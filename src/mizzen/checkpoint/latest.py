@@ -14,21 +14,21 @@ from typing import Final
 
 from mizzen.checkpoint.manifest import digest, is_plain
 from mizzen.errors import FileError
-from mizzen.files import BESIDE, Reading, commit_text
+from mizzen.files import BESIDE, commit_text, read_head
 from mizzen.log import get_logger
 
 LATEST: Final = "latest"
 RECORD: Final = "latest.json"
 UNFINISHED: Final = re.compile(rf"({re.escape(LATEST)}|{re.escape(RECORD)})\.[0-9a-f]+{re.escape(BESIDE)}")
 """What either is called before it has its name."""
-_LARGEST: Final = 4096
+_MOST: Final = 4096
 """Bytes that are read of either."""
 
 
 def latest(root: Path) -> str | None:
     """The tag that the file `latest` names, if it names one."""
     try:
-        tag = _read(root / LATEST).decode().strip()
+        tag = read_head(root / LATEST, _MOST).decode().strip()
     except (FileError, UnicodeDecodeError):
         return None
     return tag if is_plain(tag) else None
@@ -37,7 +37,7 @@ def latest(root: Path) -> str | None:
 def recorded(root: Path) -> str | None:
     """The tag that `latest` was last written with; None where that is not known."""
     try:
-        data = _read(root / RECORD)
+        data = read_head(root / RECORD, _MOST)
     except FileError:
         return None
     try:
@@ -61,10 +61,3 @@ def is_one_bit_away(one: str, other: str) -> bool:
     """Whether two names differ in a single bit."""
     pairs = zip(one.encode(), other.encode(), strict=False)
     return len(one) == len(other) and sum((a ^ b).bit_count() for a, b in pairs) == 1
-
-
-def _read(path: Path) -> bytes:
-    with Reading(path) as file:
-        data = bytearray(min(file.size, _LARGEST))
-        file.read_into(memoryview(data), 0)
-    return bytes(data)

@@ -18,17 +18,7 @@ from torch import Tensor
 
 from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.errors import FileError, UsageError
-from mizzen.files import (
-    BESIDE,
-    commit_text,
-    committing,
-    fsync_folder,
-    list_folder,
-    make_folder,
-    remove,
-    replace,
-    write_chunks,
-)
+from mizzen.files import BESIDE, commit_chunks, commit_text, committing, fsync_folder, list_folder, make_folder, remove
 
 UNITS: Final = {
     "": 1,
@@ -143,10 +133,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Waiting], told: Told | N
             if told is not None:
                 told(tensor.nbytes)
 
-    beside = path.with_name(path.name + BESIDE)
-    remove(beside, missing_ok=True)
-    write_chunks(beside, chunks())
-    replace(beside, path)
+    commit_chunks(path, chunks())
     return len(header)
 
 

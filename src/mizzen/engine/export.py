@@ -17,7 +17,7 @@ from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.checkpoint.weights_out import save_torch
 from mizzen.errors import UsageError
-from mizzen.files import BESIDE, make_folder, remove, replace, write_chunks
+from mizzen.files import commit_chunks, make_folder
 from mizzen.model.sketch import Sketch
 from mizzen.plan.parts import Store
 
@@ -93,7 +93,8 @@ def save(path: Path, module: nn.Module, stores: Sequence[Store], *, skip: frozen
         contents = Contents.of(module, stores, skip)
         walk = iter(contents)
         if team.is_first:
-            _, failure = attempt(lambda: _write(path, header_of(contents.facts()), walk))
+            chunks = (chunk for _, value in walk for chunk in bytes_of(value))
+            _, failure = attempt(lambda: commit_chunks(path, chain([header_of(contents.facts())], chunks)))
         for _ in walk:
             pass
     team.all_well(failure, call)
@@ -103,11 +104,3 @@ def _make_place(path: Path) -> None:
     make_folder(path.parent)
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name the file that the model is to be written to")
-
-
-def _write(path: Path, header: bytes, walk: Iterator[tuple[str, Tensor]]) -> None:
-    """A safetensors file."""
-    beside = path.with_name(path.name + BESIDE)
-    remove(beside, missing_ok=True)
-    write_chunks(beside, chain([header], (chunk for _, value in walk for chunk in bytes_of(value))))
-    replace(beside, path)
