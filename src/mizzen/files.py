@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Final, Literal, TypeVar, TypeVarTuple
 
@@ -115,11 +115,43 @@ def commit_bytes(path: str | Path, data: Chunk) -> None:
     # A name of its own for each writer: two that commit the same path must not write into one file.
     beside = path.with_name(f"{path.name}.{os.urandom(4).hex()}{BESIDE}")
     write_bytes(beside, data)
+    _settle(beside, path)
+
+
+def _settle(beside: Path, path: Path) -> None:
     try:
         replace(beside, path)
     except BaseException:
         with suppress(FileError):
-            remove(beside)
+            remove(beside, missing_ok=True)
+        raise
+
+
+def commit_chunks(path: str | Path, chunks: Iterable[Chunk]) -> None:
+    """The same chunk by chunk, for the one writer of a path: what a dead one has left beside it is removed."""
+    path = Path(path)
+    beside = path.with_name(path.name + BESIDE)
+    remove(beside, missing_ok=True)
+    write_chunks(beside, chunks)
+    _settle(beside, path)
+
+
+@contextmanager
+def committing(path: str | Path) -> Iterator[BufferedWriter]:
+    """The same for who needs a file to write to: it takes its place at the end, or never if that fails."""
+    path = Path(path)
+    beside = path.with_name(path.name + BESIDE)
+    remove(beside, missing_ok=True)
+    file = _do("open", beside, beside.open, "xb")
+    try:
+        with file:
+            yield file
+            _do("write", beside, file.flush)
+            _do("fsync", beside, os.fsync, file.fileno())
+        replace(beside, path)
+    except BaseException:
+        with suppress(FileError):
+            remove(beside, missing_ok=True)
         raise
 
 
@@ -190,6 +222,14 @@ def read_bytes(path: str | Path) -> bytes:
     return _do("read", path, path.read_bytes)
 
 
+def read_head(path: str | Path, most: int) -> bytes:
+    """The first bytes of a regular file, at most so many."""
+    with Reading(path) as file:
+        data = bytearray(min(file.size, most))
+        file.read_into(memoryview(data), 0)
+    return bytes(data)
+
+
 class Reading:
     """A regular file that is open for reading at any place; a link, a pipe or a device in its stead is refused."""
 
@@ -206,6 +246,18 @@ class Reading:
             if not count:
                 raise FileError(f"read {self.path}: it ends at byte {offset:,}, before {target.nbytes:,} more bytes")
             target, offset = target[count:], offset + count
+
+    def held(self) -> int:
+        """The bytes that are there and not in holes, as far as the filesystem knows holes."""
+        found = place = 0
+        try:
+            while place < self.size:
+                start = os.lseek(self._descriptor, place, os.SEEK_DATA)
+                place = os.lseek(self._descriptor, start, os.SEEK_HOLE)
+                found += place - start
+        except OSError as error:
+            return found if error.errno == errno.ENXIO else self.size  # all that is left is a hole
+        return found
 
     def close(self) -> None:
         """Let it go; a second time does nothing."""

@@ -164,6 +164,18 @@ def build(good: Path, place: Path) -> Iterator[tuple[str, Path]]:
     body["files"][0]["parts"] = {"2": packed(numpy.array([0, 0, 0, 0, 1 << 36, 1], dtype="<i8").tobytes())}
     (folder / "manifest.json").write_bytes(sealed(body))
     yield "a tensor of a quarter terabyte without a file to match", folder
+    for chunk, wanted in ((1 << 22, 1 << 28), (1 << 28, 1 << 10)):
+        folder = fresh()
+        body = opened(folder)
+        with (folder / data).open("r+b") as file:
+            file.truncate(0)
+            file.truncate(1 << 30)
+        body["chunk"] = chunk
+        body["files"][0].update(size=1 << 30, hashes=[digest(bytes(1 << 22))] * ((1 << 30) // chunk))
+        body["tensors"] = [["model", "a", [wanted, 1], "float32"]]
+        body["files"][0]["parts"] = {"2": packed(numpy.array([0, 0, 0, 0, wanted, 1], dtype="<i8").tobytes())}
+        (folder / "manifest.json").write_bytes(sealed(body))
+        yield f"{wanted} numbers that take no room on disk, in chunks of {chunk}", folder
 
 
 def watch(good: str, place: str) -> tuple[int, list[str], int]:

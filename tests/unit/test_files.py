@@ -137,6 +137,25 @@ def test_a_failed_commit_leaves_the_old_content_or_the_new(here, number, old):
         assert (here / "f").read_bytes() == (NEW if renamed else old)
 
 
+def write_through(path):
+    with files.committing(path) as file:
+        file.write(NEW)
+
+
+@pytest.mark.parametrize("commit", [lambda path: files.commit_chunks(path, [NEW[:5], NEW[5:]]), write_through])
+def test_the_other_commits_leave_the_old_content_or_the_new_too(here, commit):
+    (here / "f.new").write_bytes(b"of a dead one")
+    operations = recorded(lambda: commit(here / "f"))
+    kinds = [operation.split()[0] for operation in operations if operation != "close f.new"]
+    assert list(dict.fromkeys(kinds)) == ["unlink", "open", "write", "fsync", "rename"] and kinds[-1] == "fsync"
+    for number in range(len(operations)):
+        (here / "f").write_bytes(OLD)
+        with files.watched(Fail(number)), pytest.raises(FileError):
+            commit(here / "f")
+        assert (here / "f").read_bytes() == (NEW if operations[number] == "fsync here" else OLD)
+        assert names_of(here) == ["f"]
+
+
 KILLED = """
 import os, signal, sys
 from mizzen import files

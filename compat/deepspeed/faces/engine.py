@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from deepspeed.faces import parameters
-from deepspeed.faces.folder import leave_files, refuse_others
+from deepspeed.faces.folder import leave_files
 from deepspeed.faces.getters import KEYS
 from deepspeed.faces.schedules import KINDS
 from mizzen.engine.engine import Engine
@@ -111,7 +111,6 @@ class DropInEngine(Engine):
         custom_load_fn: Callable[..., None] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load; where a client keeps the schedule to itself, learning rates are states of the optimizer."""
-        refuse_others(Path(folder_of(self.settings.checkpoint, load_dir)), tag)
         return super().load_checkpoint(
             load_dir,
             tag,

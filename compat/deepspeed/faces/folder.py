@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 
 from deepspeed.faces import zero_to_fp32
+from mizzen.checkpoint.choose import LEFT_FOR_OTHERS
 from mizzen.checkpoint.folder import remove_if_empty
 from mizzen.checkpoint.read import MANIFEST
 from mizzen.engine.engine import Engine
-from mizzen.errors import CheckpointError
 from mizzen.log import warn_once
 
 SCRIPT: Final = "zero_to_fp32.py"
@@ -24,7 +24,7 @@ MODEL: Final = "mp_rank_00_model_states.pt"
 MODEL_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 OPTIMIZER: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 OPTIMIZERS: Final = "*_optim_states.pt"
-MARK: Final = "drop-in.json"
+MARK: Final = LEFT_FOR_OTHERS
 """Names the files of a tag's folder that are ours, so that they go when the checkpoint has gone."""
 
 
@@ -52,20 +52,6 @@ def leave_files(engine: Engine, root: Path, tag: str, client_state: Mapping[str,
         sweep(root, spared=tag)
     except Exception as error:  # noqa: BLE001  (pickle raises whatever a client's object raises)
         warn_once(f"{folder}: the checkpoint is saved; files for other programs beside it are not: {error}")
-
-
-def refuse_others(root: Path, tag: str | None) -> None:
-    """Raise for a folder that DeepSpeed has written, where there is no checkpoint of mizzen's."""
-    latest = root / "latest"
-    name = tag or (latest.read_text().strip() if latest.is_file() else "")
-    folder = root / name
-    if not name or (folder / MANIFEST).exists() or (tag is None and any(root.glob(f"*/{MANIFEST}"))):
-        return
-    if any(folder.glob("*_model_states.pt")) and not (folder / MARK).exists():
-        raise CheckpointError(
-            f"{folder} was saved by DeepSpeed. Make a checkpoint of mizzen's out of it, once, and load that: "
-            f"mizzen checkpoint import {root} --tag {name} --to FOLDER"
-        )
 
 
 def sweep(root: Path, *, spared: str) -> None:

@@ -4,11 +4,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.write import Item
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
@@ -51,14 +51,13 @@ class Background:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def make_room(self, policy: Literal["wait", "refuse"]) -> None:
-        """Come to the end of the save before, or refuse another; its error is raised here too."""
-        if self.is_busy and policy == "refuse":
-            raise CheckpointError(
-                "a save is still being written, and checkpoint.async_policy is 'refuse': save less often, or let the "
-                "second save wait with 'wait'"
-            )
-        self.wait()
+    def refuse_another(self, team: Team) -> None:
+        """Raise on every rank while one is still writing: ranks come to the end of a save at different moments."""
+        busy = (
+            "a save is still being written, and checkpoint.async_policy is 'refuse': save less often, or let the "
+            "second save wait with 'wait'"
+        )
+        team.in_front().all_well(busy if self.is_busy else None, "save_checkpoint()")
 
     def start(self, do: Callable[[], None]) -> None:
         """Let something go on beside training."""

@@ -3,20 +3,27 @@
 from pathlib import Path
 from typing import Final
 
-from mizzen.checkpoint.folder import Committed, check_tag, committed, latest
-from mizzen.checkpoint.read import MANIFEST, Reader
+from mizzen.checkpoint.folder import Committed, check_tag, committed
+from mizzen.checkpoint.latest import LATEST, RECORD, is_one_bit_away, latest, recorded
+from mizzen.checkpoint.manifest import is_plain
+from mizzen.checkpoint.read import MANIFEST, Reader, read_manifest
 from mizzen.checkpoint.team import Team, attempt, in_words
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
 CALL: Final = "load_checkpoint()"
+LEFT_FOR_OTHERS: Final = "drop-in.json"
+"""Where this lies in a tag's folder, files that look like DeepSpeed's are of the drop-in."""
 
 
-def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
-    """Tags to try, best first; none when there is nothing to load. Called on one rank."""
+def candidates(root: Path, tag: str | None, *, with_older: bool, is_patient: bool | None = None) -> list[str]:
+    """Tags to try, best first; none when there is nothing to load. Called on one rank.
+
+    `is_patient` says whether a damaged `latest` may be passed over; with older ones it may.
+    """
     if tag is not None:
         return [check_tag(tag)] if (root / tag).is_dir() else []
-    named = latest(root)
+    named = _named(root, with_older if is_patient is None else is_patient)
     is_there = named is not None and (root / named / MANIFEST).exists()
     if named is not None and is_there and not with_older:
         return [named]
@@ -30,11 +37,40 @@ def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
     return tags if with_older else tags[:1]
 
 
+def _named(root: Path, is_patient: bool) -> str | None:
+    """The tag that `latest` names, or should: see [Note: a flipped bit, an edit, or a crash]."""
+    named, meant = latest(root), recorded(root)
+    if meant is None or meant == named or not (root / meant / MANIFEST).exists():
+        return named
+    if named is None or not (root / named / MANIFEST).exists():
+        what = "names no checkpoint" if named is None else f"names '{named}', which is not committed"
+        get_logger().warning("%s/%s %s: '%s' is taken, with which it was last written", root, LATEST, what, meant)
+        return meant
+    if _created(root / named) > _created(root / meant):
+        return named
+    words = f"{root}/{LATEST} names '{named}', and was last written by a save with '{meant}'"
+    if not is_one_bit_away(named, meant):
+        get_logger().warning("%s: as somebody has changed it, '%s' is taken", words, named)
+        return named
+    words = f"{words}: one bit has changed, as by damage"
+    if not is_patient:
+        raise CheckpointError(
+            f"{words}. Name the tag to load; if '{named}' was meant, {RECORD} beside it may be removed"
+        )
+    get_logger().error("%s. '%s' is taken", words, meant)
+    return meant
+
+
+def _created(folder: Path) -> str:
+    manifest, _ = attempt(lambda: read_manifest(folder))
+    return manifest.created if manifest else ""
+
+
 def candidates_together(root: Path, tag: str | None, team: Team, *, with_older: bool, is_local: bool) -> list[str]:
-    """The same on all ranks: what the first finds; where each node has a filesystem of its own, all must have some."""
+    """The same on all ranks: what the first finds; where each node has a filesystem of its own, what all nodes show."""
     if not is_local:
         return team.by_first(lambda: _told(root, tag, with_older), CALL)
-    found, failure = attempt(lambda: _told(root, tag, with_older))
+    found, failure = attempt(lambda: _shown(root, tag, with_older))
     said = team.everyone((team.node, found, failure), CALL)
     if failures := {rank: words for rank, (_, _, words) in enumerate(said) if words}:
         raise CheckpointError(in_words(failures))
@@ -46,16 +82,54 @@ def candidates_together(root: Path, tag: str | None, team: Team, *, with_older: 
             f"{root}: node {', '.join(lacking)}: no {what} is committed here, but there is on node "
             f"{', '.join(having)}; restore the folder, or remove it everywhere to start anew"
         )
-    tags: list[str] = said[0][1]
-    return tags
+    common = [shown for shown in said[0][1] if all(shown in others for _, others, _ in said)]
+    firsts = {node: others[0] for node, others, _ in said if others}
+    if firsts and common[:1] != list(dict.fromkeys(firsts.values())):
+        shown = ", ".join(f"node {node} '{name}'" for node, (name, _) in firsts.items())
+        words = f"{root}: the nodes do not show the same save; their newest are {shown}"
+        if not common:
+            raise CheckpointError(f"{words}, and no other is on all of them: restore the parts that are missing")
+        if team.is_first:
+            get_logger().error("%s. '%s' is taken, which is on all of them", words, common[0][0])
+    return [name for name, _ in (common if with_older else common[:1])]
 
 
-def _told(root: Path, tag: str | None, with_older: bool) -> list[str]:
+def _shown(root: Path, tag: str | None, with_older: bool) -> list[tuple[str, str]]:
+    """The candidates of one node with their saves. What is damaged is none, unless nothing older is wanted."""
+    if tag is not None:
+        return [(name, "") for name in _told(root, tag, with_older)]
+    shown = []
+    for number, name in enumerate(_told(root, None, True, is_patient=with_older)):
+        try:
+            shown.append((name, read_manifest(root / name).id))
+        except CheckpointError as error:
+            if number == 0 and not with_older:
+                raise
+            get_logger().error("%s", error)
+    return shown
+
+
+def _told(root: Path, tag: str | None, with_older: bool, *, is_patient: bool | None = None) -> list[str]:
     """The candidates; that `latest` promises one and there is none is never passed over in silence."""
-    found = candidates(root, tag, with_older=with_older)
+    _refuse_others(root, tag)
+    found = candidates(root, tag, with_older=with_older, is_patient=is_patient)
     if not found and tag is None and (named := latest(root)) is not None:
         get_logger().warning("%s/latest names '%s', which is not committed, and no other checkpoint is", root, named)
     return found
+
+
+def _refuse_others(root: Path, tag: str | None) -> None:
+    """Raise for a folder that DeepSpeed has written, where there is no checkpoint of ours."""
+    name = tag if tag is not None and is_plain(tag) else latest(root) or ""
+    if (root / name / MANIFEST).exists() or (tag is None and any(root.glob(f"*/{MANIFEST}"))):
+        return
+    for folder in (root / name, root):
+        if any(folder.glob("*_model_states.pt")) and not (folder / LEFT_FOR_OTHERS).exists():
+            which = f" --tag {name}" if name and folder != root else ""
+            raise CheckpointError(
+                f"{folder} was saved by DeepSpeed. Make a checkpoint of mizzen's out of it, once, and load that: "
+                f"mizzen checkpoint import {root}{which} --to FOLDER"
+            )
 
 
 def _line(found: list[Committed], named: str | None) -> list[Committed]:
@@ -104,7 +178,7 @@ def open_together(folder: Path, team: Team) -> Reader:
     if broken:
         if reader:
             reader.close()
-        raise CheckpointError(next(iter(broken.values())))
+        raise CheckpointError("; ".join(list(dict.fromkeys(broken.values()))[:8]))
     if reader is None:
         raise AssertionError("a checkpoint that opened without a word is not there")
     return reader

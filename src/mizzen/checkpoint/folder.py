@@ -1,34 +1,41 @@
-"""A folder of checkpoints: which tags are committed, which is the latest, what dead saves have left, what to keep.
+"""A folder of checkpoints: which tags are committed, what dead saves have left, what to keep.
 
 Only files whose names this library gives are ever removed, and only here.
 """
 
 import json
 import re
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from mizzen.checkpoint.latest import UNFINISHED, latest, recorded
 from mizzen.checkpoint.manifest import Manifest, is_plain
 from mizzen.checkpoint.read import MANIFEST, read_manifest
-from mizzen.comm.account import is_gone, this_process
+from mizzen.comm.account import is_elsewhere, is_gone, this_process
 from mizzen.errors import CheckpointError, FileError, UsageError
 from mizzen.files import (
     BESIDE,
-    commit_text,
     fsync_folder,
     list_folder,
     make_folder,
     read_bytes,
+    read_head,
     remove,
     write_bytes,
 )
 from mizzen.log import get_logger
 
-LATEST: Final = "latest"
+LEASE: Final = 3600.0
+"""Seconds after which a save on another machine, of the run that saves now, is one of an attempt that died."""
 _DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
+_CREATED: Final = re.compile(rb'"created":"([^"]+)"')
+_HEAD: Final = 1 << 14
+"""Bytes of a manifest in which that is found."""
 _MARK: Final = re.compile(r"([0-9a-f]{16})\.saving")
 _BESIDE: Final = re.compile(rf"{re.escape(MANIFEST)}\.[0-9a-f]+{re.escape(BESIDE)}")
 
@@ -61,15 +68,6 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-def latest(root: Path) -> str | None:
-    """The tag that the file `latest` names, if it names one."""
-    try:
-        tag = read_bytes(root / LATEST).decode().strip()
-    except (FileError, UnicodeDecodeError):
-        return None
-    return tag if is_plain(tag) else None
-
-
 def committed(root: Path) -> list[Committed]:
     """Every checkpoint in a folder, oldest first; what is damaged or half written is none."""
     found = []
@@ -79,6 +77,24 @@ def committed(root: Path) -> list[Committed]:
     return sorted(found, key=lambda each: each.age)
 
 
+def next_moment(root: Path) -> str:
+    """The time for a commit: now, or right after the newest checkpoint of a folder where the clock went backwards."""
+    now = datetime.now(UTC)
+    for folder in _tags(root):
+        with suppress(FileError, CheckpointError, ValueError, TypeError, OverflowError):
+            if _claimed(folder) >= now.isoformat(
+                timespec="microseconds"
+            ):  # hardly ever; only then all of the manifest is read
+                now = max(now, datetime.fromisoformat(read_manifest(folder).created) + timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
+
+
+def _claimed(folder: Path) -> str:
+    """When a manifest says that it was committed, by its first bytes, whose hash nobody has looked at."""
+    match = _CREATED.search(read_head(folder / MANIFEST, _HEAD))
+    return match[1].decode() if match else ""
+
+
 def _tags(root: Path) -> list[Path]:
     try:
         return [path for path in list_folder(root) if is_plain(path.name) and (path / MANIFEST).exists()]
@@ -86,10 +102,10 @@ def _tags(root: Path) -> list[Path]:
         return []
 
 
-def mark(folder: Path, save: str) -> None:
+def mark(folder: Path, save: str, run: str = "") -> None:
     """Say that a save is going on: until this is gone, or the process is, nobody removes its files."""
     make_folder(folder)
-    write_bytes(folder / f"{save}.saving", json.dumps({"process": this_process()}).encode())
+    write_bytes(folder / f"{save}.saving", json.dumps({"process": this_process(), "run": run}).encode())
     fsync_folder(folder)
 
 
@@ -111,16 +127,19 @@ def discard(folder: Path, save: str) -> None:
                 remove(path, missing_ok=True)
 
 
-def sweep(folder: Path, keep: Manifest | None) -> list[Path]:
-    """Remove what older saves have left in a tag's folder, dead ones too; returns what is gone."""
-    return _remove_all(_not_live(folder), keep)
+def sweep(folder: Path, keep: Manifest | None, run: str = "") -> list[Path]:
+    """Remove what older saves have left in a tag's folder, dead ones too; returns what is gone.
+
+    Whether a save on another machine is dead cannot be seen: after `LEASE`, one of the same `run` counts as dead.
+    """
+    return _remove_all(_not_live(folder, run), keep)
 
 
-def sweep_all(root: Path) -> list[Path]:
+def sweep_all(root: Path, run: str = "") -> list[Path]:
     """The same for every tag of a folder: of one that is not committed nothing is kept."""
     gone: list[Path] = []
     for folder in _folders(root):
-        found = _not_live(folder)  # before the manifest is read: what a save commits in between is then in that
+        found = _not_live(folder, run)  # before the manifest is read: what a save commits in between is then in that
         is_committed = (folder / MANIFEST).exists()
         if is_committed and _are_of_one_save(found):
             continue  # as nearly always; the manifest of a large model takes a while to read
@@ -132,20 +151,27 @@ def sweep_all(root: Path) -> list[Path]:
         gone += removed
         if removed and keep is None:
             remove_if_empty(folder)
+    unfinished = [path for path in _listed(root) if UNFINISHED.fullmatch(path.name)]
+    if unfinished and not any(_live(_listed(folder), run) for folder in _folders(root)):
+        gone += _remove_all(unfinished, None)
     return gone
 
 
-def _not_live(folder: Path) -> list[Path]:
+def _not_live(folder: Path, run: str) -> list[Path]:
     """The files in a tag's folder that no save under way may still need, those of a committed one among them."""
     listed = _listed(folder)
-    live = {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path)}
-    found = []
+    live, found = _live(listed, run), []
     for path in listed:
         match = _DATA.fullmatch(path.name) or _MARK.fullmatch(path.name)
         is_ours = match is not None and match[1] not in live
         if (is_ours or (_BESIDE.fullmatch(path.name) and not live)) and not path.is_dir():
             found.append(path)
     return found
+
+
+def _live(listed: list[Path], run: str) -> set[str]:
+    """The saves that are under way, by what lies in a tag's folder."""
+    return {match[1] for path in listed if (match := _MARK.fullmatch(path.name)) and _is_live(path, run)}
 
 
 def _are_of_one_save(paths: list[Path]) -> bool:
@@ -175,12 +201,16 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _is_live(path: Path) -> bool:
+def _is_live(path: Path, run: str) -> bool:
     try:
-        process = json.loads(read_bytes(path))["process"]
-    except (FileError, ValueError, KeyError, TypeError):
+        found = json.loads(read_bytes(path))
+        process, its_run = str(found["process"]), found.get("run")
+        age = time.time() - path.stat().st_mtime
+    except (FileError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False  # torn: whoever wrote it did not live to finish
-    return not is_gone(str(process))
+    if is_elsewhere(process):
+        return not (run and its_run == run and age > LEASE)
+    return not is_gone(process)
 
 
 def delete(each: Committed) -> None:
@@ -189,7 +219,7 @@ def delete(each: Committed) -> None:
     fsync_folder(each.folder)
     for file in each.manifest.files:
         remove(each.folder / file.name, missing_ok=True)
-    sweep(each.folder, None)
+    sweep(each.folder, None, each.manifest.run)
     remove_if_empty(each.folder)
 
 
@@ -218,12 +248,7 @@ def retain(root: Path, run: str, *, last: int | None, every: int | None, newest:
     if last is None:
         return
     own = [each for each in committed(root) if each.manifest.run == run]
-    spare = {newest, latest(root) or newest}
+    spare = {newest, latest(root) or newest, recorded(root) or newest}
     for each in surplus(own, last=last, every=every, spare=spare):
         delete(each)
         get_logger().info("checkpoint %s was deleted: keep_last is %d", each.folder, last)
-
-
-def set_latest(root: Path, tag: str) -> None:
-    """Name the tag that a load without one takes."""
-    commit_text(root / LATEST, tag + "\n")

@@ -163,7 +163,7 @@ def _manifest(body: Any, room: int) -> Manifest:
         raise ValueError("another format")
     if body["version"] != VERSION:
         raise ValueError(f"version {body['version']!r}, and this program reads version {VERSION}: use a newer one")
-    chunk = _whole(body["chunk"], low=1 << 12, high=1 << 30)
+    chunk = _whole(body["chunk"], low=1 << 12, high=1 << 26)
     tensors = tuple(_tensor(row) for row in body["tensors"])
     if len({each.key for each in tensors}) != len(tensors):
         raise ValueError("a tensor is there twice")

@@ -22,6 +22,10 @@ from mizzen.model.piece import Piece, piece_of_whole
 MANIFEST: Final = "manifest.json"
 ROOM: Final = 1 << 23
 """Bytes that a manifest may have beside those of the data it describes."""
+SPARSE: Final = 1 << 26
+"""A data file may have so many bytes whatever it takes on the disk,"""
+SWELLING: Final = 16
+"""or else so many times what it takes there: some filesystems compress."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +88,14 @@ class Verified:
             self._file.close()
             raise CheckpointError(
                 f"{self._path}: damaged: it has {self._file.size:,} bytes, and was written with {entry.size:,}"
+            )
+
+    def check_holes(self) -> None:
+        """Refuse a file that would take far more memory than it takes on the disk."""
+        if self._file.size > SPARSE and self._file.size > SWELLING * (held := self._file.held()):
+            raise CheckpointError(
+                f"{self._path}: {self._file.size:,} bytes, of which only {held:,} are on the disk: a file made of "
+                "holes; if it is meant, copy it with `cp --sparse=never`"
             )
 
     def read_into(self, target: memoryview, offset: int) -> None:
@@ -196,7 +208,7 @@ class Reader:
         """Open what holds a tensor, so that its files are known to be as large as they should before there is room."""
         for file in set(self._stored[entry.key].files.tolist()):
             with _named(entry):
-                self._file(file)
+                self._file(file).check_holes()
 
     def _incomplete(self, entry: TensorEntry, missing: int) -> CheckpointError:
         here = f" on node {self.manifest.node}: it is on another node of {', '.join(self.manifest.nodes)}, and so "

@@ -10,7 +10,6 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,13 +18,14 @@ from mizzen.checkpoint.folder import (
     data_name,
     discard,
     mark,
+    next_moment,
     remove_if_empty,
     retain,
-    set_latest,
     sweep,
     sweep_all,
     unmark,
 )
+from mizzen.checkpoint.latest import set_latest
 from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, is_plain
 from mizzen.checkpoint.read import MANIFEST
 from mizzen.checkpoint.team import Team, attempt, in_words
@@ -74,16 +74,16 @@ def begin(root: Path, tag: str, team: Team, terms: Terms, *, needed: int = 0, fa
     """
     ticket = Ticket(root, tag, os.urandom(8).hex())
     if terms.is_local:  # who commits on which node has to be known first
-        said = team.everyone((ticket.id, team.node), CALL)
-        ticket = replace(ticket, id=said[0][0], nodes=tuple(node for _, node in said))
-    if _leads(ticket, team) and failure is None and is_plain(tag):
-        _, failure = attempt(lambda: mark(ticket.folder, ticket.id))
+        said = team.everyone((ticket.id, ticket.tag, team.node), CALL)
+        ticket = replace(ticket, id=said[0][0], tag=said[0][1], nodes=tuple(node for _, _, node in said))
+    if _leads(ticket, team) and failure is None and is_plain(ticket.tag):
+        _, failure = attempt(lambda: mark(ticket.folder, ticket.id, terms.run))
     free, _ = attempt(lambda: free_bytes(root))
     offers = team.everyone((tag, ticket.id, failure, needed, free), CALL)
     try:
         return _agreed(ticket, offers, team, terms)
     except MizzenError:
-        if is_plain(tag):
+        if is_plain(ticket.tag):
             give_up(ticket, team)
         raise
 
@@ -106,8 +106,7 @@ def _agreed(ticket: Ticket, offers: Sequence[Any], team: Team, terms: Terms) -> 
         raise CheckpointError(
             f"{ticket.root}: the checkpoint needs {needed:,} bytes, and the filesystem has {free:,} free"
         )
-    leader = ticket.nodes.index(team.node) if ticket.nodes else 0
-    return replace(ticket, tag=check_tag(offers[leader][0]), id=offers[0][1])
+    return replace(ticket, tag=check_tag(offers[0][0]), id=offers[0][1])
 
 
 def _leads(ticket: Ticket, team: Team) -> bool:
@@ -173,7 +172,7 @@ def _make_it_exist(
         run=terms.run,
         tag=ticket.tag,
         step=int(facts.get("counters", {}).get("global_steps", 0)),
-        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        created=next_moment(ticket.root),
         tensors=tensors,
         files=files,
         facts=facts,
@@ -186,17 +185,18 @@ def _make_it_exist(
 
 def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
     """What follows a commit; that it fails does not undo the commit."""
+    failure = None
+    if terms.latest:
+        _, failure = attempt(lambda: set_latest(ticket.root, ticket.tag))
     unmark(ticket.folder, ticket.id)
 
     def tidy() -> None:
-        if terms.latest:
-            set_latest(ticket.root, ticket.tag)
-        sweep(ticket.folder, manifest)
+        sweep(ticket.folder, manifest, terms.run)
         retain(ticket.root, terms.run, last=terms.keep_last, every=terms.keep_every, newest=ticket.tag)
-        sweep_all(ticket.root)
+        sweep_all(ticket.root, terms.run)
 
-    _, failure = attempt(tidy)
-    if failure:
+    _, untidy = attempt(tidy)
+    if failure := failure or untidy:
         get_logger().warning("%s is saved, but tidying up after it failed: %s", ticket.folder, failure)
 
 

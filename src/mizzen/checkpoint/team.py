@@ -28,6 +28,10 @@ class Team:
         """Whether this is the rank that commits."""
         return self.rank == 0
 
+    def in_front(self) -> "Team":
+        """The same ranks on the job's own group, for what they say while a save beside training uses theirs."""
+        return Team(self.rank, self.size, node=self.node)
+
     def everyone(self, value: Any, call: str) -> list[Any]:
         """What each rank has to say, on all of them."""
         if self.size == 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.errors import FileError, UsageError
-from mizzen.files import BESIDE, commit_text, fsync_folder, list_folder, make_folder, remove, replace, write_chunks
+from mizzen.files import BESIDE, commit_chunks, commit_text, committing, fsync_folder, list_folder, make_folder, remove
 
 UNITS: Final = {
     "": 1,
@@ -133,16 +133,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, Waiting], told: Told | N
             if told is not None:
                 told(tensor.nbytes)
 
-    beside = path.with_name(path.name + BESIDE)
-    remove(beside, missing_ok=True)
-    write_chunks(beside, chunks())
-    replace(beside, path)
+    commit_chunks(path, chunks())
     return len(header)
 
 
 def write_torch(path: Path, tensors: Mapping[str, Waiting], told: Told | None = None) -> None:
     """Write one file that torch.load reads. The tensors go to a file beside it first, from which they are mapped."""
-    stage, beside = (path.with_name(path.name + suffix + BESIDE) for suffix in (".stage", ""))
+    stage = path.with_name(f"{path.name}.stage{BESIDE}")
     names = {id(tensor): name for name, tensor in tensors.items()}
     once = {name: tensors[name] for name in names.values()}  # a tensor with two names is one tensor there too
     try:
@@ -151,15 +148,19 @@ def write_torch(path: Path, tensors: Mapping[str, Waiting], told: Told | None = 
         for tensor in once.values():
             mapped[id(tensor)] = _mapped(stage, place, tensor)
             place += tensor.nbytes
-        with beside.open("wb") as file:
-            torch.save({name: mapped[id(tensor)] for name, tensor in tensors.items()}, file)
-        replace(beside, path)
-    except OSError as error:
-        raise FileError(f"write {path}: {error}") from error
+        save_torch({name: mapped[id(tensor)] for name, tensor in tensors.items()}, path)
     finally:
-        for each in (stage, beside):
-            with suppress(FileError):
-                remove(each, missing_ok=True)
+        with suppress(FileError):
+            remove(stage, missing_ok=True)
+
+
+def save_torch(state: Mapping[str, Any], path: Path) -> None:
+    """`torch.save` to a file that appears whole, or not at all."""
+    try:
+        with committing(path) as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:  # torch has its own words for a full disk
+        raise error if isinstance(error, FileError) else FileError(f"write {path}: {error}") from error
 
 
 def _mapped(path: Path, offset: int, tensor: Waiting) -> Tensor:

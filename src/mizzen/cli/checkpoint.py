@@ -9,8 +9,9 @@ from typing import Any, Final
 from mizzen.checkpoint.adopt import adopt
 from mizzen.checkpoint.choose import candidates
 from mizzen.checkpoint.export import export_safetensors, export_torch
-from mizzen.checkpoint.folder import Committed, committed, delete, latest, surplus, sweep_all
+from mizzen.checkpoint.folder import Committed, committed, delete, surplus, sweep_all
 from mizzen.checkpoint.inspect import compare, verify
+from mizzen.checkpoint.latest import latest, recorded
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.read import MANIFEST, Reader
 from mizzen.checkpoint.sources import weights_of
@@ -194,7 +195,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
     if arguments.keep_every and not arguments.keep_last:
         raise UsageError("--keep-every says what stays although it is old: give --keep-last too")
     found = committed(arguments.folder)
-    spare = {named} if (named := latest(arguments.folder)) else set[str]()
+    spare = {tag for tag in (latest(arguments.folder), recorded(arguments.folder)) if tag}
     for each in surplus(found, last=arguments.keep_last, every=arguments.keep_every, spare=spare):
         write(f"{'would delete' if arguments.dry_run else 'deleted'} {each.folder}, {_size(each.manifest.nbytes)}")
         if not arguments.dry_run:

@@ -123,12 +123,16 @@ def this_process() -> str:
     return f"{machine}:{os.getpid()}"
 
 
+def is_elsewhere(process: str) -> bool:
+    """Whether a process is of another machine, or of a time before this one was last started."""
+    return process.rpartition(":")[0] != this_process().rpartition(":")[0]
+
+
 def is_gone(process: str) -> bool:
     """Whether a process, named by its own `this_process`, has ended; false when it is of another machine."""
-    machine, _, pid = process.rpartition(":")
-    if machine != this_process().rpartition(":")[0]:
+    if is_elsewhere(process):
         return False
     try:
-        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(int(process.rpartition(":")[2])).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

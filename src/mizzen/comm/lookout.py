@@ -8,11 +8,14 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Final
+
+import torch.distributed as dist
 
 from mizzen.comm.account import Account, is_gone
 from mizzen.comm.backend import Store
-from mizzen.comm.whereabouts import Sighting, Whereabouts
+from mizzen.comm.whereabouts import Sighting, Wait, Whereabouts
 from mizzen.log import get_logger
 
 RECORDS_PER_SECOND: Final = 32
@@ -38,6 +41,8 @@ class Lookout:
         self._size = size
         self._beats = 0
         self._next_look = 0.0
+        self._main: Wait | None = None
+        """What the main thread waited in at the last look."""
         self._wake = threading.Event()
         self._stale: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name="mizzen-lookout", daemon=True)
@@ -82,13 +87,15 @@ class Lookout:
     def _publish(self) -> bool:
         """Tell the others; false when there is nothing more to tell."""
         self._beats += 1
-        whereabouts = self._account.whereabouts(self._beats)
+        whereabouts = replace(self._account.whereabouts(self._beats), in_barrier=_is_in_barrier())
         self._store.set(_key(whereabouts.rank), whereabouts.pack())
         return not whereabouts.left
 
     def _look(self) -> None:
         """Read where the peers of all present waits are."""
-        peers = {peer for wait in list(self._account.waits.values()) for peer in wait.peers}
+        waits = list(self._account.waits.values())
+        peers = {peer for wait in waits for peer in wait.peers}
+        main = next((wait for wait in waits if wait.on_main_thread), None)
         interval = max(self._period, len(peers) / RECORDS_PER_SECOND)
         for rank in sorted(peers):
             # `get` would wait for a key that is not there yet.
@@ -101,12 +108,25 @@ class Lookout:
             # Silence is counted in looks, not by the clock: who was suspended itself must not accuse the others.
             silent = before is not None and before.whereabouts.beat == seen.beat
             silence = before.silence + interval if before is not None and silent else 0.0
-            self.sightings[rank] = Sighting(seen, silence, gone=is_gone(seen.process))
-        self._next_look = time.monotonic() + interval
+            lasts = seen.in_barrier and main is not None and main is self._main
+            barriers = before.barriers + (not silent) if before is not None and lasts else 0
+            self.sightings[rank] = Sighting(seen, silence, gone=is_gone(seen.process), barriers=barriers)
+        self._main, self._next_look = main, time.monotonic() + interval
 
 
 def _key(rank: int) -> str:
     return f"whereabouts/{rank}"
+
+
+def _is_in_barrier() -> bool:
+    """Whether the main thread is in a barrier of all ranks of which this library knows nothing."""
+    frame, barrier = sys._current_frames().get(threading.main_thread().ident or 0), None
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed."):
+        barrier = frame if frame.f_code.co_name in ("barrier", "monitored_barrier") else barrier
+        frame = frame.f_back
+    if barrier is None or frame is None or str(frame.f_globals.get("__name__")).startswith("mizzen."):
+        return False
+    return barrier.f_locals.get("group") in (None, dist.group.WORLD)
 
 
 def _why_this_process_ends() -> str:

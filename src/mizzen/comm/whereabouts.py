@@ -10,6 +10,8 @@ from typing import Final
 
 NAMED_PEERS: Final = 64
 """A wait for more peers than this is published without their ranks: the record has to stay small."""
+LASTING: Final = 3
+"""Records in a row that show a peer in a barrier before it counts as waiting there: the first may be an old one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Whereabouts:
     waits: tuple[Wait, ...] = ()
     left: str = ""
     """Why the rank has left the job, once it has."""
+    in_barrier: bool = False
+    """Whether its main thread is in a barrier of all ranks that a script has called by torch's own name."""
 
     def pack(self) -> bytes:
         """For the store."""
@@ -94,6 +98,8 @@ class Sighting:
     """Seconds without a new record, counted only while the observer itself was running."""
     gone: bool = False
     """Whether its process is known to exist no more."""
+    barriers: int = 0
+    """Records in a row that had it in such a barrier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,15 @@ def _waits_for_us(case: Case, sighting: Sighting) -> str | None:
     return None
 
 
+def _is_in_a_barrier(case: Case, sighting: Sighting) -> str | None:
+    """The same with a barrier that is not ours. One that all have come to is left within a moment: it has to last."""
+    if not case.wait.number or not case.wait.on_main_thread or sighting.barriers < LASTING:
+        return None
+    if _calls(case.wait, sighting).issued >= case.wait.number:
+        return None
+    return f"waits for rank {case.own.rank} in torch.distributed.barrier(): neither can go on"
+
+
 def _has_failed(case: Case, sighting: Sighting) -> str | None:
     calls = _calls(case.wait, sighting)
     return f"failed in it: {calls.failure}" if case.wait.number and calls.failed == case.wait.number else None
@@ -180,6 +195,7 @@ _CHECKS: Final[Sequence[Callable[[Case, Sighting], str | None]]] = (
     _is_gone,
     _has_left,
     _waits_for_us,
+    _is_in_a_barrier,
     _has_failed,
     _is_silent,
 )

@@ -7,6 +7,7 @@ the ranks that share it.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare
 from mizzen.engine.prepare import sum_of_bits
-from mizzen.errors import UsageError
+from mizzen.errors import CheckpointError, UsageError
 from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
 from mizzen.parallel.zero.full.early import held
 from mizzen.plan.parts import Store
@@ -188,6 +189,25 @@ def refresh_masters(module: nn.Module, *_: object) -> None:
     owners = [owner for parameter in module.parameters() if (owner := owner_of(parameter)) is not None]
     for store in {id(owner.store): owner.store for owner in owners}.values():
         store.refresh()
+
+
+def load_state_dict(module: nn.Module, owners: Iterable[Owner], state: Any, *, strict: bool) -> None:
+    """Load a state dict into a module, and then into the masters: it may hold more bits than the module."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"a state dict is wanted, names with tensors; this is a {type(state).__name__}")
+    own = [name for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
+    wrong = {str(name): type(name).__name__ for name in state if not isinstance(name, str)}
+    wrong |= {name: type(state[name]).__name__ for name in own if name in state and not isinstance(state[name], Tensor)}
+    if wrong:
+        shown = ", ".join(f"{name!r} is a {kind}" for name, kind in list(wrong.items())[:8])
+        raise UsageError(f"a state dict has names that are texts, and tensors under those of the model: {shown}")
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        raise CheckpointError(f"the state dict does not fit the model: {error}") from error
+    for owner in owners:
+        if owner.name in owner.store.parameters and isinstance(value := state.get(owner.name), Tensor):
+            set_full_value(owner.store.parameters[owner.name], value)
 
 
 def _trainer_of(parameter: nn.Parameter) -> Owner | None:

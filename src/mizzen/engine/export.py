@@ -5,6 +5,7 @@ All ranks walk together. Files for going on with training are checkpoints, and n
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.tensors import bytes_of, header_of
-from mizzen.files import BESIDE, make_folder, remove, replace, write_chunks
+from mizzen.checkpoint.weights_out import save_torch
+from mizzen.errors import UsageError
+from mizzen.files import commit_chunks, make_folder
 from mizzen.model.sketch import Sketch
 from mizzen.plan.parts import Store
 
@@ -73,28 +77,30 @@ def state_dict(module: nn.Module, stores: Sequence[Store], *, skip: frozenset[st
     return {name: found[name] for name in module.state_dict() if name in found}
 
 
-def save(path: Path, module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], is_writer: bool) -> None:
-    """Write it to a file: as safetensors while it is gathered, or with torch.save, which needs it all on the host."""
+def save(path: Path, module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: Team) -> None:
+    """Write it to a file: as safetensors while it is gathered, or with torch.save, which needs it all on the host.
+
+    The first rank writes. What keeps it from that is told to all of them, who would wait for it.
+    """
+    call = f"saving {path.name}"
+    team.by_first(lambda: _make_place(path), call)
+    failure = None
     if path.suffix != SAFETENSORS:
-        found = state_dict(module, stores, skip=skip, is_writer=is_writer)
-        if is_writer:
-            make_folder(path.parent)
-            torch.save(found, path)
-        return
-    contents = Contents.of(module, stores, skip)
-    if not is_writer:
-        for _ in contents:
+        found = state_dict(module, stores, skip=skip, is_writer=team.is_first)
+        if team.is_first:
+            _, failure = attempt(lambda: save_torch(found, path))
+    else:
+        contents = Contents.of(module, stores, skip)
+        walk = iter(contents)
+        if team.is_first:
+            chunks = (chunk for _, value in walk for chunk in bytes_of(value))
+            _, failure = attempt(lambda: commit_chunks(path, chain([header_of(contents.facts())], chunks)))
+        for _ in walk:
             pass
-        return
+    team.all_well(failure, call)
+
+
+def _make_place(path: Path) -> None:
     make_folder(path.parent)
-    beside = path.with_name(path.name + BESIDE)
-    remove(beside, missing_ok=True)
-    write_chunks(beside, _chunks(contents))
-    replace(beside, path)
-
-
-def _chunks(contents: Contents) -> Iterator[Any]:
-    """A safetensors file."""
-    yield header_of(contents.facts())
-    for _, value in contents:
-        yield from bytes_of(value)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name the file that the model is to be written to")

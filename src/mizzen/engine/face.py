@@ -25,7 +25,7 @@ from mizzen.config.schema import Config
 from mizzen.config.values import real, whole
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
-from mizzen.engine.access import refresh_masters, set_full_value
+from mizzen.engine.access import load_state_dict, refresh_masters
 from mizzen.engine.export import save, state_dict
 from mizzen.engine.loading import LoadReport, Wishes, load_checkpoint
 from mizzen.engine.optimizer import EngineOptimizer
@@ -396,7 +396,7 @@ class Face(nn.Module):
         self._allow_gathering("save_16bit_model")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
         path = Path(save_dir) / save_filename
-        save(path, self.module, self.stores, skip=skip, is_writer=self.global_rank == 0)
+        save(path, self.module, self.stores, skip=skip, team=self.saving.team.in_front())
         return True
 
     save_fp16_model = save_16bit_model
@@ -430,15 +430,12 @@ class Face(nn.Module):
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., None] | None = None
     ) -> None:
         """Load a state dict, or its entry `module`, into the module and the master weights. Every rank calls this."""
-        state = checkpoint.get("module", checkpoint)
+        state = checkpoint.get("module", checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)
             refresh_masters(self.module)
             return
-        self.module.load_state_dict(state, strict=strict)
-        for owner in self.owners:  # a state dict may hold more bits than the module
-            if owner.name in owner.store.parameters and isinstance(value := state.get(owner.name), Tensor):
-                set_full_value(owner.store.parameters[owner.name], value)
+        load_state_dict(self.module, self.owners, state, strict=strict)
 
     def save_checkpoint(
         self,

@@ -205,8 +205,12 @@ def _read(
 ) -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Tensor]]:
     """What this rank needs. Nothing here waits for another rank."""
     facts, trusts = reader.manifest.facts, engine.settings.checkpoint.pickled_client_state
-    client = decode(facts.get("client", {}), lambda name: reader.whole(CLIENT, name), allow_pickle=trusts)
-    extra = decode(facts.get("extra", {}), lambda name: reader.whole(CLIENT, name), allow_pickle=trusts)
+    client, extra = (
+        decode(facts.get(key, {}), lambda name: reader.whole(CLIENT, name), allow_pickle=trusts)
+        for key in ("client", "extra")
+    )
+    if not (isinstance(client, dict) and isinstance(extra, dict)):
+        raise CheckpointError("its facts cannot be used: 'client' and 'extra' are not both dicts")
     whole = {}
     if wishes.custom is not None:
         whole = {name: reader.whole(kind, name) for kind, name in reader.entries if kind == WEIGHT}

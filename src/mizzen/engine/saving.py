@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,8 +50,12 @@ class Saving(Observer):
 
     def on_step(self, report: StepReport) -> None:
         """Raise what a save beside training has run into."""
+        self.settle(self.background.surface)
+
+    def settle(self, hear: Callable[[], None]) -> None:
+        """Hear of the save before; that it has failed stops what comes now, or is said, as the configuration wants."""
         try:
-            self.background.surface()
+            hear()
         except CheckpointError as error:
             self.report(error)
 
@@ -117,7 +121,8 @@ def save_checkpoint(
     """Save; true when the checkpoint is committed, or on its way where it is written beside training."""
     saving = engine.saving
     try:
-        saving.background.make_room(saving.settings.async_policy)
+        if saving.settings.async_policy == "refuse":
+            saving.background.refuse_another(saving.team)
         return _save(engine, root, tag, client_state, saving.terms(save_latest), exclude_frozen, beside)
     except CheckpointError as error:
         saving.report(error)
@@ -139,21 +144,19 @@ def _save(
             "save_checkpoint() in the middle of an accumulation: gradients are not saved, so the micro-batches since "
             "the last step are lost for a run that is resumed; save after a step"
         )
+    _, unsaved = attempt(lambda: engine.saving.settle(engine.saving.background.wait))  # others may know it already
     collected, failure = _collected(engine, client_state, exclude_frozen)
     held, facts = collected or ([], {})
     needed = sum(item.nbytes for item in share_of(held, team.rank, ()))
     tag = tag or f"global_step{engine.global_steps}"
-    ticket = protocol.begin(root, tag, team, terms, needed=needed, failure=failure)
-    try:
-        items = share_of(held, team.rank, ticket.nodes)
-        if beside:
-            items = engine.saving.background.staging.copies(items)
-    except BaseException:
-        protocol.give_up(ticket, team)
-        raise
+    ticket = protocol.begin(root, tag, team, terms, needed=needed, failure=unsaved or failure)
+    mine = share_of(held, team.rank, ticket.nodes)
+    items, uncopied = attempt(lambda: engine.saving.background.staging.copies(mine)) if beside else (mine, None)
 
     def finish() -> None:
-        written, failure = attempt(lambda: protocol.write(ticket, items, team))
+        written, failure = (
+            attempt(lambda: protocol.write(ticket, items, team)) if items is not None else (None, uncopied)
+        )
         manifest = protocol.commit(ticket, written, failure, facts, team, terms)
         if manifest is not None and team.is_first:
             seconds = time.perf_counter() - started

@@ -7,6 +7,7 @@ mean, in fp32.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any, Final
 
 import torch
@@ -192,7 +193,23 @@ def set_groups(
         for key, value in saved[number]["settings"].items():
             if key not in group or key in OF_THE_MACHINE or (key in OF_THE_SCHEDULE and not with_rates):
                 continue
+            if not _fits(value, group[key]):
+                raise ValueError(
+                    f"the optimizer's '{key}' is {str(value)[:80]!r}, and cannot be in place of {group[key]}"
+                )
             if isinstance(group[key], Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = value
+
+
+def _fits(value: Any, before: Any) -> bool:
+    """Whether what a file says can be in place of what is here: a number of a number, as many of several."""
+    if isinstance(before, bool | str):
+        return isinstance(value, int if isinstance(before, bool) else str)
+    if isinstance(before, Number | Tensor):
+        return isinstance(value, Number | Tensor) and not isinstance(value, bool)
+    if isinstance(before, tuple | list):
+        is_alike = isinstance(value, tuple | list) and len(value) == len(before)
+        return is_alike and all(_fits(one, other) for one, other in zip(value, before, strict=True))
+    return True

@@ -17,7 +17,7 @@ from faults.malice import opened, sealed
 from mizzen.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from mizzen.checkpoint.folder import committed
 from mizzen.comm.communicator import set_patience
-from mizzen.errors import CheckpointError, UsageError
+from mizzen.errors import CheckpointError, MizzenError, UsageError
 from mizzen.files import watched
 from ranks.checkpoint.programs import Case, build, differences, train, whole
 
@@ -52,6 +52,24 @@ def test_a_folder_without_a_checkpoint_is_a_warning(world, tmp_path):
     assert "no-such-tag" in told[0]
 
 
+def of_deepspeed(folder):
+    engine, said = build(Case()), []
+    for root, tag in ((folder, None), (folder, "step3"), (f"{folder}/step3", None)):
+        try:
+            engine.resume_if_possible(root) if tag is None else engine.load_checkpoint(root, tag=tag)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_folder_of_deepspeed_is_named(world):
+    folder = Path(__file__).parents[2] / "fixtures" / "deepspeed" / "zero2"
+    for said in world(2).run(of_deepspeed, str(folder)):
+        assert len(said) == 3
+        assert all("step3 was saved by DeepSpeed" in words and "mizzen checkpoint import" in words for words in said)
+        assert "--tag step3" in said[0] and "--tag" not in said[2]
+
+
 def different_tags(folder, validation):
     engine = build(Case(checkpoint={"tag_validation": validation}))
     try:
@@ -62,10 +80,29 @@ def different_tags(folder, validation):
 
 
 def test_ranks_that_save_under_different_tags(world, tmp_path):
-    assert world(2).run(different_tags, str(tmp_path / "a"), "Warn")[1] == ["latest", "tag0"]
+    assert world(2).run(different_tags, str(tmp_path / "a"), "Warn")[1] == ["latest", "latest.json", "tag0"]
     for said in world(2).run(different_tags, str(tmp_path / "b"), "Fail"):
         assert "different tags" in said and "rank 0: tag0" in said and "rank 1: tag1" in said
     assert list((tmp_path / "b").iterdir()) == []
+
+
+def different_tags_on_nodes(root, validation):
+    engine = build(Case(checkpoint={"tag_validation": validation, "use_node_local_storage": True}))
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder = Path(root) / node
+    try:
+        engine.save_checkpoint(folder, tag=f"tag{engine.global_rank}")
+        found = sorted(path.name for path in folder.rglob("*") if path.suffix != ".safetensors")
+        return found, Path(engine.load_checkpoint(folder)[0]).name
+    except CheckpointError as error:
+        return str(error), list(folder.iterdir())
+
+
+def test_nodes_that_save_under_different_tags(world, tmp_path):
+    files = ["latest", "latest.json", "manifest.json", "tag0"]
+    assert world(2).run(different_tags_on_nodes, str(tmp_path / "a"), "Warn") == [(files, "tag0")] * 2
+    for said, left in world(2).run(different_tags_on_nodes, str(tmp_path / "b"), "Fail"):
+        assert "rank 0: tag0" in said and "rank 1: tag1" in said and left == []
 
 
 def bad_tags(folder):
@@ -80,7 +117,7 @@ def bad_tags(folder):
 
 def test_a_tag_is_a_plain_name(world, tmp_path):
     assert len(world(1).run(bad_tags, str(tmp_path))[0]) == 5  # the empty one means the default
-    assert {path.name for path in tmp_path.iterdir()} == {"latest", "global_step0"}
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "latest.json", "global_step0"}
 
 
 class Other(nn.Module):
@@ -292,6 +329,75 @@ def test_a_full_disk(world, tmp_path, on_error):
             assert said[1] is True and "was not saved" in said[2] and "No space left" in said[2]
 
 
+def one_rank_is_slower(folder):
+    """The save is over on rank 1, and not yet on rank 0."""
+    engine = build(Case(stage=1, checkpoint={"async_save": True, "async_policy": "refuse"}))
+    background, gate, said = engine.saving.background, threading.Event(), ""
+    if engine.global_rank == 0:
+        start = background.start
+        background.start = lambda do: start(lambda: (do(), gate.wait(60)))
+    engine.save_checkpoint(folder, tag="one")
+    if engine.global_rank == 1:
+        background.wait()
+    try:
+        engine.save_checkpoint(folder, tag="two")
+    except CheckpointError as error:
+        said = str(error)
+    gate.set()
+    engine.finish_saving()
+    engine.save_checkpoint(folder, tag="three")
+    engine.finish_saving()
+    return said
+
+
+def test_ranks_refuse_a_second_save_together(world, tmp_path):
+    for said in world(2).run(one_rank_is_slower, str(tmp_path)):
+        assert said.startswith("rank 0: a save is still being written") and "async_policy" in said
+    assert {each.folder.name for each in committed(tmp_path)} == {"one", "three"}
+
+
+def one_rank_has_heard(folder, on_error):
+    """A save beside training has failed; rank 1 has been told of it, and rank 0 has not yet."""
+    engine, said = build(Case(stage=1, checkpoint={"on_save_error": on_error})), []
+
+    def full(operation, path):
+        if operation == "write" and path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+
+    with watched(full):
+        engine.save_checkpoint(folder, tag="bad", async_save=True)
+        engine.saving.background._thread.join()
+    for call in (engine.finish_saving, lambda: engine.save_checkpoint(folder, tag="next")):
+        try:
+            said.append(call() if engine.global_rank or call != engine.finish_saving else None)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_ranks_act_together_on_a_save_that_failed(world, tmp_path, on_error):
+    for _, said in world(2).run(one_rank_has_heard, str(tmp_path), on_error):
+        assert said is True if on_error == "continue" else "rank 0: the last checkpoint was not saved" in said
+
+
+def without_memory(folder):
+    engine = build(Case(stage=1))
+    if engine.global_rank == 1:
+        engine.saving.background.staging.copies = lambda items: [].remove("room for a copy")
+    try:
+        engine.save_checkpoint(folder, async_save=True)
+        engine.finish_saving()
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_rank_without_memory_for_its_copies_tells_the_others(world, tmp_path):
+    for said in world(2).run(without_memory, str(tmp_path)):
+        assert "nothing was saved: rank 1: ValueError" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def surprised(folder):
     engine = build(Case(stage=1))
 
@@ -331,7 +437,7 @@ def test_retention(world, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     steps = [f"global_step{step}" for step in (3, 6, 7)]
     assert world(1).run(retained, str(tmp_path))[0] == ["of-another-run", *steps]
-    assert {path.name for path in tmp_path.iterdir()} == {"of-another-run", *steps, "latest", "mine.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"of-another-run", *steps, "latest", "latest.json", "mine.txt"}
 
 
 def from_other_weights(folder, options):
@@ -368,6 +474,22 @@ def test_a_save_on_one_rank_only_is_named(world, tmp_path):
     said = next(outcome.traceback for outcome in ended if outcome.rank == 0)
     assert "save_checkpoint(): every rank has to make this call" in said
     assert "rank 1" in said
+
+
+def alone_beside_a_barrier(folder):
+    set_patience(look=0.5, beat=0.2)
+    engine = build(Case(stage=1))
+    if engine.global_rank == 0:
+        engine.save_checkpoint(folder)
+    else:
+        torch.distributed.barrier()
+
+
+def test_a_save_on_one_rank_only_beside_a_barrier_of_the_script(world, tmp_path):
+    ended = world(2).run(alone_beside_a_barrier, str(tmp_path), expect_failure=True, grace=20)
+    said = next(outcome.traceback for outcome in ended if outcome.rank == 0)
+    assert "save_checkpoint(): every rank has to make this call" in said
+    assert "rank 1 waits for rank 0 in torch.distributed.barrier()" in said
 
 
 def late(folder):
@@ -433,6 +555,48 @@ def test_a_node_without_its_folder_is_named(world, tmp_path):
         for said in world(2).run(node_without_folder, str(tmp_path / lost), [lost]):
             assert f"node {lost}: no checkpoint is committed here, but there is on node {other}" in said
     assert world(2).run(node_without_folder, str(tmp_path), ["node0", "node1"]) == [(None, None)] * 2
+
+
+def node_without_its_newest(root, lost):
+    engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True}))
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder = Path(root) / node
+    engine.save_checkpoint(folder, tag="one")
+    engine.save_checkpoint(folder, tag="two")
+    if node == lost:
+        os.unlink(folder / "two" / "manifest.json")
+    mizzen.comm.barrier()
+    (path, _), said = warnings_of(lambda: engine.load_checkpoint(folder))
+    return Path(path).name, said
+
+
+@pytest.mark.parametrize("lost", ["node0", "node1"])
+def test_a_node_without_its_newest_is_named(world, tmp_path, lost):
+    found = world(2).run(node_without_its_newest, str(tmp_path), lost)
+    assert [name for name, _ in found] == ["one", "one"]
+    newest = {"node0": "two", "node1": "two"} | {lost: "one"}
+    words = f"their newest are node node0 '{newest['node0']}', node node1 '{newest['node1']}'. 'one' is taken"
+    assert any(words in line for line in found[0][1])
+
+
+def other_layout(root, stage, turned):
+    """Saved by ranks 0 and 1 on one node, 2 and 3 on the other; loaded by 0 and 2, 1 and 3."""
+    engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
+    places = [f"node{rank % 2 if turned else rank // 2}" for rank in range(4)]
+    engine.saving.team.node = node = places[engine.global_rank]
+    if not turned:
+        train(engine, 1)
+        return engine.save_checkpoint(Path(root) / node)
+    try:
+        engine.load_checkpoint(Path(root) / node)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_another_layout_without_a_shared_filesystem_is_named(world, tmp_path):
+    assert world(4).run(other_layout, str(tmp_path), 2, False) == [True] * 4
+    for said in world(4).run(other_layout, str(tmp_path), 2, True):
+        assert "needs the layout that it was saved with, or a shared filesystem" in said and "on node node0" in said
 
 
 def not_committed(folder):
@@ -558,7 +722,12 @@ def test_a_schedule_of_the_user(world, tmp_path):
 
 FORGED = [
     {"excluded": [[1]]}, {"excluded": 5}, {"aliases": [1]}, {"aliases": {"x": [1]}}, {"batch": {"accumulation": 0}},
-    {"counters": {"global_steps": float("inf")}},
+    {"counters": {"global_steps": float("inf")}}, {"client": 5}, {"extra": [1]}, {"client": {"$tuple": [1]}},
+    {"optimizer": {"groups": 5}}, {"optimizer": {"groups": [{"names": 5}]}}, {"scheduler": 5},
+    *({"optimizer": {"groups": [{"names": ["up.weight"], "settings": settings}]}} for settings in (
+        {"lr": "fast"}, {"lr": None}, {"lr": True}, {"betas": 5}, {"betas": {"$tuple": [0.9]}}, {"eps": [1e-8]},
+        {"betas": {"$tuple": ["a", "b"]}}, {"amsgrad": "yes"}, 5,
+    )),
 ]  # fmt: skip
 
 
@@ -586,6 +755,26 @@ def test_forged_facts_and_wrong_arguments_are_our_errors(world, tmp_path):
     *forged, client, path = world(1).run(wrong_calls, str(tmp_path))[0]
     assert len(forged) == len(FORGED) and all("its facts cannot be used" in words for words in forged)
     assert "client_state is a list" in client and "a folder is a text or a path, not 5" in path
+
+
+def wrong_state_dicts():
+    engine, said = build(Case(stage=1)), []
+    good = engine.module_state_dict()
+    other = {"up.weight": torch.zeros(2, 2)}
+    for state in (5, [good], {"module": None}, good | {"up.weight": [1.0]}, good | {3: torch.ones(1)}, other, {}):
+        try:
+            engine.load_module_state_dict(state)
+        except MizzenError as error:
+            said.append(str(error))
+    engine.load_module_state_dict({"module": {"of_another": 5, "gain": torch.tensor(2.5)}}, strict=False)
+    return said, mizzen.zero.safe_get_full_fp32_param(engine.module.gain).item()
+
+
+def test_a_state_dict_that_is_none_is_our_error(world):
+    said, gain = world(1).run(wrong_state_dicts)[0]
+    kinds = ("this is a int", "this is a list", "this is a NoneType", "'up.weight' is a list", "'3' is a int")
+    assert len(said) == 7 and gain == 2.5 and all(kind in words for kind, words in zip(kinds, said, strict=False))
+    assert "size mismatch for up.weight" in said[5] and "Missing key(s)" in said[6]
 
 
 def half_way(folder):

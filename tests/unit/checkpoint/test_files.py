@@ -1,6 +1,7 @@
 """Manifests, data files and the reader, without ranks."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,9 @@ from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint import write
 from mizzen.checkpoint.background import Background
 from mizzen.checkpoint.choose import candidates
-from mizzen.checkpoint.folder import committed, delete, latest, mark, set_latest, surplus, sweep, sweep_all
+from mizzen.checkpoint.folder import committed, delete, mark, surplus, sweep, sweep_all
 from mizzen.checkpoint.inspect import compare, verify
+from mizzen.checkpoint.latest import latest, recorded, set_latest
 from mizzen.checkpoint.manifest import Manifest
 from mizzen.checkpoint.parts import Part, Parts, tiles
 from mizzen.checkpoint.read import Reader, read_manifest
@@ -177,6 +179,22 @@ def test_a_save_removes_what_dead_ones_left_under_other_tags(tmp_path):
         assert torch.equal(reader.whole("model", "float"), EVERY["float"])
 
 
+def test_what_an_attempt_on_another_machine_left_goes_after_a_while(tmp_path):
+    for number, (run, process) in enumerate((("run", "far:1"), ("another", "far:1"), ("run", None))):
+        mark(tmp_path / "t", save_id := f"{number:016x}", run)
+        path = tmp_path / "t" / f"{save_id}.saving"
+        if process:
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"process": process}))
+        (tmp_path / "t" / f"{save_id}-00000.safetensors").write_bytes(b"not committed")
+    save(tmp_path, EVERY, tag="second")
+    assert len(list((tmp_path / "t").iterdir())) == 6
+    for path in (tmp_path / "t").iterdir():
+        os.utime(path, (0, 0))
+    save(tmp_path, EVERY, tag="third")
+    left = sorted(path.name for path in (tmp_path / "t").iterdir())
+    assert [name[:16] for name in left] == [f"{number:016x}" for number in (1, 1, 2, 2)]
+
+
 def test_retention_counts_its_own_run(tmp_path):
     for step in range(1, 6):
         save(tmp_path, {"a": torch.zeros(1)}, tag=f"s{step}", step=step, keep_last=2, keep_every=2)
@@ -218,6 +236,78 @@ def test_the_same_step_twice_is_no_way_back(tmp_path):
     for tag, step in (("s1", 1), ("s2", 2), ("best", 2)):
         save(tmp_path, {"a": torch.zeros(1)}, tag=tag, step=step)
     assert candidates(tmp_path, None, with_older=True) == ["best", "s2", "s1"]
+
+
+def test_a_clock_that_goes_backwards_does_not_change_the_order(tmp_path):
+    manifest = save(tmp_path, {"a": torch.zeros(1)}, tag="z")
+    for tag, created in (("z", "2999-01-01T00:00:00+00:00"), ("damaged", "3999-01-01"), ("odd", "9999-12-31T23:59:59")):
+        (tmp_path / tag).mkdir(exist_ok=True)
+        (tmp_path / tag / "manifest.json").write_bytes(replace(manifest, created=created).to_bytes())
+    (tmp_path / "damaged" / "manifest.json").open("ab").write(b"x")
+    assert save(tmp_path, {"a": torch.zeros(1)}, tag="a").created == "2999-01-01T00:00:00.000001+00:00"
+    assert save(tmp_path, {"a": torch.zeros(1)}, tag="z").created == "2999-01-01T00:00:00.000002+00:00"
+    assert [each.folder.name for each in committed(tmp_path)] == ["a", "z", "odd"]
+
+
+def numbered(root, *numbers):
+    for number in numbers:
+        save(root, {"a": torch.zeros(1)}, tag=f"step{number}", step=number)
+
+
+@pytest.mark.parametrize("file", ["latest", "latest.json"])
+def test_no_flipped_bit_names_another_checkpoint(tmp_path, file):
+    numbered(tmp_path, 2, 1, 7, 3)
+    good = (tmp_path / file).read_bytes()
+    refused = 0
+    for bit in range(8 * len(good)):
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        (tmp_path / file).write_bytes(data)
+        try:
+            assert candidates(tmp_path, None, with_older=False) == ["step3"]
+        except CheckpointError as error:
+            assert "latest names 'step" in str(error) and "with 'step3': one bit has changed" in str(error)
+            refused += 1
+            assert candidates(tmp_path, None, with_older=True)[0] == "step3"
+    assert refused == (3 if file == "latest" else 0)
+
+
+def test_a_latest_that_was_edited_is_followed(tmp_path, caplog):
+    numbered(tmp_path, 1, 2)
+    (tmp_path / "latest").write_text("step1")
+    assert candidates(tmp_path, None, with_older=False) == ["step1"]
+    assert "latest names 'step1', and was last written by a save with 'step2'" in caplog.text
+    delete(committed(tmp_path)[1])
+    caplog.clear()
+    assert candidates(tmp_path, None, with_older=False) == ["step1"] and caplog.text == ""
+
+
+def test_a_save_that_ends_between_latest_and_its_record(tmp_path, caplog):
+    numbered(tmp_path, 2)
+    kept = (tmp_path / "latest.json").read_bytes()
+    numbered(tmp_path, 3)
+    (tmp_path / "latest.json").write_bytes(kept)
+    assert candidates(tmp_path, None, with_older=False) == ["step3"] and caplog.text == ""
+
+
+def test_what_a_save_leaves_of_latest_goes_with_the_next(tmp_path):
+    numbered(tmp_path, 1)
+    for name in ("latest.0a1b2c3d.new", "latest.json.0a1b2c3d.new", "latest.mine.new"):
+        (tmp_path / name).write_text("step1")
+    mark(tmp_path / "alive", "c" * 16)
+    numbered(tmp_path, 2)
+    assert (tmp_path / "latest.0a1b2c3d.new").exists()
+    (tmp_path / "alive" / f"{'c' * 16}.saving").unlink()
+    numbered(tmp_path, 3)
+    assert {path.name for path in tmp_path.glob("latest*")} == {"latest", "latest.json", "latest.mine.new"}
+
+
+def test_a_latest_beyond_measure_is_read_in_part(tmp_path):
+    numbered(tmp_path, 1)
+    with (tmp_path / "latest").open("r+b") as file:
+        file.truncate(1 << 40)
+    assert latest(tmp_path) is None and candidates(tmp_path, None, with_older=False) == ["step1"]
+    assert recorded(tmp_path) == "step1"
 
 
 def test_a_deleted_checkpoint_leaves_other_files(tmp_path):

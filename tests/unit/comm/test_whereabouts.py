@@ -1,5 +1,7 @@
 """What follows, for a rank that waits, from what the others have said: one case after the other, without ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from mizzen.comm.whereabouts import Calls, Case, Sighting, Wait, Whereabouts, absent, verdict
@@ -118,6 +120,15 @@ def test_two_that_wait_but_not_for_each_other(seen):
 
 def test_a_wait_in_the_background_accuses_nobody_of_waiting():
     assert judge(their_wait(), wait=Wait("0", 5, "all_reduce", PLACE, (1, 2), False)) is None
+
+
+def test_a_peer_in_a_barrier_of_the_script():
+    there = peer(in_barrier=True)
+    assert judge(there, barriers=2) is None
+    said = judge(there, barriers=3)
+    assert said == "rank 1 waits for rank 0 in torch.distributed.barrier(): neither can go on"
+    assert judge(peer(in_barrier=True, calls={"0": Calls(5, 4)}), barriers=3) is None
+    assert judge(there, wait=replace(WAIT, on_main_thread=False), barriers=3) is None
 
 
 def test_messages_are_judged_by_presence_only():

@@ -1,11 +1,14 @@
 """Parameters of a sharded model by name and by object: whole, in parts, gathered, saved; and what is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import mizzen
 from mizzen import zero
+from mizzen.files import watched
 from ranks.parallel.zero.full.models import MODELS, rows, start
 
 
@@ -167,6 +170,33 @@ def test_the_whole_model_is_saved(world, tmp_path, kind, keys):
     pickled = torch.load(tmp_path / "model.bin")
     trained = {name for name, parameter in fresh.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     assert set(pickled) == trained
+
+
+def fail_to_save(folder: str, name: str) -> tuple[str, str, list[str]]:
+    engine = start("Base", 3, zero={"stage3_gather_16bit_weights_on_model_save": True})
+    Path(folder, "taken", name).mkdir(parents=True, exist_ok=True)
+    said = []
+
+    def full(operation: str, path: Path) -> None:
+        if operation in ("write", "fsync") and path.name.startswith(name):
+            raise OSError(28, "No space left on device")
+
+    for place in ("taken", "."):
+        with pytest.raises(mizzen.MizzenError) as caught, watched(full):
+            engine.save_16bit_model(f"{folder}/{place}", name)
+        said.append(str(caught.value))
+    left = sorted(path.name for path in Path(folder).iterdir())
+    mizzen.comm.barrier()
+    engine.save_16bit_model(folder, name)
+    return *said, left
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.safetensors"])
+def test_what_keeps_the_model_from_being_saved_is_told_to_all(world, tmp_path, name):
+    for taken, full, left in world(2).run(fail_to_save, str(tmp_path), name):
+        assert f"taken/{name} is a folder" in taken and "rank 0: " in full and "No space left" in full
+        assert left == ["taken"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, "taken"]
 
 
 def refuse_to_save() -> None:
