@@ -114,6 +114,95 @@ def test_the_accelerator_is_wide(package):
     assert copy.copy(device).device_name() == "cpu"
 
 
+def test_accelerators_by_their_classes(package):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    device = package.accelerator.get_accelerator()
+    assert isinstance(device, CPU_Accelerator) and not isinstance(device, CUDA_Accelerator)
+    assert CUDA_Accelerator().device_name(1) == "cuda:1" and CPU_Accelerator().communication_backend_name() == "gloo"
+
+
+def test_a_log_of_a_script_s_own(package, capsys):
+    from deepspeed.utils.comms_logging import CommsLogger, calc_bw_log
+
+    log = CommsLogger()
+    assert not log.enabled and log.prof_all and not log.has_data()
+    log.configure({"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}})
+    log.prof_all = False
+    log.start_profiling_op(["broadcast"])
+    assert log.enabled and not log.prof_all and log.prof_ops == ("all_reduce", "broadcast")
+    for milliseconds in (1.0, 3.0):
+        log.append("all_reduce", "mine", milliseconds, 1_000_000)
+    assert log.get_raw_data() == {"mine": {1_000_000: [2, [1.0, 3.0], [16.0, 16 / 3], [0.0, 0.0]]}}
+    assert log.get_total_operations() == 2 and calc_bw_log("all_reduce", 1_000_000, 1.0) == (16.0, 0.0)
+    row = log.log_all(return_dict=True)["summary"]["mine"][1_000_000]
+    assert row["avg_latency_ms"] == 2.0 and "mine" in capsys.readouterr().out
+    log.reset_data()
+    assert log.get_operation_names() == []
+    with pytest.raises(AttributeError):
+        log.colour  # noqa: B018
+
+
+def test_collectives_are_not_turned_off(package):
+    package.comm.torch.all_reduce_comm_off(False)
+    with pytest.raises(NotBuilt, match=r"all_reduce_comm_off\(True\)"):
+        package.comm.torch.all_reduce_comm_off(True)
+
+
+def test_what_zero_init_changes_of_tensors(package):
+    both = list(package.zero.DeepSpeedTensorOverride)
+    package.zero.Init(enabled=False, tensor_overrides=both)
+    with pytest.raises(NotBuilt, match="leave the argument out"):
+        package.zero.Init(enabled=False, tensor_overrides=both[:1])
+
+
+def test_defaults_of_sections_and_numbers_with_commas(package):
+    from deepspeed.runtime.config_utils import get_config_default, pp_int
+
+    section = package.runtime.zero.config.DeepSpeedZeroConfig
+    assert get_config_default(section, "stage") == 0 and get_config_default(section, "reduce_bucket_size") == 5e8
+    with pytest.raises(UsageError, match="'colour'.*is no field"):
+        get_config_default(section, "colour")
+    assert repr(pp_int(1e5)) == "100,000" and repr(pp_int(7, "many")) == "many" and pp_int(3) + 1 == 4
+
+
+RUNNERS = {
+    "PDSHRunner": "pdsh",
+    "OpenMPIRunner": "mpirun",
+    "MPICHRunner": "mpirun",
+    "IMPIRunner": "mpirun",
+    "SlurmRunner": "srun",
+    "MVAPICHRunner": "mpirun",
+}
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_runner_gives_the_command_of_mizzen_s_launcher(package, monkeypatch, kind):
+    from deepspeed.launcher.multinode_runner import MultiNodeRunner
+
+    from mizzen.launcher.job import Job
+
+    args = argparse.Namespace(
+        user_script="train.py", user_args=["--name", "a b"], master_addr="a", master_port=29500, launcher_args="--more"
+    )
+    args.include, args.num_nodes, args.venv_script, args.enable_each_rank_log = "", -1, None, "None"
+    runner = getattr(package.launcher.multinode_runner, kind)(args, "ignored", {"a": 4, "b": 4})
+    assert isinstance(runner, MultiNodeRunner)
+    monkeypatch.setenv("PATH", "")
+    assert not runner.backend_exists()
+    runner.add_export("COLOUR", "light blue")
+    environment = {}
+    command = runner.get_cmd(environment, {"a": [0, 1], "b": [3]})
+    if kind == "PDSHRunner":
+        command, end, same = command
+        assert same is environment and end[0] == "pdsh" and "--ask end" in end[-1]
+    job = Job.decode(environment["MIZZEN_JOB"] if "MIZZEN_JOB" in environment else command[-1].split()[-1])
+    assert command[0] == RUNNERS[kind] and "--more" in command
+    assert [(host.name, host.slots) for host in job.hosts] == [("a", (0, 1)), ("b", (3,))]
+    assert job.program.arguments == ("--name", "a b") and job.environment["COLOUR"] == "light blue"
+
+
 def test_groups_are_of_data_parallel_ranks(world):
     assert world(2).run(groups_of) == [(2, 0, 1, 0, True), (2, 1, 1, 0, True)]
 

@@ -13,10 +13,11 @@ from mizzen.config.load import load
 from mizzen.config.migrate import name_keys, spread_paths
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
+from mizzen.config.section import Section
 from mizzen.config.source import Source, read_source
 from mizzen.config.zero import ZeroConfig
 from mizzen.environment import World, environ
-from mizzen.errors import ConfigError
+from mizzen.errors import ConfigError, UsageError
 from mizzen.log import warn_once
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.sinks import monitor_of
@@ -116,6 +117,30 @@ class DeepSpeedConfigWriter:
     def write_config(self, filename: str) -> None:
         """Write them all."""
         Path(filename).write_text(json.dumps(self.data))
+
+
+def get_config_default(config: type[Section], field_name: str) -> Any:
+    """What a field of a section is where a file says nothing."""
+    field = config.model_fields.get(field_name)
+    if field is None or field.is_required():
+        why = "is no field of it" if field is None else "has no default: it has to be given"
+        raise UsageError(f"get_config_default({config.__name__}, {field_name!r}): that {why}")
+    return field.get_default(call_default_factory=True)
+
+
+class pp_int(int):  # noqa: N801
+    """An integer that prints with commas, or as it is told."""
+
+    custom_print_str: str | None
+
+    def __new__(cls, val: float, custom_print_str: str | None = None) -> "pp_int":
+        """The number, and what it prints as."""
+        found = super().__new__(cls, val)
+        found.custom_print_str = custom_print_str
+        return found
+
+    def __repr__(self) -> str:
+        return self.custom_print_str or f"{int(self):,}"
 
 
 class MonitorMaster:

@@ -36,6 +36,13 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
+class DeepSpeedTensorOverride(Enum):
+    """What `zero.Init` changes of tensors that are made inside."""
+
+    dtype = 1
+    device = 2
+
+
 def _status(parameter: Tensor) -> ZeroParamStatus:
     is_sharded = facts_of(parameter).status == "sharded"
     return ZeroParamStatus.NOT_AVAILABLE if is_sharded else ZeroParamStatus.AVAILABLE

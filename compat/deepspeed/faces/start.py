@@ -55,6 +55,14 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
 class Init(MizzenInit):
     """mizzen's `zero.Init`; parameters then have the facts that other libraries hang on them."""
 
+    def __init__(self, *args: Any, tensor_overrides: Any = None, **kwargs: Any) -> None:
+        if tensor_overrides is not None and {*tensor_overrides} != {*parameters.DeepSpeedTensorOverride}:
+            raise NotBuilt(
+                f"zero.Init(tensor_overrides={tensor_overrides}): what is built inside gets the dtype and the device "
+                "of the configuration; only both together are built: leave the argument out"
+            )
+        super().__init__(*args, **kwargs)
+
     def __enter__(self) -> "Init":
         """Modules that are built from here on are sharded."""
         super().__enter__()
