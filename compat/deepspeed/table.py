@@ -49,7 +49,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "deepspeed", "DeepSpeedOptimizer ZeROOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable", ".engine"
     ),
-    Row("deepspeed", "DeepSpeedDataLoader=Loader", "mizzen.data.loader"),
+    Row("deepspeed runtime.dataloader", "DeepSpeedDataLoader", ".loader"),
     Row("deepspeed", "HAS_TRITON", ".facts"),
     Row("deepspeed", "init_inference default_inference_config InferenceEngine", waits_for=INFERENCE),
     Row("deepspeed", "DeepSpeedInferenceConfig", waits_for=INFERENCE),
@@ -103,12 +103,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.bf16_optimizer", "BF16_Optimizer=DeepSpeedOptimizer", ".engine"),
     Row("runtime.fp16.fused_optimizer", "FP16_Optimizer=DeepSpeedOptimizer", ".engine"),
     Row("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer=DeepSpeedOptimizer", ".engine"),
-    Row(
-        "runtime.fp16.loss_scaler",
-        "LossScaler DynamicLossScaler=LossScaler LossScalerBase=LossScaler",
-        "mizzen.precision.scaler",
-    ),
-    Row("runtime.dataloader", "DeepSpeedDataLoader=Loader", "mizzen.data.loader"),
+    Row("runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler", ".scaler"),
     Row("runtime.dataloader", "RepeatingLoader", "mizzen.data.repeat"),
     Row("runtime.lr_schedules", "VALID_LR_SCHEDULES", "mizzen.optim.schedules"),
     Row("runtime.lr_schedules", "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR", ".schedules"),

@@ -439,6 +439,59 @@ def test_schedules_take_their_step_by_its_place(package):
     assert isinstance(schedule, WarmupLR) and schedule is engine.lr_scheduler
 
 
+def test_loaders_are_made_as_scripts_do(package):
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+    from torch.utils.data import SequentialSampler
+
+    data = list(range(6))
+    given = {"batch_size": 2, "pin_memory": False, "local_rank": 0, "tput_timer": None}
+    ranks = [DeepSpeedDataLoader(data, **given, data_parallel_world_size=3, data_parallel_rank=rank) for rank in (0, 2)]
+    assert all(isinstance(loader, package.DeepSpeedDataLoader) and len(loader) == 1 for loader in ranks)
+    first, last = ([batch.tolist() for batch in loader] for loader in ranks)
+    assert len({*first[0], *last[0]}) == 4
+    own = DeepSpeedDataLoader(data, **given, collate_fn=tuple, data_sampler=SequentialSampler(data))
+    assert list(own) == [(0, 1), (2, 3), (4, 5)]
+    drops = DeepSpeedDataLoader([1] * 5, 2, False, 0, None, dataloader_drop_last=True)
+    assert len(list(drops)) == 2
+    engine, _, loader, _ = package.initialize(model=programs.Model(), config=programs.config(0), training_data=data * 2)
+    assert isinstance(loader, package.DeepSpeedDataLoader)
+    with pytest.raises(NotBuilt, match="data efficiency"):
+        DeepSpeedDataLoader(data, **given, deepspeed_dataloader_config={"curriculum_learning": True})
+
+
+def test_loss_scalers_are_made_as_scripts_do(package):
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
+
+    from mizzen.errors import StepError
+
+    fixed = LossScaler(scale=8)
+    weight = nn.Parameter(torch.ones(2))
+    fixed.backward(weight.sum())
+    assert weight.grad.tolist() == [8, 8] and (fixed.loss_scale, fixed.dynamic) == (8, False)
+    moving = DynamicLossScaler(init_scale=4, scale_window=2, min_scale=2, delayed_shift=1, consecutive_hysteresis=False)
+    scales = []
+    for overflow in (False, False, True, True):
+        moving.update_scale(overflow)
+        scales.append(moving.cur_scale)
+    assert scales == [4, 8, 4, 2] and moving.dynamic
+    with pytest.raises(StepError, match="at its minimum"):
+        moving.update_scale(True)
+    calm = DynamicLossScaler(1.0, 1000, 1, 1, False, raise_error_at_min_scale=False)
+    calm.update_scale(True)
+    assert calm.cur_scale == 1 and not calm.has_overflow_serial([weight])
+    weight.grad[0] = torch.inf
+    assert calm.has_overflow_serial([weight])
+    assert isinstance(CreateLossScaler(torch.bfloat16, 64, True, None), LossScaler)
+    assert CreateLossScaler(torch.half, 64, False, None).cur_scale == 64
+    with pytest.raises(UsageError, match="dynamic_loss_args"):
+        CreateLossScaler(torch.half, 64, True, None)
+    with pytest.raises(UsageError, match="above 0"):
+        LossScaler(scale=0)
+    engine = programs.build(package, 0, fp16={"enabled": True})
+    assert isinstance(engine.optimizer.loss_scaler, DynamicLossScaler)
+    assert isinstance(programs.build(package, 1).optimizer.loss_scaler, LossScalerBase)
+
+
 def test_a_backend_without_a_name_is_torch_s(package):
     package.comm.set_backend()
     package.init_distributed(dist_backend="gloo")
