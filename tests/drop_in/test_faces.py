@@ -231,7 +231,7 @@ def test_experts_are_refused(package):
 def test_builders_load_what_there_is(package):
     from deepspeed.ops import op_builder
 
-    assert op_builder.FusedAdamBuilder().load().AdamW is torch.optim.AdamW
+    assert op_builder.fused_adam.FusedAdamBuilder is op_builder.FusedAdamBuilder
     assert package.ops.__compatible_ops__["fused_adam"] and not package.ops.__compatible_ops__["async_io"]
     for name, builder in package.ops.op_builder.all_ops.ALL_OPS.items():
         assert builder.name == name and builder.absolute_name() == f"deepspeed.ops.{name}"
@@ -240,6 +240,69 @@ def test_builders_load_what_there_is(package):
         else:
             with pytest.raises(NotBuilt, match=f"{name} waits"):
                 builder.load()
+
+
+def test_operations_flatten_tensors(package):
+    utils = package.ops.op_builder.UtilsBuilder().load()
+    tensors = [torch.ones(2, 3), torch.zeros(4)]
+    flat = utils.flatten(tensors)
+    assert flat.shape == (10,) and [each.shape for each in utils.unflatten(flat, tensors)] == [(2, 3), (4,)]
+
+
+def step_by_step(step):
+    """A tensor after two steps with the same gradient, by a function that is given its states."""
+    parameter, states = torch.ones(3), [torch.zeros(3), torch.zeros(3)]
+    for number in (1, 2):
+        step(number, parameter, torch.tensor([0.5, -1.0, 2.0]), *states)
+    return parameter
+
+
+def rule_by_rule(kind, **settings):
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = kind([parameter], **settings)
+    for _ in range(2):
+        parameter.grad = torch.tensor([0.5, -1.0, 2.0])
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize(("mode", "kind"), [(1, torch.optim.AdamW), (0, torch.optim.Adam)])
+def test_operations_of_adam(package, mode, kind):
+    builders, numbers = package.ops.op_builder, (0.9, 0.999, 1e-8)
+    fused, host = builders.FusedAdamBuilder().load(), builders.CPUAdamBuilder().load()
+
+    def step(number, p, g, m, v):
+        fused.multi_tensor_adam(2048, p, [[g], [p], [m], [v]], 0.1, *numbers, number, mode, 1, 0.1)
+
+    wanted = rule_by_rule(kind, lr=0.1, weight_decay=0.1)
+    assert torch.allclose(step_by_step(step), wanted)
+    host.create_adam(7, 0.1, *numbers, 0.1, bool(mode), False)
+    found = step_by_step(lambda n, p, g, m, v: host.adam_update(7, n, 0.1, *numbers, 0.1, True, p, g, m, v))
+    assert torch.allclose(found, wanted)
+    host.destroy_adam(7)
+    with pytest.raises(UsageError, match="number 7"):
+        host.adam_update(7, 1, 0.1, *numbers, 0.1, True, *[torch.ones(1)] * 4)
+    with pytest.raises(NotBuilt, match="bias_correction"):
+        fused.multi_tensor_adam(0, None, [[]] * 4, 0.1, *numbers, 1, 1, 0, 0.1)
+
+
+def test_operations_of_other_rules(package):
+    builders = package.ops.op_builder
+    adagrad = builders.CPUAdagradBuilder().load()
+    adagrad.create_adagrad(0, 0.1, 1e-10, 0.1, False)
+    found = step_by_step(lambda n, p, g, s, _: adagrad.adagrad_update(0, n, 0.1, 1e-10, 0.1, p, g, s))
+    assert torch.allclose(found, rule_by_rule(torch.optim.Adagrad, lr=0.1, weight_decay=0.1))
+    lion = builders.CPULionBuilder().load()
+    lion.create_lion(0, 0.1, 0.9, 0.99, 0.1, False)
+    found = step_by_step(lambda n, p, g, m, _: lion.lion_update(0, n, 0.1, 0.9, 0.99, 0.1, p, g, m))
+    assert torch.allclose(found, rule_by_rule(package.ops.lion.FusedLion, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1))
+    for refused in (
+        lambda: builders.QuantizerBuilder().load().quantize(torch.ones(8), 1, 8, 0),
+        lambda: builders.FusedLambBuilder().load().lamb(),
+        lambda: builders.CPUAdamBuilder().load().adam_rollback(7),
+    ):
+        with pytest.raises(NotBuilt):
+            refused()
 
 
 def test_a_configuration_answers_by_the_names_of_scripts(package):

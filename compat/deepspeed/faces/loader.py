@@ -13,7 +13,7 @@ from mizzen.errors import NotBuilt
 class DeepSpeedDataLoader(ABC):  # noqa: B024
     """Makes loaders, and is what they are for `isinstance`. A sampler that is given is used as it is."""
 
-    def __new__(  # type: ignore[misc]  # what is made is mizzen's
+    def __new__(
         cls,
         dataset: Any,
         batch_size: int,
