@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import json
 import logging
 import re
 
@@ -390,6 +391,18 @@ def test_arguments_of_scripts(package):
     package.add_tuning_arguments(parser)
     given = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json", "--warmup_num_steps", "5"])
     assert given.deepspeed and given.deepspeed_config == "x.json" and given.warmup_num_steps == 5
+    assert not given.deepscale and given.deepscale_config is None
+
+
+def test_a_file_under_its_old_flag(package, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(programs.config(0)))
+    path = str(tmp_path / "config.json")
+    parser = package.add_config_arguments(argparse.ArgumentParser())
+    engine, *_ = package.initialize(parser.parse_args(["--deepscale_config", path]), programs.Model())
+    assert engine.train_micro_batch_size_per_gpu() == 4
+    both = parser.parse_args(["--deepscale_config", path, "--deepspeed_config", path])
+    with pytest.raises(ConfigError, match="old name"):
+        package.initialize(both, programs.Model())
 
 
 def test_parameters_of_modules_that_are_one_unit():
