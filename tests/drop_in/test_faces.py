@@ -311,8 +311,30 @@ def test_a_configuration_answers_by_the_names_of_scripts(package):
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (8, 4)
     assert (config.gradient_accumulation_steps, config.gradient_clipping) == (2, 0.5)
     assert (config.zero_optimization_stage, config.zero_config.stage) == (2, 2)
-    assert config.bfloat16_enabled and not config.fp16_enabled and config.optimizer_name == "AdamW"
+    assert config.bfloat16_enabled and not config.fp16_enabled and config.optimizer_name == "adamw"
+    assert config.zero_enabled and config.aio_config.queue_depth == 8 and config.initial_dynamic_scale == 65536
+    assert config.checkpoint_tag_validation_enabled and not config.checkpoint_tag_validation_fail
+    assert not config.pld_enabled and config.grad_accum_dtype is None and config.compile_config is not None
+    assert package.DeepSpeedConfig({"train_batch_size": 1}).optimizer_name is None
+    assert package.DeepSpeedConfig({"train_batch_size": 1}).optimizer_params is None
     assert not hasattr(config, "colour")
+
+
+def test_every_name_of_a_configuration_is_a_key(package):
+    from deepspeed.faces.config import OTHER_NAMES
+    from deepspeed.faces.getters import KEYS
+    from mizzen.config.migrate import name_keys, spread_paths
+    from mizzen.config.schema import Config
+
+    for key in {*OTHER_NAMES.values(), *KEYS.values()}:
+        raw = {key: None}
+        spread_paths(raw)
+        assert not name_keys(raw, Config), key
+    strict = {"train_batch_size": 1, "checkpoint": {"tag_validation": "fail"}}
+    assert package.DeepSpeedConfig(strict).checkpoint_tag_validation_fail
+
+
+def test_a_configuration_refuses_what_makes_no_sense(package):
     with pytest.raises(package.DeepSpeedConfigError):
         package.DeepSpeedConfig({"train_batch_size": -1})
 

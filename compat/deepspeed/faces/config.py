@@ -6,6 +6,8 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from deepspeed.faces.facts import DEEPSPEED_OPTIMIZERS
+from deepspeed.faces.getters import KEYS
 from mizzen.comm import groups
 from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.elastic import compute_elastic
@@ -59,7 +61,7 @@ class DeepSpeedConfig:
         """A value by the name that scripts use, or by its key."""
         if name.startswith("__") or name in ("settings", "resolved"):
             raise AttributeError(name)
-        key = OTHER_NAMES.get(name, name)
+        key = OTHER_NAMES.get(name) or KEYS.get(name, name)
         if key.split(".")[0] not in type(self.settings).model_fields:
             raise AttributeError(f"the configuration has no {name!r}")
         return self.settings.at(key)
@@ -68,6 +70,32 @@ class DeepSpeedConfig:
     def monitor_config(self) -> Config:
         """What `MonitorMaster` takes."""
         return self.settings
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether training state is sharded at all."""
+        return self.settings.zero_optimization.stage > 0
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """The optimizer, in small letters where DeepSpeed has one of that name."""
+        name = self.settings.optimizer.type if self.settings.optimizer is not None else None
+        return name.lower() if name is not None and name.lower() in DEEPSPEED_OPTIMIZERS else name
+
+    @property
+    def initial_dynamic_scale(self) -> float:
+        """The loss scale that fp16 begins with."""
+        return 2.0**self.settings.fp16.initial_scale_power
+
+    @property
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether ranks that save compare their tags."""
+        return self.settings.checkpoint.tag_validation != "Ignore"
+
+    @property
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether tags that differ are an error."""
+        return self.settings.checkpoint.tag_validation == "Fail"
 
     def print(self, name: str) -> None:
         """Print every value."""
@@ -85,7 +113,6 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
     "bfloat16_enabled": "bf16.enabled",
     "bfloat16_config": "bf16",
     "float16_config": "fp16",
-    "optimizer_name": "optimizer.type",
     "optimizer_params": "optimizer.params",
     "scheduler_name": "scheduler.type",
     "scheduler_params": "scheduler.params",
@@ -97,6 +124,27 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
     "sparse_gradients_enabled": "sparse_gradients",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "load_universal_checkpoint": "checkpoint.load_universal",
+    "checkpoint_config": "checkpoint",
+    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
+    "amp_enabled": "amp.enabled",
+    "amp_params": "amp",
+    "autotuning_config": "autotuning",
+    "compile_config": "compile",
+    "compression_config": "compression_training",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_params_legacy": "curriculum_learning",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "expert_parallel_config": "expert_parallel",
+    "grad_accum_dtype": "data_types.grad_accum_dtype",
+    "param_dtype": "data_types.param_dtype",
+    "buffer_dtype": "data_types.buffer_dtype",
+    "nebula_config": "nebula",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_params": "progressive_layer_drop",
+    "timers_config": "timers",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
+    "weight_quantization_config": "weight_quantization",
 }
 
 
