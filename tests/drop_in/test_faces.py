@@ -393,6 +393,25 @@ def test_small_functions(package, capsys):
     assert "1,001,000 parameters" in capsys.readouterr().out
 
 
+def test_estimates_of_memory(package, capsys):
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    two, three = (
+        stage_1_and_2.estimate_zero2_model_states_mem_needs,
+        stage3.estimate_zero3_model_states_mem_needs,
+    )
+    assert two(1000, 4, 2) == two(1000, 4, 2, True, 1.5) == (24_000, 2_000)
+    assert two(1000, 4, 2, False, 1.0) == (16_000, 4_000)
+    assert three(1000, 100, 4, 2) == three(1000, 100, 4, 2, True, True, True, 1.5) == (13_500, 400, 400)
+    assert three(1000, 100, 4, 2, True, False, False, 1.0) == (16_000, 650, 400)
+    assert three(1000, 100, 4, 2, cpu_offload=False, additional_buffer_factor=1.0) == (1_600, 2_650, 400)
+    stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live(nn.Linear(3, 3), 4, 2, 1.5)
+    said = capsys.readouterr().out
+    assert "offload_optimizer=cpu" in said and "offload_optimizer=none" in said
+    stage3.estimate_zero3_model_states_mem_needs_all_cold(10**9, 10**8, 8, 1, 1.0)
+    assert capsys.readouterr().out.count("per GPU") == 6
+
+
 def test_modules_by_their_paths(package, tmp_path):
     from deepspeed.compression.helper import recursive_getattr, recursive_setattr
     from deepspeed.runtime import utils
