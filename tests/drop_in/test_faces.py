@@ -46,6 +46,16 @@ def test_adam_is_torch_s(package):
         DeepSpeedCPUAdam([nn.Parameter(torch.ones(1))], fp32_optimizer_states=False)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["adam.DeepSpeedCPUAdam", "adam.FusedAdam", "lion.FusedLion", "lamb.FusedLamb", "adagrad.DeepSpeedCPUAdagrad"],
+)
+def test_a_group_without_parameters_is_refused(package, name):
+    module, _, kind = name.partition(".")
+    with pytest.raises(UsageError, match="parameter group 1 has lr, and no 'params'"):
+        getattr(getattr(package.ops, module), kind)([{"params": [nn.Parameter(torch.ones(1))]}, {"lr": 1}])
+
+
 def test_accelerate_makes_every_host_optimizer_with_arguments_of_adam(package):
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -226,6 +236,13 @@ def test_experts_are_refused(package):
         package.tp_model_init(nn.Linear(1, 1), tp_size=2, dtype=torch.float32)
     model = nn.Linear(1, 1)
     assert package.tp_model_init(model=model, tp_size=1, dtype=torch.float32, config={}) is model
+    for wrong in (
+        {"tp_size": "2", "dtype": torch.half},
+        {"tp_size": 0, "dtype": torch.half},
+        {"tp_size": 1, "dtype": 3},
+    ):
+        with pytest.raises(UsageError, match="tp_model_init"):
+            package.tp_model_init(model, **wrong)
     assert package.moe.utils.has_moe_layers(model) == (False, 0)
 
 
@@ -332,6 +349,16 @@ def test_every_name_of_a_configuration_is_a_key(package):
         assert not name_keys(raw, Config), key
     strict = {"train_batch_size": 1, "checkpoint": {"tag_validation": "fail"}}
     assert package.DeepSpeedConfig(strict).checkpoint_tag_validation_fail
+
+
+def test_a_section_is_made_as_from_a_file(package):
+    section = package.runtime.zero.config.DeepSpeedZeroConfig
+    made = section(stage=2, reduce_bucket_size="auto", cpu_offload=False)
+    assert (made.stage, made.reduce_bucket_size) == (2, 5e8)
+    assert isinstance(made, section) and isinstance(package.DeepSpeedConfig(programs.config(1)).zero_config, section)
+    assert not isinstance(3, section)
+    with pytest.raises(ConfigError, match=r"zero_optimization.stage: 9 is not one of \[0, 1, 2, 3\]"):
+        section(stage=9)
 
 
 def test_a_configuration_refuses_what_makes_no_sense(package):

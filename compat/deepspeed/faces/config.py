@@ -25,7 +25,20 @@ from mizzen.monitor.build import build_observers
 from mizzen.monitor.sinks import monitor_of
 
 DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ElasticityIncompatibleWorldSize = ConfigError
-DeepSpeedZeroConfig = ZeroConfig
+
+
+class _Read(type(ZeroConfig)):  # type: ignore[misc]  # pydantic does not show it
+    """Makes a section as a file does: with old keys, without "auto", and with mizzen's errors."""
+
+    def __call__(cls, strict: bool = False, **given: Any) -> ZeroConfig:
+        return load({"zero_optimization": given}).zero_optimization
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ZeroConfig)
+
+
+class DeepSpeedZeroConfig(ZeroConfig, metaclass=_Read):
+    """mizzen's section."""
 
 
 def without_hints(config: Source) -> Source:

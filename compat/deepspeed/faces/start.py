@@ -4,13 +4,14 @@ from argparse import ArgumentParser, Namespace
 from inspect import BoundArguments, signature
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from deepspeed.faces import parameters
 from deepspeed.faces.config import without_hints
 from deepspeed.faces.engine import dress
 from mizzen import api
-from mizzen.errors import ConfigError, NotBuilt
+from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.zero import Init as MizzenInit
 
 SOURCES: Final = ("config", "config_params")
@@ -54,6 +55,10 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> nn.Module:
     """The model as it is; more than one rank for it waits for tensor parallelism."""
+    if not isinstance(tp_size, int) or tp_size < 1 or not isinstance(dtype, torch.dtype):
+        raise UsageError(
+            f"tp_model_init(tp_size={tp_size!r}, dtype={dtype!r}): give a number of ranks and a torch.dtype"
+        )
     if tp_size > 1:
         raise NotBuilt(f"tp_model_init(tp_size={tp_size}) waits for tensor parallelism, which is not built yet")
     return model.to(dtype)
