@@ -1,5 +1,6 @@
 """Stand-ins for names whose capability mizzen does not have yet: they can be imported, and say so when used."""
 
+from abc import ABCMeta
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
@@ -7,8 +8,8 @@ from typing import Any, NoReturn
 from mizzen.errors import NotBuilt
 
 
-class _Absent(type):
-    """The class of such a class: an instance or a class method of it cannot be had."""
+class _Absent(ABCMeta):
+    """The class of such a class: an instance or a class method of it cannot be had. `ABC` may stand beside it."""
 
     _path: str
     _capability: str

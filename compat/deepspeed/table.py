@@ -17,7 +17,8 @@ INFERENCE, HYBRID, ROLLOUT = "inference", "an engine that trains and samples", "
 COMPRESSION, LOW_BITS = "compression of models", "LoRA and quantized weights"
 DATA, PROFILER, TUNING = "data efficiency", "the profiler of operations", "autotuning"
 ONE_BIT, SPARSE, LAYERS = "compressed communication", "sparse attention", "fused transformer layers"
-PASSES = "passes over the graph"
+PASSES, ENGINES = "passes over the graph", "checkpoint engines by hand (an engine saves and loads by itself)"
+BY_RANK = "reading checkpoints of DeepSpeed rank by rank (mizzen checkpoint import reads them whole)"
 
 
 class Row:
@@ -41,13 +42,14 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("deepspeed runtime.engine", "DeepSpeedEngine", ".kinds"),
     Row("deepspeed", "get_accelerator", ".accelerator"),
     Row("deepspeed", "comm=. dist=.", "deepspeed.comm"),
+    Row("deepspeed", "domino=.", "deepspeed.runtime.domino"),
     Row("deepspeed", "OnDevice RepeatingLoader", "deepspeed.utils"),
     Row("deepspeed", "logger log_dist", "deepspeed.utils"),
     Row("deepspeed", "DeepSpeedConfig DeepSpeedConfigError", ".config"),
     Row(
         "deepspeed", "DeepSpeedOptimizer ZeROOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable", ".engine"
     ),
-    Row("deepspeed", "DeepSpeedDataLoader=Loader", "mizzen.data.loader"),
+    Row("deepspeed runtime.dataloader", "DeepSpeedDataLoader", ".loader"),
     Row("deepspeed", "HAS_TRITON", ".facts"),
     Row("deepspeed", "init_inference default_inference_config InferenceEngine", waits_for=INFERENCE),
     Row("deepspeed", "DeepSpeedInferenceConfig", waits_for=INFERENCE),
@@ -69,6 +71,13 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("comm.reduce_op", "ReduceOp", "torch.distributed"),
     Row("comm.backend comm.torch", "Backend TorchBackend=Backend", "mizzen.comm"),
     Row(
+        "comm.torch",
+        "all_gather_comm_off reduce_scatter_comm_off broadcast_comm_off all_reduce_comm_off reduce_comm_off "
+        "backward_comm_off",
+        ".comm_log",
+    ),
+    Row("comm.ccl", "CCLBackend", waits_for="oneCCL"),
+    Row(
         "comm.utils",
         "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher",
         "mizzen.comm",
@@ -83,6 +92,8 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row("accelerator.abstract_accelerator", "DeepSpeedAccelerator", ".accelerator"),
     Row("accelerator.real_accelerator", "SUPPORTED_ACCELERATOR_LIST", ".accelerator"),
+    Row("accelerator.cuda_accelerator", "CUDA_Accelerator", ".accelerator"),
+    Row("accelerator.cpu_accelerator", "CPU_Accelerator", ".accelerator"),
     # The engine
     Row("runtime.engine", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable", ".engine"),
     Row("runtime.base_optimizer", "DeepSpeedOptimizer ZeROOptimizer", ".engine"),
@@ -92,12 +103,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.bf16_optimizer", "BF16_Optimizer=DeepSpeedOptimizer", ".engine"),
     Row("runtime.fp16.fused_optimizer", "FP16_Optimizer=DeepSpeedOptimizer", ".engine"),
     Row("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer=DeepSpeedOptimizer", ".engine"),
-    Row(
-        "runtime.fp16.loss_scaler",
-        "LossScaler DynamicLossScaler=LossScaler LossScalerBase=LossScaler",
-        "mizzen.precision.scaler",
-    ),
-    Row("runtime.dataloader", "DeepSpeedDataLoader=Loader", "mizzen.data.loader"),
+    Row("runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler", ".scaler"),
     Row("runtime.dataloader", "RepeatingLoader", "mizzen.data.repeat"),
     Row("runtime.lr_schedules", "VALID_LR_SCHEDULES", "mizzen.optim.schedules"),
     Row("runtime.lr_schedules", "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR", ".schedules"),
@@ -105,6 +111,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.lr_schedules", "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR", ".facts"),
     Row("runtime.config", "DeepSpeedConfig DeepSpeedConfigError DeepSpeedConfigWriter", ".config"),
     Row("runtime.config_utils", "DeepSpeedConfigModel=Section", "mizzen.config.section"),
+    Row("runtime.config_utils", "get_config_default pp_int", ".config"),
     Row(
         "runtime.config",
         "ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER ADAGRAD_OPTIMIZER MUON_OPTIMIZER "
@@ -113,6 +120,11 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row("runtime.model_checkpointing.constants runtime.constants", "ValidationMode", ".config"),
     Row("runtime.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE", ".facts"),
+    Row(
+        "runtime.constants",
+        "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING",
+        ".facts",
+    ),
     Row(
         "runtime.utils",
         "see_memory_usage move_to_device copy_to_device set_random_seed clip_grad_norm_ get_global_norm get_grad_norm "
@@ -123,11 +135,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.compiler", "is_compile_supported", ".start"),
     Row("runtime.compiler", "disable is_compiling", "torch.compiler"),
     Row("runtime.sparse_tensor", "SparseTensor", waits_for="sparse gradients"),
-    Row(
-        "runtime.progressive_layer_drop",
-        "ProgressiveLayerDrop",
-        waits_for="layer drop by hand",
-    ),
+    Row("runtime.progressive_layer_drop", "ProgressiveLayerDrop", waits_for="layer drop by hand"),
     Row("runtime.eigenvalue", "Eigenvalue", waits_for=COMPRESSION),
     Row("runtime.hybrid_engine", "DeepSpeedHybridEngine", waits_for=HYBRID),
     Row(
@@ -143,10 +151,28 @@ ROWS: Final[tuple[Row, ...]] = (
         "reduce_scatter_coalesced all_to_all_quant_reduce all_to_all_loco_quant_reduce",
         waits_for="quantized collectives outside of an engine",
     ),
+    Row("runtime.comm.nccl", "NcclBackend", waits_for=ONE_BIT),
+    Row("runtime.comm.mpi", "MpiBackend", waits_for=ONE_BIT),
+    Row("runtime.comm.hccl", "HcclBackend", waits_for=ONE_BIT),
+    Row("runtime.comm.compressed", "CompressedBackend", waits_for=ONE_BIT),
+    Row(
+        "runtime.checkpoint_engine runtime.checkpoint_engine.checkpoint_engine",
+        "CheckpointEngine CheckpointCommitInfo",
+        waits_for=ENGINES,
+    ),
+    Row(
+        "runtime.checkpoint_engine runtime.checkpoint_engine.torch_checkpoint_engine",
+        "TorchCheckpointEngine",
+        waits_for=ENGINES,
+    ),
     # ZeRO
     Row("zero runtime.zero", "*", "mizzen.zero"),
     Row("zero runtime.zero runtime.zero.partition_parameters", "Init", ".start"),
-    Row("zero runtime.zero runtime.zero.partition_parameters", "ZeroParamStatus ZeroParamType", ".parameters"),
+    Row(
+        "zero runtime.zero runtime.zero.partition_parameters",
+        "ZeroParamStatus ZeroParamType DeepSpeedTensorOverride",
+        ".parameters",
+    ),
     Row(
         "runtime.zero.partition_parameters",
         "GatheredParameters register_external_parameter unregister_external_parameter",
@@ -180,7 +206,8 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.zero.muon.muon_optimizer runtime.zero.muon.original_muon", "MuonWithAuxAdam", ".optimizers"),
     Row("runtime.zero.offload_states", "offload_optimizer_states reload_optimizer_states", waits_for=OFFLOAD),
     Row("runtime.swap_tensor", "AsyncPartitionedParameterSwapper PartitionedOptimizerSwapper", waits_for=NVME),
-    Row("runtime.zenflow", "ZenFlowConfig", waits_for=OFFLOAD),
+    Row("runtime.zenflow runtime.zenflow.zenflow_config", "ZenFlowConfig", "mizzen.config.zero"),
+    Row("runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig=LeafModuleConfig", "mizzen.config.zero"),
     Row("runtime.superoffload", "SuperOffloadOptimizer_Stage3", waits_for=OFFLOAD),
     # Activation checkpointing
     Row("checkpointing runtime.activation_checkpointing.checkpointing", "*", "mizzen.checkpointing"),
@@ -222,15 +249,15 @@ ROWS: Final[tuple[Row, ...]] = (
         ".folder",
     ),
     Row("utils.comms_logging", "get_caller_func", ".tools"),
+    Row("utils.comms_logging", "CommsLogger calc_bw_log", ".comm_log"),
+    Row("comm comm.comm", "CommsLogger", ".comm_log"),
     # Checkpoints
     Row("checkpoint.utils", "clone_tensors_for_torch_save", ".tools"),
     Row("checkpoint.ds_to_universal", "main=ds_to_universal", ".commands"),
-    Row(
-        "checkpoint",
-        "DeepSpeedCheckpoint ZeROCheckpoint model_3d_desc get_model_3d_descriptor reshape_meg_2d_parallel "
-        "enable_universal_checkpoint SubparamShape",
-        waits_for="reading checkpoints of DeepSpeed rank by rank (mizzen checkpoint import reads them whole)",
-    ),
+    Row("checkpoint checkpoint.deepspeed_checkpoint", "DeepSpeedCheckpoint", waits_for=BY_RANK),
+    Row("checkpoint checkpoint.zero_checkpoint", "ZeROCheckpoint", waits_for=BY_RANK),
+    Row("checkpoint checkpoint.universal_checkpoint", "enable_universal_checkpoint SubparamShape", waits_for=BY_RANK),
+    Row("checkpoint", "model_3d_desc get_model_3d_descriptor reshape_meg_2d_parallel", waits_for=BY_RANK),
     # Launching
     Row(
         "launcher.runner",
@@ -239,6 +266,17 @@ ROWS: Final[tuple[Row, ...]] = (
         ".commands",
     ),
     Row("launcher.launch", "main=launch", ".commands"),
+    Row(
+        "launcher.multinode_runner",
+        "MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner MVAPICHRunner",
+        ".runners",
+    ),
+    Row(
+        "launcher.constants",
+        "PDSH_LAUNCHER OPENMPI_LAUNCHER MPICH_LAUNCHER IMPI_LAUNCHER SLURM_LAUNCHER MVAPICH_LAUNCHER",
+        ".runners",
+    ),
+    Row("launcher.constants", "PDSH_MAX_FAN_OUT", ".commands"),
     Row("env_report", "main=ds_report cli_main=ds_report", ".commands"),
     Row("elasticity", "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config", ".config"),
     Row(
@@ -250,6 +288,11 @@ ROWS: Final[tuple[Row, ...]] = (
         ".config",
     ),
     Row("elasticity.config", "ElasticityConfig", "mizzen.config.elasticity"),
+    Row(
+        "elasticity elasticity.elastic_agent",
+        "DSElasticAgent",
+        waits_for="agents by hand (mizzen run --elastic_training starts an elastic job)",
+    ),
     Row("autotuning autotuning.autotuner", "Autotuner", waits_for=TUNING),
     # Monitoring
     Row("monitor.monitor", "Monitor", "mizzen.monitor.sinks"),
@@ -277,8 +320,20 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("ops.pin_memory", "PinMemoryBuilder", ".builders"),
     Row("ops.op_builder", "*", ".builders"),
     Row("ops.op_builder.builder", "OpBuilder CUDAOpBuilder", ".builders"),
+    Row(
+        "ops.op_builder.async_io ops.op_builder.cpu_adagrad ops.op_builder.cpu_adam ops.op_builder.cpu_lion "
+        "ops.op_builder.fused_adam ops.op_builder.fused_lamb ops.op_builder.fused_lion ops.op_builder.gds "
+        "ops.op_builder.pin_memory ops.op_builder.quantizer ops.op_builder.fp_quantizer ops.op_builder.transformer "
+        "ops.op_builder.transformer_inference ops.op_builder.random_ltd ops.op_builder.utils",
+        "*",
+        ".builders",
+    ),
     Row("ops.op_builder.all_ops", "ALL_OPS", ".builders"),
-    Row("ops ops.transformer", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig", waits_for=LAYERS),
+    Row(
+        "ops ops.transformer ops.transformer.transformer",
+        "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
+        waits_for=LAYERS,
+    ),
     Row("ops.transformer", "DeepSpeedTransformerInference DeepSpeedMoEInference", waits_for=INFERENCE),
     Row(
         "ops.sparse_attention",
@@ -291,11 +346,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("ops.quantizer", "ds_quantizer", waits_for=LOW_BITS),
     Row("ops.random_ltd", "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens", waits_for=DATA),
     # Not built yet
-    Row(
-        "pipe runtime.pipe runtime.pipe.module",
-        "PipelineModule LayerSpec TiedLayerSpec",
-        waits_for=PIPELINE,
-    ),
+    Row("pipe runtime.pipe runtime.pipe.module", "PipelineModule LayerSpec TiedLayerSpec", waits_for=PIPELINE),
     Row("pipe runtime.pipe runtime.pipe.topology", "ProcessTopology", waits_for=PIPELINE),
     Row(
         "runtime.pipe.topology",
@@ -307,12 +358,13 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "runtime.pipe.schedule",
         "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction OptimizerStep ReduceGrads "
-        "ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad",
+        "ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad "
+        "BufferOpInstruction",
         waits_for=PIPELINE,
     ),
     Row("moe.layer", "MoE", waits_for=EXPERTS),
     Row("moe.experts", "Experts", waits_for=EXPERTS),
-    Row("moe.sharded_moe", "TopKGate MOELayer top1gating top2gating topkgating", waits_for=EXPERTS),
+    Row("moe.sharded_moe", "TopKGate MOELayer _AllToAll top1gating top2gating topkgating", waits_for=EXPERTS),
     Row("moe.mappings", "gather_tokens drop_tokens", waits_for=EXPERTS),
     Row("moe.utils", "has_moe_layers is_moe_param is_moe_param_group", ".experts"),
     Row(
@@ -322,9 +374,7 @@ ROWS: Final[tuple[Row, ...]] = (
         waits_for=EXPERTS,
     ),
     Row(
-        "sequence.layer",
-        "DistributedAttention single_all_to_all uneven_heads_all2all",
-        waits_for=SEQUENCE,
+        "sequence.layer", "DistributedAttention single_all_to_all uneven_heads_all2all _SeqAllToAll", waits_for=SEQUENCE
     ),
     Row(
         "sequence.cross_entropy",
@@ -334,9 +384,14 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("sequence.fpdt_layer", "FPDT_InputConstruct FPDT_Attention FPDT_FFN FPDT_LogitsLoss", waits_for=SEQUENCE),
     Row("sequence sequence.auto_sp", "auto_wrap_model_for_sp", waits_for=SEQUENCE),
     Row(
+        "sequence.autosp_fusion sequence.auto_sp",
+        "ModalityFusionSPAdapter LlavaFusionAdapter InternVLFusionAdapter Qwen2VLFusionAdapter",
+        waits_for=SEQUENCE,
+    ),
+    Row(
         "runtime.sequence_parallel.ulysses_sp",
         "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute TiledMLP TiledFusedLogitsLoss "
-        "sequence_tiled_compute",
+        "TiledLoss UlyssesSPFwdLossBwdWithLogits sequence_tiled_compute",
         waits_for=SEQUENCE,
     ),
     Row(
@@ -352,6 +407,13 @@ ROWS: Final[tuple[Row, ...]] = (
         "AutoTPConfig TPLayerSpec PartitionType AutoTPPresets",
         waits_for=TENSOR,
     ),
+    Row(
+        "module_inject.layers",
+        "LmHeadLinearAllreduce SubParamLinearLayer SubParamLinearAllreduce EmbeddingLayer TensorParallel_Layer "
+        "GateUpPack_LinearLayer fused_LinearLayer",
+        waits_for=TENSOR,
+    ),
+    Row("module_inject.auto_ep_layer", "AutoEPMoELayer", waits_for=EXPERTS),
     Row("module_inject.auto_tp", "AutoTP ReplaceWithTensorSlicing", waits_for=TENSOR),
     Row(
         "module_inject module_inject.replace_module",
@@ -361,10 +423,17 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("module_inject module_inject.replace_policy", "HFBertLayerPolicy DSPolicy", waits_for=INFERENCE),
     Row("inference inference.engine", "InferenceEngine", waits_for=INFERENCE),
     Row("inference inference.config", "DeepSpeedInferenceConfig", waits_for=INFERENCE),
-    Row("inference.quantization.quantization", "_init_group_wise_weight_quantization", waits_for=INFERENCE),
+    Row(
+        "inference.quantization inference.quantization.quantization",
+        "_init_group_wise_weight_quantization",
+        waits_for=INFERENCE,
+    ),
+    Row("inference inference.v2 inference.v2.engine_v2", "InferenceEngineV2", waits_for=INFERENCE),
+    Row("inference.v2.scheduling_utils", "SchedulingResult", ".facts"),
+    Row("inference.v2.scheduling_utils", "SchedulingError", waits_for=INFERENCE),
     Row(
         "inference inference.v2",
-        "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine build_engine_from_ds_checkpoint",
+        "RaggedInferenceEngineConfig build_hf_engine build_engine_from_ds_checkpoint",
         waits_for=INFERENCE,
     ),
     Row("linear", "OptimizedLinear LoRAConfig QuantizationConfig Init init_lora", waits_for=LOW_BITS),
@@ -379,11 +448,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("compression.scheduler", "compression_scheduler", waits_for=COMPRESSION),
     Row("compression.helper utils.module_utils", "recursive_getattr recursive_setattr", ".tools"),
     Row("compression.helper", "convert_conv1d_to_linear", waits_for=COMPRESSION),
-    Row(
-        "runtime.data_pipeline.data_sampling.data_analyzer",
-        "DataAnalyzer DistributedDataAnalyzer",
-        waits_for=DATA,
-    ),
+    Row("runtime.data_pipeline.data_sampling.data_analyzer", "DataAnalyzer DistributedDataAnalyzer", waits_for=DATA),
     Row("runtime.data_pipeline.data_sampling.data_sampler", "DeepSpeedDataSampler", waits_for=DATA),
     Row(
         "runtime.data_pipeline.data_sampling.indexed_dataset",
@@ -395,11 +460,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed batch_by_seqlens",
         waits_for=DATA,
     ),
-    Row(
-        "runtime.data_pipeline.data_routing.helper",
-        "convert_to_random_ltd save_without_random_ltd",
-        waits_for=DATA,
-    ),
+    Row("runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd save_without_random_ltd", waits_for=DATA),
     Row("runtime.data_pipeline.data_routing.basic_layer", "RandomLayerTokenDrop", waits_for=DATA),
     Row("runtime.data_pipeline.curriculum_scheduler", "CurriculumScheduler", waits_for=DATA),
     Row("io", "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter", waits_for=NVME),

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import kl_div, log_softmax
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
 
 from clients.small import RATE, VOCABULARY, configuration, forget, leave, llama, norms
 
@@ -34,12 +36,12 @@ def from_file(folder: Path, stage: int) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config=config if not path.exists() else str(path), gradient_clipping=CLIP)
 
 
-def from_arguments(stage: int) -> DeepSpeedPlugin:
+def from_arguments(stage: int, *, shards_early: bool = False) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(
         zero_stage=stage,
         gradient_accumulation_steps=1,
         gradient_clipping=CLIP,
-        zero3_init_flag=False,
+        zero3_init_flag=shards_early,
         zero3_save_16bit_model=True,
     )
 
@@ -49,8 +51,8 @@ def accelerator_of(plugin) -> Accelerator:
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **keywords)
 
 
-def prepared(accelerator: Accelerator) -> tuple:
-    model = llama()
+def prepared(accelerator: Accelerator, model: LlamaForCausalLM | None = None) -> tuple:
+    model = llama() if model is None else model
     optimizer = AdamW(model.parameters(), lr=RATE)
     # Accelerate steps a schedule once per rank.
     scheduler = LambdaLR(optimizer, lambda done: 0.97**done)
@@ -111,6 +113,25 @@ def resumed(plugin, place: Path) -> dict:
     return found
 
 
+def pretrained(plugin, place: Path) -> dict:
+    """A model that is read from a folder; with the plugin's `zero3_init_flag` it is sharded as it is read.
+
+    Without the flag it is built by hand: Accelerate has models sharded at stage 3 whatever the flag says.
+    """
+    accelerator = accelerator_of(plugin)
+    if accelerator.is_main_process and not place.exists():
+        llama(5).save_pretrained(place)
+    accelerator.wait_for_everyone()
+    is_built = plugin is not None and not plugin.zero3_init_flag
+    model = llama(5) if is_built else LlamaForCausalLM.from_pretrained(place)
+    held = sum(each.to_local().numel() if isinstance(each, DTensor) else each.numel() for each in model.parameters())
+    tools = prepared(accelerator, model)
+    found = {"held": held, "losses": loop(accelerator, tools, 0, STEPS)}
+    found["norms"] = norms(accelerator.unwrap_model(tools[0]), plugin is not None)
+    accelerator.free_memory()
+    return found
+
+
 def two_models(stages: tuple[int, int] | None) -> dict:
     """A student that learns from a teacher, each with a plugin of its own."""
     if stages is None:
@@ -158,6 +179,13 @@ def main(folder: Path) -> None:
         found[name] = unbroken(make(), folder / name)
         forget()
         found[f"{name}, resumed"] = resumed(make(), folder / name)
+        forget()
+    for name, make in {
+        "ddp": lambda: None,
+        "whole": lambda: from_arguments(3),
+        "sharded": lambda: from_arguments(3, shards_early=True),
+    }.items():
+        found[f"pretrained, {name}"] = pretrained(make(), folder / "pretrained")
         forget()
     for name, stages in {
         "ddp": None,

@@ -77,6 +77,16 @@ def test_a_student_learns_from_a_teacher_with_another_plugin(states, name):
             assert rank[f"two models, {name}"][key] == close(rank["two models, ddp"][key])
 
 
+def test_a_model_is_sharded_as_it_is_read_where_the_plugin_says_so(states):
+    """`zero3_init_flag`: half of the model on each of two ranks, and the losses of a model that was whole at first."""
+    for rank in states[0]:
+        plain, whole, sharded = (rank[f"pretrained, {name}"] for name in ("ddp", "whole", "sharded"))
+        assert sharded["held"] < 0.6 * whole["held"] == 0.6 * plain["held"]
+        assert len(sharded["losses"]) == 20
+        for key in ("losses", "norms"):
+            assert sharded[key] == whole[key] == close(plain[key])
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerate_launch(states, tmp_path, stage):
     """The stage and the rest are told to the launcher; the script says nothing of them."""

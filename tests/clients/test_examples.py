@@ -24,14 +24,16 @@ def test_an_example_runs_and_learns(tmp_path, name):
     assert any((tmp_path / "made").iterdir())
 
 
-def test_the_example_of_fabric_with_its_check_set_aside(tmp_path):
-    written = run([*RUN, HERE / "drive_fabric_example.py", EXAMPLES, tmp_path / "made"], tmp_path, **SEARCH)
+@pytest.mark.parametrize(("name", "saved"), [("fabric_loop.py", "."), ("lightning_trainer.py", "last.ckpt")])
+def test_an_example_of_lightning_with_its_check_set_aside(tmp_path, name, saved):
+    driver = HERE / "drive_lightning_examples.py"
+    written = run([*RUN, driver, EXAMPLES / name, tmp_path / "made"], tmp_path, **SEARCH)
     found = losses(written)
     assert len(found) == 3 and found[-1] < found[0], written[-3000:]
-    assert (tmp_path / "made" / "checkpoint").is_dir()
+    assert (tmp_path / "made" / saved / "checkpoint").is_dir()
 
 
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "trainer.py", "accelerate_loop.py", "sft.py", "fabric_loop.py",
+        "trainer.py", "accelerate_loop.py", "sft.py", "fabric_loop.py", "lightning_trainer.py",
     }  # fmt: skip

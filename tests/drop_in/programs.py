@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mizzen
-from mizzen.errors import NotBuilt
+from mizzen.errors import NotBuilt, UsageError
 from mizzen.launcher.drop_in import FOLDER
 
 
@@ -99,7 +99,14 @@ def facts():
         assert all(map(is_zero_param, model.parameters()))
         inside = {p.ds_status for p in model.parameters()} == {status.AVAILABLE}
     assert len(set(numbers)) == len(own) and numbers == [p.ds_id for p in model.parameters()]
-    assert not hasattr(torch.ones(2), "ds_numel")
+    assert not hasattr(torch.ones(2), "ds_numel") and not hasattr(nn.Parameter(torch.ones(2)), "ds_id")
+    other = build(package, 2).module
+    assert not any(hasattr(p, "ds_id") or hasattr(p, "ds_numel") for p in other.parameters())
+    summary = own[0].ds_summary()
+    assert (summary["ds_shape"], summary["status"], summary["id"]) == ((32, 8), "NOT_AVAILABLE", numbers[0])
+    assert own[0].ds_secondary_tensor is None and own[0].partition() is None and own[3].all_gather() is None
+    with pytest.raises(UsageError, match=r"all_gather\(\).*\[32, 8\].*deepspeed.zero.GatheredParameters"):
+        own[0].all_gather()
     assert all(map(is_zero_param, own)) and not is_zero_param(nn.Parameter(torch.ones(2))) and not is_zero_param(3)
     return early, here, sharded, inside, [p.ds_tensor.numel() for p in own]
 

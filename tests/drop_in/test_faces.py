@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import json
 import logging
 import re
 
@@ -43,6 +44,16 @@ def test_adam_is_torch_s(package):
         FusedAdam([nn.Parameter(torch.ones(1))], bias_correction=False)
     with pytest.raises(NotBuilt, match="AdamW8bit"):
         DeepSpeedCPUAdam([nn.Parameter(torch.ones(1))], fp32_optimizer_states=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adam.DeepSpeedCPUAdam", "adam.FusedAdam", "lion.FusedLion", "lamb.FusedLamb", "adagrad.DeepSpeedCPUAdagrad"],
+)
+def test_a_group_without_parameters_is_refused(package, name):
+    module, _, kind = name.partition(".")
+    with pytest.raises(UsageError, match="parameter group 1 has lr, and no 'params'"):
+        getattr(getattr(package.ops, module), kind)([{"params": [nn.Parameter(torch.ones(1))]}, {"lr": 1}])
 
 
 def test_accelerate_makes_every_host_optimizer_with_arguments_of_adam(package):
@@ -114,6 +125,95 @@ def test_the_accelerator_is_wide(package):
     assert copy.copy(device).device_name() == "cpu"
 
 
+def test_accelerators_by_their_classes(package):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    device = package.accelerator.get_accelerator()
+    assert isinstance(device, CPU_Accelerator) and not isinstance(device, CUDA_Accelerator)
+    assert CUDA_Accelerator().device_name(1) == "cuda:1" and CPU_Accelerator().communication_backend_name() == "gloo"
+
+
+def test_a_log_of_a_script_s_own(package, capsys):
+    from deepspeed.utils.comms_logging import CommsLogger, calc_bw_log
+
+    log = CommsLogger()
+    assert not log.enabled and log.prof_all and not log.has_data()
+    log.configure({"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}})
+    log.prof_all = False
+    log.start_profiling_op(["broadcast"])
+    assert log.enabled and not log.prof_all and log.prof_ops == ("all_reduce", "broadcast")
+    for milliseconds in (1.0, 3.0):
+        log.append("all_reduce", "mine", milliseconds, 1_000_000)
+    assert log.get_raw_data() == {"mine": {1_000_000: [2, [1.0, 3.0], [16.0, 16 / 3], [0.0, 0.0]]}}
+    assert log.get_total_operations() == 2 and calc_bw_log("all_reduce", 1_000_000, 1.0) == (16.0, 0.0)
+    row = log.log_all(return_dict=True)["summary"]["mine"][1_000_000]
+    assert row["avg_latency_ms"] == 2.0 and "mine" in capsys.readouterr().out
+    log.reset_data()
+    assert log.get_operation_names() == []
+    with pytest.raises(AttributeError):
+        log.colour  # noqa: B018
+
+
+def test_collectives_are_not_turned_off(package):
+    package.comm.torch.all_reduce_comm_off(False)
+    with pytest.raises(NotBuilt, match=r"all_reduce_comm_off\(True\)"):
+        package.comm.torch.all_reduce_comm_off(True)
+
+
+def test_what_zero_init_changes_of_tensors(package):
+    both = list(package.zero.DeepSpeedTensorOverride)
+    package.zero.Init(enabled=False, tensor_overrides=both)
+    with pytest.raises(NotBuilt, match="leave the argument out"):
+        package.zero.Init(enabled=False, tensor_overrides=both[:1])
+
+
+def test_defaults_of_sections_and_numbers_with_commas(package):
+    from deepspeed.runtime.config_utils import get_config_default, pp_int
+
+    section = package.runtime.zero.config.DeepSpeedZeroConfig
+    assert get_config_default(section, "stage") == 0 and get_config_default(section, "reduce_bucket_size") == 5e8
+    with pytest.raises(UsageError, match="'colour'.*is no field"):
+        get_config_default(section, "colour")
+    assert repr(pp_int(1e5)) == "100,000" and repr(pp_int(7, "many")) == "many" and pp_int(3) + 1 == 4
+
+
+RUNNERS = {
+    "PDSHRunner": "pdsh",
+    "OpenMPIRunner": "mpirun",
+    "MPICHRunner": "mpirun",
+    "IMPIRunner": "mpirun",
+    "SlurmRunner": "srun",
+    "MVAPICHRunner": "mpirun",
+}
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_runner_gives_the_command_of_mizzen_s_launcher(package, monkeypatch, kind):
+    from deepspeed.launcher.multinode_runner import MultiNodeRunner
+
+    from mizzen.launcher.job import Job
+
+    args = argparse.Namespace(
+        user_script="train.py", user_args=["--name", "a b"], master_addr="a", master_port=29500, launcher_args="--more"
+    )
+    args.include, args.num_nodes, args.venv_script, args.enable_each_rank_log = "", -1, None, "None"
+    runner = getattr(package.launcher.multinode_runner, kind)(args, "ignored", {"a": 4, "b": 4})
+    assert isinstance(runner, MultiNodeRunner)
+    monkeypatch.setenv("PATH", "")
+    assert not runner.backend_exists()
+    runner.add_export("COLOUR", "light blue")
+    environment = {}
+    command = runner.get_cmd(environment, {"a": [0, 1], "b": [3]})
+    if kind == "PDSHRunner":
+        command, end, same = command
+        assert same is environment and end[0] == "pdsh" and "--ask end" in end[-1]
+    job = Job.decode(environment["MIZZEN_JOB"] if "MIZZEN_JOB" in environment else command[-1].split()[-1])
+    assert command[0] == RUNNERS[kind] and "--more" in command
+    assert [(host.name, host.slots) for host in job.hosts] == [("a", (0, 1)), ("b", (3,))]
+    assert job.program.arguments == ("--name", "a b") and job.environment["COLOUR"] == "light blue"
+
+
 def test_groups_are_of_data_parallel_ranks(world):
     assert world(2).run(groups_of) == [(2, 0, 1, 0, True), (2, 1, 1, 0, True)]
 
@@ -136,13 +236,20 @@ def test_experts_are_refused(package):
         package.tp_model_init(nn.Linear(1, 1), tp_size=2, dtype=torch.float32)
     model = nn.Linear(1, 1)
     assert package.tp_model_init(model=model, tp_size=1, dtype=torch.float32, config={}) is model
+    for wrong in (
+        {"tp_size": "2", "dtype": torch.half},
+        {"tp_size": 0, "dtype": torch.half},
+        {"tp_size": 1, "dtype": 3},
+    ):
+        with pytest.raises(UsageError, match="tp_model_init"):
+            package.tp_model_init(model, **wrong)
     assert package.moe.utils.has_moe_layers(model) == (False, 0)
 
 
 def test_builders_load_what_there_is(package):
     from deepspeed.ops import op_builder
 
-    assert op_builder.FusedAdamBuilder().load().AdamW is torch.optim.AdamW
+    assert op_builder.fused_adam.FusedAdamBuilder is op_builder.FusedAdamBuilder
     assert package.ops.__compatible_ops__["fused_adam"] and not package.ops.__compatible_ops__["async_io"]
     for name, builder in package.ops.op_builder.all_ops.ALL_OPS.items():
         assert builder.name == name and builder.absolute_name() == f"deepspeed.ops.{name}"
@@ -153,13 +260,108 @@ def test_builders_load_what_there_is(package):
                 builder.load()
 
 
+def test_operations_flatten_tensors(package):
+    utils = package.ops.op_builder.UtilsBuilder().load()
+    tensors = [torch.ones(2, 3), torch.zeros(4)]
+    flat = utils.flatten(tensors)
+    assert flat.shape == (10,) and [each.shape for each in utils.unflatten(flat, tensors)] == [(2, 3), (4,)]
+
+
+def step_by_step(step):
+    """A tensor after two steps with the same gradient, by a function that is given its states."""
+    parameter, states = torch.ones(3), [torch.zeros(3), torch.zeros(3)]
+    for number in (1, 2):
+        step(number, parameter, torch.tensor([0.5, -1.0, 2.0]), *states)
+    return parameter
+
+
+def rule_by_rule(kind, **settings):
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = kind([parameter], **settings)
+    for _ in range(2):
+        parameter.grad = torch.tensor([0.5, -1.0, 2.0])
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize(("mode", "kind"), [(1, torch.optim.AdamW), (0, torch.optim.Adam)])
+def test_operations_of_adam(package, mode, kind):
+    builders, numbers = package.ops.op_builder, (0.9, 0.999, 1e-8)
+    fused, host = builders.FusedAdamBuilder().load(), builders.CPUAdamBuilder().load()
+
+    def step(number, p, g, m, v):
+        fused.multi_tensor_adam(2048, p, [[g], [p], [m], [v]], 0.1, *numbers, number, mode, 1, 0.1)
+
+    wanted = rule_by_rule(kind, lr=0.1, weight_decay=0.1)
+    assert torch.allclose(step_by_step(step), wanted)
+    host.create_adam(7, 0.1, *numbers, 0.1, bool(mode), False)
+    found = step_by_step(lambda n, p, g, m, v: host.adam_update(7, n, 0.1, *numbers, 0.1, True, p, g, m, v))
+    assert torch.allclose(found, wanted)
+    host.destroy_adam(7)
+    with pytest.raises(UsageError, match="number 7"):
+        host.adam_update(7, 1, 0.1, *numbers, 0.1, True, *[torch.ones(1)] * 4)
+    with pytest.raises(NotBuilt, match="bias_correction"):
+        fused.multi_tensor_adam(0, None, [[]] * 4, 0.1, *numbers, 1, 1, 0, 0.1)
+
+
+def test_operations_of_other_rules(package):
+    builders = package.ops.op_builder
+    adagrad = builders.CPUAdagradBuilder().load()
+    adagrad.create_adagrad(0, 0.1, 1e-10, 0.1, False)
+    found = step_by_step(lambda n, p, g, s, _: adagrad.adagrad_update(0, n, 0.1, 1e-10, 0.1, p, g, s))
+    assert torch.allclose(found, rule_by_rule(torch.optim.Adagrad, lr=0.1, weight_decay=0.1))
+    lion = builders.CPULionBuilder().load()
+    lion.create_lion(0, 0.1, 0.9, 0.99, 0.1, False)
+    found = step_by_step(lambda n, p, g, m, _: lion.lion_update(0, n, 0.1, 0.9, 0.99, 0.1, p, g, m))
+    assert torch.allclose(found, rule_by_rule(package.ops.lion.FusedLion, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1))
+    for refused in (
+        lambda: builders.QuantizerBuilder().load().quantize(torch.ones(8), 1, 8, 0),
+        lambda: builders.FusedLambBuilder().load().lamb(),
+        lambda: builders.CPUAdamBuilder().load().adam_rollback(7),
+    ):
+        with pytest.raises(NotBuilt):
+            refused()
+
+
 def test_a_configuration_answers_by_the_names_of_scripts(package):
     config = package.DeepSpeedConfig({**programs.config(2), "gradient_clipping": 0.5, "bf16": {"enabled": True}})
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (8, 4)
     assert (config.gradient_accumulation_steps, config.gradient_clipping) == (2, 0.5)
     assert (config.zero_optimization_stage, config.zero_config.stage) == (2, 2)
-    assert config.bfloat16_enabled and not config.fp16_enabled and config.optimizer_name == "AdamW"
+    assert config.bfloat16_enabled and not config.fp16_enabled and config.optimizer_name == "adamw"
+    assert config.zero_enabled and config.aio_config.queue_depth == 8 and config.initial_dynamic_scale == 65536
+    assert config.checkpoint_tag_validation_enabled and not config.checkpoint_tag_validation_fail
+    assert not config.pld_enabled and config.grad_accum_dtype is None and config.compile_config is not None
+    assert package.DeepSpeedConfig({"train_batch_size": 1}).optimizer_name is None
+    assert package.DeepSpeedConfig({"train_batch_size": 1}).optimizer_params is None
     assert not hasattr(config, "colour")
+
+
+def test_every_name_of_a_configuration_is_a_key(package):
+    from deepspeed.faces.config import OTHER_NAMES
+    from deepspeed.faces.getters import KEYS
+    from mizzen.config.migrate import name_keys, spread_paths
+    from mizzen.config.schema import Config
+
+    for key in {*OTHER_NAMES.values(), *KEYS.values()}:
+        raw = {key: None}
+        spread_paths(raw)
+        assert not name_keys(raw, Config), key
+    strict = {"train_batch_size": 1, "checkpoint": {"tag_validation": "fail"}}
+    assert package.DeepSpeedConfig(strict).checkpoint_tag_validation_fail
+
+
+def test_a_section_is_made_as_from_a_file(package):
+    section = package.runtime.zero.config.DeepSpeedZeroConfig
+    made = section(stage=2, reduce_bucket_size="auto", cpu_offload=False)
+    assert (made.stage, made.reduce_bucket_size) == (2, 5e8)
+    assert isinstance(made, section) and isinstance(package.DeepSpeedConfig(programs.config(1)).zero_config, section)
+    assert not isinstance(3, section)
+    with pytest.raises(ConfigError, match=r"zero_optimization.stage: 9 is not one of \[0, 1, 2, 3\]"):
+        section(stage=9)
+
+
+def test_a_configuration_refuses_what_makes_no_sense(package):
     with pytest.raises(package.DeepSpeedConfigError):
         package.DeepSpeedConfig({"train_batch_size": -1})
 
@@ -218,6 +420,25 @@ def test_small_functions(package, capsys):
     assert "1,001,000 parameters" in capsys.readouterr().out
 
 
+def test_estimates_of_memory(package, capsys):
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    two, three = (
+        stage_1_and_2.estimate_zero2_model_states_mem_needs,
+        stage3.estimate_zero3_model_states_mem_needs,
+    )
+    assert two(1000, 4, 2) == two(1000, 4, 2, True, 1.5) == (24_000, 2_000)
+    assert two(1000, 4, 2, False, 1.0) == (16_000, 4_000)
+    assert three(1000, 100, 4, 2) == three(1000, 100, 4, 2, True, True, True, 1.5) == (13_500, 400, 400)
+    assert three(1000, 100, 4, 2, True, False, False, 1.0) == (16_000, 650, 400)
+    assert three(1000, 100, 4, 2, cpu_offload=False, additional_buffer_factor=1.0) == (1_600, 2_650, 400)
+    stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live(nn.Linear(3, 3), 4, 2, 1.5)
+    said = capsys.readouterr().out
+    assert "offload_optimizer=cpu" in said and "offload_optimizer=none" in said
+    stage3.estimate_zero3_model_states_mem_needs_all_cold(10**9, 10**8, 8, 1, 1.0)
+    assert capsys.readouterr().out.count("per GPU") == 6
+
+
 def test_modules_by_their_paths(package, tmp_path):
     from deepspeed.compression.helper import recursive_getattr, recursive_setattr
     from deepspeed.runtime import utils
@@ -238,6 +459,18 @@ def test_arguments_of_scripts(package):
     package.add_tuning_arguments(parser)
     given = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json", "--warmup_num_steps", "5"])
     assert given.deepspeed and given.deepspeed_config == "x.json" and given.warmup_num_steps == 5
+    assert not given.deepscale and given.deepscale_config is None
+
+
+def test_a_file_under_its_old_flag(package, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(programs.config(0)))
+    path = str(tmp_path / "config.json")
+    parser = package.add_config_arguments(argparse.ArgumentParser())
+    engine, *_ = package.initialize(parser.parse_args(["--deepscale_config", path]), programs.Model())
+    assert engine.train_micro_batch_size_per_gpu() == 4
+    both = parser.parse_args(["--deepscale_config", path, "--deepspeed_config", path])
+    with pytest.raises(ConfigError, match="old name"):
+        package.initialize(both, programs.Model())
 
 
 def test_parameters_of_modules_that_are_one_unit():
@@ -348,6 +581,59 @@ def test_schedules_take_their_step_by_its_place(package):
         model=programs.Model(), config={**programs.config(0), "scheduler": section}
     )
     assert isinstance(schedule, WarmupLR) and schedule is engine.lr_scheduler
+
+
+def test_loaders_are_made_as_scripts_do(package):
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+    from torch.utils.data import SequentialSampler
+
+    data = list(range(6))
+    given = {"batch_size": 2, "pin_memory": False, "local_rank": 0, "tput_timer": None}
+    ranks = [DeepSpeedDataLoader(data, **given, data_parallel_world_size=3, data_parallel_rank=rank) for rank in (0, 2)]
+    assert all(isinstance(loader, package.DeepSpeedDataLoader) and len(loader) == 1 for loader in ranks)
+    first, last = ([batch.tolist() for batch in loader] for loader in ranks)
+    assert len({*first[0], *last[0]}) == 4
+    own = DeepSpeedDataLoader(data, **given, collate_fn=tuple, data_sampler=SequentialSampler(data))
+    assert list(own) == [(0, 1), (2, 3), (4, 5)]
+    drops = DeepSpeedDataLoader([1] * 5, 2, False, 0, None, dataloader_drop_last=True)
+    assert len(list(drops)) == 2
+    engine, _, loader, _ = package.initialize(model=programs.Model(), config=programs.config(0), training_data=data * 2)
+    assert isinstance(loader, package.DeepSpeedDataLoader)
+    with pytest.raises(NotBuilt, match="data efficiency"):
+        DeepSpeedDataLoader(data, **given, deepspeed_dataloader_config={"curriculum_learning": True})
+
+
+def test_loss_scalers_are_made_as_scripts_do(package):
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
+
+    from mizzen.errors import StepError
+
+    fixed = LossScaler(scale=8)
+    weight = nn.Parameter(torch.ones(2))
+    fixed.backward(weight.sum())
+    assert weight.grad.tolist() == [8, 8] and (fixed.loss_scale, fixed.dynamic) == (8, False)
+    moving = DynamicLossScaler(init_scale=4, scale_window=2, min_scale=2, delayed_shift=1, consecutive_hysteresis=False)
+    scales = []
+    for overflow in (False, False, True, True):
+        moving.update_scale(overflow)
+        scales.append(moving.cur_scale)
+    assert scales == [4, 8, 4, 2] and moving.dynamic
+    with pytest.raises(StepError, match="at its minimum"):
+        moving.update_scale(True)
+    calm = DynamicLossScaler(1.0, 1000, 1, 1, False, raise_error_at_min_scale=False)
+    calm.update_scale(True)
+    assert calm.cur_scale == 1 and not calm.has_overflow_serial([weight])
+    weight.grad[0] = torch.inf
+    assert calm.has_overflow_serial([weight])
+    assert isinstance(CreateLossScaler(torch.bfloat16, 64, True, None), LossScaler)
+    assert CreateLossScaler(torch.half, 64, False, None).cur_scale == 64
+    with pytest.raises(UsageError, match="dynamic_loss_args"):
+        CreateLossScaler(torch.half, 64, True, None)
+    with pytest.raises(UsageError, match="above 0"):
+        LossScaler(scale=0)
+    engine = programs.build(package, 0, fp16={"enabled": True})
+    assert isinstance(engine.optimizer.loss_scaler, DynamicLossScaler)
+    assert isinstance(programs.build(package, 1).optimizer.loss_scaler, LossScalerBase)
 
 
 def test_a_backend_without_a_name_is_torch_s(package):

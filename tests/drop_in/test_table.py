@@ -4,10 +4,12 @@ import importlib
 import runpy
 import subprocess
 import sys
+from abc import ABC
 from importlib.util import find_spec
 from inspect import isclass, ismodule
 
 import pytest
+from torch import nn
 
 from house.tree import ROOT
 from mizzen.errors import NotBuilt, UsageError
@@ -69,7 +71,14 @@ def test_a_class_that_waits_can_be_inherited_from_and_asked_about():
     class Mine(PipelineModule):
         pass
 
-    assert not isinstance(3, PipelineModule) and issubclass(Mine, PipelineModule)
+    class Abstract(PipelineModule, ABC):
+        pass
+
+    class Both(PipelineModule, nn.Module):
+        pass
+
+    assert not isinstance(3, PipelineModule) and issubclass(Mine, PipelineModule) and issubclass(Abstract, ABC)
+    assert issubclass(Both, nn.Module)
     with pytest.raises(NotBuilt, match="deepspeed.pipe.PipelineModule waits for .* pipeline parallelism"):
         Mine(layers=[])
     with pytest.raises(NotBuilt, match="register_with_transformers waits for .* sequence parallelism"):

@@ -11,6 +11,8 @@ from torch import Tensor
 from deepspeed.faces import builders
 from mizzen import accelerator as own
 from mizzen.accelerator import Accelerator
+from mizzen.accelerator.cpu import Cpu
+from mizzen.accelerator.cuda import Cuda
 from mizzen.environment import environ, integer
 from mizzen.errors import MizzenError, NotBuilt
 
@@ -315,9 +317,27 @@ class DeepSpeedAccelerator:
         """Nothing: `compile.backend` in the configuration says it."""
 
 
+class CUDA_Accelerator(DeepSpeedAccelerator):  # noqa: N801
+    """The GPUs of NVIDIA and AMD."""
+
+    def __init__(self, inner: Accelerator | None = None) -> None:
+        super().__init__(Cuda() if inner is None else inner)
+
+
+class CPU_Accelerator(DeepSpeedAccelerator):  # noqa: N801
+    """The host."""
+
+    def __init__(self, inner: Accelerator | None = None) -> None:
+        super().__init__(Cpu() if inner is None else inner)
+
+
+KINDS: Final[dict[str, type[DeepSpeedAccelerator]]] = {"cuda": CUDA_Accelerator, "cpu": CPU_Accelerator}
+
+
 def get_accelerator() -> DeepSpeedAccelerator:
     """The accelerator of this process."""
-    return DeepSpeedAccelerator(own.get_accelerator())
+    inner = own.get_accelerator()
+    return KINDS.get(inner.name, DeepSpeedAccelerator)(inner)
 
 
 def set_accelerator(accel_obj: Any) -> None:

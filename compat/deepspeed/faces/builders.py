@@ -1,8 +1,8 @@
 """Op builders: names that programs ask about. mizzen compiles nothing, so building always succeeds or never can."""
 
-from importlib import import_module
 from typing import Any, Final
 
+from deepspeed.faces import operations
 from mizzen.errors import NotBuilt
 
 
@@ -11,8 +11,8 @@ class OpBuilder:
 
     NAME = ""
     BUILD_VAR = ""
-    HOME: str | None = None
-    """The module that does its work."""
+    LOADS: type | None = None
+    """What does its work."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
@@ -23,7 +23,7 @@ class OpBuilder:
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether `load` works."""
-        return self.HOME is not None
+        return self.LOADS is not None
 
     def builder_available(self) -> bool:
         """The same."""
@@ -42,11 +42,11 @@ class OpBuilder:
         return []
 
     def load(self, verbose: bool = True) -> Any:
-        """The module that does its work: there is nothing to compile."""
-        if self.HOME is None:
+        """What has the functions of this operation: there is nothing to compile."""
+        if self.LOADS is None:
             capability = WAITING.get(self.NAME, "kernels of that name")
             raise NotBuilt(f"the operation {self.name} waits for a capability that is not built yet: {capability}")
-        return import_module(self.HOME)
+        return self.LOADS()
 
     jit_load = load
 
@@ -61,6 +61,7 @@ WAITING: Final = {
     "random_ltd": "data efficiency",
     "sparse_attn": "sparse attention",
     "fp_quantizer": "LoRA and quantized weights",
+    "quantizer": "LoRA and quantized weights",
     "transformer_inference": "inference",
     "inference_core_ops": "inference",
     "cutlass_ops": "inference",
@@ -69,25 +70,24 @@ WAITING: Final = {
     "spatial_inference": "inference",
 }
 
-_ADAM, _LION, _LAMB = "torch.optim.adamw", "mizzen.optim.lion", "mizzen.optim.lamb"
-NAMES: Final[dict[str, tuple[str, str | None]]] = {
+NAMES: Final[dict[str, tuple[str, type | None]]] = {
     "AsyncIOBuilder": ("async_io", None),
     "CCLCommBuilder": ("deepspeed_ccl_comm", None),
-    "CPUAdagradBuilder": ("cpu_adagrad", "torch.optim.adagrad"),
-    "CPUAdamBuilder": ("cpu_adam", _ADAM),
-    "CPULionBuilder": ("cpu_lion", _LION),
+    "CPUAdagradBuilder": ("cpu_adagrad", operations.CpuAdagrad),
+    "CPUAdamBuilder": ("cpu_adam", operations.CpuAdam),
+    "CPULionBuilder": ("cpu_lion", operations.Lion),
     "DeepCompileBuilder": ("dc", None),
     "EvoformerAttnBuilder": ("evoformer_attn", None),
     "FPQuantizerBuilder": ("fp_quantizer", None),
-    "FusedAdamBuilder": ("fused_adam", _ADAM),
-    "FusedLambBuilder": ("fused_lamb", _LAMB),
-    "FusedLionBuilder": ("fused_lion", _LION),
+    "FusedAdamBuilder": ("fused_adam", operations.FusedAdam),
+    "FusedLambBuilder": ("fused_lamb", operations.FusedLamb),
+    "FusedLionBuilder": ("fused_lion", operations.Lion),
     "GDSBuilder": ("gds", None),
     "InferenceBuilder": ("transformer_inference", None),
     "InferenceCoreBuilder": ("inference_core_ops", None),
     "InferenceCutlassBuilder": ("cutlass_ops", None),
     "PinMemoryBuilder": ("pin_memory", None),
-    "QuantizerBuilder": ("quantizer", "mizzen.kernels.quantize"),
+    "QuantizerBuilder": ("quantizer", None),
     "RaggedOpsBuilder": ("ragged_device_ops", None),
     "RaggedUtilsBuilder": ("ragged_ops", None),
     "RandomLTDBuilder": ("random_ltd", None),
@@ -96,12 +96,12 @@ NAMES: Final[dict[str, tuple[str, str | None]]] = {
     "SpatialInferenceBuilder": ("spatial_inference", None),
     "StochasticTransformerBuilder": ("stochastic_transformer", None),
     "TransformerBuilder": ("transformer", None),
-    "UtilsBuilder": ("utils", "torch._utils"),
+    "UtilsBuilder": ("utils", operations.Utils),
 }
-"""Class -> the name of its operation, and the module that does it here."""
+"""Class -> the name of its operation, and what does it here."""
 
-for _class, (_name, _home) in NAMES.items():
-    _body = {"NAME": _name, "BUILD_VAR": f"DS_BUILD_{_name.upper()}", "HOME": _home, "__module__": __name__}
+for _class, (_name, _loads) in NAMES.items():
+    _body = {"NAME": _name, "BUILD_VAR": f"DS_BUILD_{_name.upper()}", "LOADS": _loads, "__module__": __name__}
     globals()[_class] = type(_class, (OpBuilder,), _body)
 
 ALL_OPS: Final = {name: globals()[kind]() for kind, (name, _) in NAMES.items()}

@@ -13,7 +13,7 @@ from mizzen.cli.main import main
 from mizzen.cli.run import split
 from mizzen.environment import environ
 from mizzen.errors import MizzenError, NotBuilt, UsageError
-from mizzen.launcher.arrange import HOSTFILE, Asked, arrange
+from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, arrange
 from mizzen.launcher.hosts import Host, Hosts, parse_hostfile, select
 from mizzen.launcher.start import execute, gather
 
@@ -97,17 +97,17 @@ def launch(args: Sequence[str] | None = None) -> int:
     quiet = given.pop("q") or given.pop("quiet")
     try:
         hosts = decode_world_info(given.pop("world_info"))
-        filters = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in hosts.items())
         given |= {"arguments": tuple(given["arguments"]), "save_pid": bool(given["save_pid"]), "quiet": quiet}
-        asked = Asked(no_ssh=True, include=filters, hostfile="--world_info", **given)
-        facts = replace(gather(Asked(), environ()), hostfile=_hostfile(hosts))
-        return execute(arrange(asked, facts), environ())
+        return execute(arrange_on(hosts, Asked(no_ssh=True, **given), gather(Asked(), environ())), environ())
     except MizzenError as error:
         return _told(error)
 
 
-def _hostfile(hosts: dict[str, list[int]]) -> str:
-    return "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in _hosts(hosts))
+def arrange_on(hosts: Mapping[str, Sequence[int]], asked: Asked, facts: Facts) -> Launch:
+    """The launch of a job on these slots of these hosts."""
+    filters = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in hosts.items())
+    lines = "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in _hosts(hosts))
+    return arrange(replace(asked, include=filters, hostfile="--world_info"), replace(facts, hostfile=lines))
 
 
 def _hosts(given: Mapping[str, Sequence[int]]) -> Hosts:

@@ -6,6 +6,8 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from deepspeed.faces.facts import DEEPSPEED_OPTIMIZERS
+from deepspeed.faces.getters import KEYS
 from mizzen.comm import groups
 from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.elastic import compute_elastic
@@ -13,16 +15,30 @@ from mizzen.config.load import load
 from mizzen.config.migrate import name_keys, spread_paths
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
+from mizzen.config.section import Section
 from mizzen.config.source import Source, read_source
 from mizzen.config.zero import ZeroConfig
 from mizzen.environment import World, environ
-from mizzen.errors import ConfigError
+from mizzen.errors import ConfigError, UsageError
 from mizzen.log import warn_once
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.sinks import monitor_of
 
 DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ElasticityIncompatibleWorldSize = ConfigError
-DeepSpeedZeroConfig = ZeroConfig
+
+
+class _Read(type(ZeroConfig)):  # type: ignore[misc]  # pydantic does not show it
+    """Makes a section as a file does: with old keys, without "auto", and with mizzen's errors."""
+
+    def __call__(cls, strict: bool = False, **given: Any) -> ZeroConfig:
+        return load({"zero_optimization": given}).zero_optimization
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ZeroConfig)
+
+
+class DeepSpeedZeroConfig(ZeroConfig, metaclass=_Read):
+    """mizzen's section."""
 
 
 def without_hints(config: Source) -> Source:
@@ -58,7 +74,7 @@ class DeepSpeedConfig:
         """A value by the name that scripts use, or by its key."""
         if name.startswith("__") or name in ("settings", "resolved"):
             raise AttributeError(name)
-        key = OTHER_NAMES.get(name, name)
+        key = OTHER_NAMES.get(name) or KEYS.get(name, name)
         if key.split(".")[0] not in type(self.settings).model_fields:
             raise AttributeError(f"the configuration has no {name!r}")
         return self.settings.at(key)
@@ -67,6 +83,32 @@ class DeepSpeedConfig:
     def monitor_config(self) -> Config:
         """What `MonitorMaster` takes."""
         return self.settings
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether training state is sharded at all."""
+        return self.settings.zero_optimization.stage > 0
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """The optimizer, in small letters where DeepSpeed has one of that name."""
+        name = self.settings.optimizer.type if self.settings.optimizer is not None else None
+        return name.lower() if name is not None and name.lower() in DEEPSPEED_OPTIMIZERS else name
+
+    @property
+    def initial_dynamic_scale(self) -> float:
+        """The loss scale that fp16 begins with."""
+        return 2.0**self.settings.fp16.initial_scale_power
+
+    @property
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether ranks that save compare their tags."""
+        return self.settings.checkpoint.tag_validation != "Ignore"
+
+    @property
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether tags that differ are an error."""
+        return self.settings.checkpoint.tag_validation == "Fail"
 
     def print(self, name: str) -> None:
         """Print every value."""
@@ -84,7 +126,6 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
     "bfloat16_enabled": "bf16.enabled",
     "bfloat16_config": "bf16",
     "float16_config": "fp16",
-    "optimizer_name": "optimizer.type",
     "optimizer_params": "optimizer.params",
     "scheduler_name": "scheduler.type",
     "scheduler_params": "scheduler.params",
@@ -96,6 +137,27 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
     "sparse_gradients_enabled": "sparse_gradients",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "load_universal_checkpoint": "checkpoint.load_universal",
+    "checkpoint_config": "checkpoint",
+    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
+    "amp_enabled": "amp.enabled",
+    "amp_params": "amp",
+    "autotuning_config": "autotuning",
+    "compile_config": "compile",
+    "compression_config": "compression_training",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_params_legacy": "curriculum_learning",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "expert_parallel_config": "expert_parallel",
+    "grad_accum_dtype": "data_types.grad_accum_dtype",
+    "param_dtype": "data_types.param_dtype",
+    "buffer_dtype": "data_types.buffer_dtype",
+    "nebula_config": "nebula",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_params": "progressive_layer_drop",
+    "timers_config": "timers",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
+    "weight_quantization_config": "weight_quantization",
 }
 
 
@@ -116,6 +178,30 @@ class DeepSpeedConfigWriter:
     def write_config(self, filename: str) -> None:
         """Write them all."""
         Path(filename).write_text(json.dumps(self.data))
+
+
+def get_config_default(config: type[Section], field_name: str) -> Any:
+    """What a field of a section is where a file says nothing."""
+    field = config.model_fields.get(field_name)
+    if field is None or field.is_required():
+        why = "is no field of it" if field is None else "has no default: it has to be given"
+        raise UsageError(f"get_config_default({config.__name__}, {field_name!r}): that {why}")
+    return field.get_default(call_default_factory=True)
+
+
+class pp_int(int):  # noqa: N801
+    """An integer that prints with commas, or as it is told."""
+
+    custom_print_str: str | None
+
+    def __new__(cls, val: float, custom_print_str: str | None = None) -> "pp_int":
+        """The number, and what it prints as."""
+        found = super().__new__(cls, val)
+        found.custom_print_str = custom_print_str
+        return found
+
+    def __repr__(self) -> str:
+        return self.custom_print_str or f"{int(self):,}"
 
 
 class MonitorMaster:

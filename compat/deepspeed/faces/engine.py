@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from deepspeed.faces import parameters
+from deepspeed.faces import parameters, scaler
 from deepspeed.faces.folder import leave_files
 from deepspeed.faces.getters import KEYS
 from deepspeed.faces.schedules import KINDS
@@ -250,6 +250,7 @@ def dress(engine: Engine) -> None:
     if engine.optimizer is not None:
         engine.optimizer.__class__ = OPTIMIZERS[stage]
         engine.optimizer.engine = proxy(engine)  # type: ignore[attr-defined]
+        scaler.dress(engine.optimizer.loss_scaler)
     if type(engine.lr_scheduler) in KINDS:
         engine.lr_scheduler.__class__ = KINDS[type(engine.lr_scheduler)]
     if stage == 3:

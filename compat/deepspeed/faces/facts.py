@@ -1,5 +1,6 @@
 """Constants that scripts import."""
 
+from enum import Enum
 from importlib.util import find_spec
 from typing import Final
 
@@ -34,4 +35,17 @@ DEEPSPEED_OPTIMIZERS: Final = [
     *(LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER),
 ]
 
+TRAIN_BATCH_SIZE, TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_batch_size", "train_micro_batch_size_per_gpu"
+GRADIENT_ACCUMULATION_STEPS, GRADIENT_CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
+
+
+class SchedulingResult(Enum):
+    """What a server of many requests says of the next batch."""
+
+    Success = 0
+    EngineSequenceLimitExceeded = 1
+    BatchSequenceLimitExceeded = 2
+    BatchTokenLimitExceeded = 3
+    KVCacheLimitExceeded = 4
+    SequenceTokenLimitExceeded = 5

@@ -1,6 +1,7 @@
 """The class of engines, for `isinstance`, without loading them: clients ask of every model, also where none is used."""
 
 import sys
+from abc import ABCMeta
 from importlib import import_module
 from typing import Any, Final, NoReturn
 
@@ -9,7 +10,7 @@ from mizzen.errors import UsageError
 HOME: Final = "mizzen.engine.engine"
 
 
-class _Kind(type):
+class _Kind(ABCMeta):
     def __instancecheck__(cls, instance: object) -> bool:
         return cls.__subclasscheck__(type(instance))
 

@@ -99,7 +99,7 @@ class FusedLion(Lion):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+        super().__init__(_groups(params), lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 class DeepSpeedCPULion(Lion):
@@ -116,7 +116,7 @@ class DeepSpeedCPULion(Lion):
     ) -> None:
         _states_are_fp32(self, fp32_optimizer_states)
         _without_adam(self, others)
-        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        super().__init__(_groups(model_params), lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 class FusedLamb(Lamb):
@@ -142,7 +142,7 @@ class FusedLamb(Lamb):
                 way_out = "set gradient_clipping in the configuration" if name == "max_grad_norm" else "leave it out"
                 raise UsageError(f"FusedLamb({name}={value}) is not supported: {way_out}")
         super().__init__(
-            params,
+            _groups(params),
             lr=lr,
             bias_correction=bias_correction,
             betas=betas,
@@ -159,6 +159,10 @@ class MuonWithAuxAdam(Muon):
 
 def _groups(params: Iterable[Any]) -> list[Any]:
     """What can be gone through twice."""
+    params = list(params)
+    for number, group in enumerate(params):
+        if isinstance(group, dict) and "params" not in group:
+            raise UsageError(f"parameter group {number} has {', '.join(map(str, group)) or 'nothing'}, and no 'params'")
     return [group | {"params": list(group["params"])} if isinstance(group, dict) else group for group in params]
 
 

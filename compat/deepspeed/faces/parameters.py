@@ -3,7 +3,7 @@
 [Note: properties of every tensor]
 mizzen hangs nothing on tensors, and objects that stand for a parameter come and go with gathering. So the facts are
 properties that ask mizzen when they are read. They are put on `torch.Tensor` once stage 3 is in use in this process,
-and only parameters answer: `hasattr(tensor, "ds_numel")` is false for all else, as clients expect.
+and only parameters at stage 3 answer: `hasattr(tensor, "ds_id")` is false for all else, as clients expect.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mizzen.ambient import AMBIENT
+from mizzen.engine.access import owner_of
+from mizzen.errors import UsageError
+from mizzen.parallel.zero.full.early import Early
 from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.live import local
-from mizzen.parallel.zero.full.sharded import Moved
+from mizzen.parallel.zero.full.sharded import WAYS, Elsewhere, Moved, Sharded
 
 
 class ZeroParamStatus(Enum):
@@ -36,6 +38,13 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
+class DeepSpeedTensorOverride(Enum):
+    """What `zero.Init` changes of tensors that are made inside."""
+
+    dtype = 1
+    device = 2
+
+
 def _status(parameter: Tensor) -> ZeroParamStatus:
     is_sharded = facts_of(parameter).status == "sharded"
     return ZeroParamStatus.NOT_AVAILABLE if is_sharded else ZeroParamStatus.AVAILABLE
@@ -45,10 +54,36 @@ def _shard(parameter: Tensor) -> Tensor:
     return local(parameter) if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def _number(parameter: Tensor) -> int:
+def _number(parameter: Any) -> int:
     """The same for all objects that stand for a parameter, and no other one's as long as it lives."""
-    owner = AMBIENT.owners.get(parameter)
+    owner = owner_of(parameter)
     return id(parameter if owner is None else owner)
+
+
+def _all_gather(parameter: Tensor) -> Callable[..., None]:
+    def all_gather(*_: Any, **__: Any) -> None:
+        if isinstance(parameter, Sharded) and not isinstance(parameter, Elsewhere):
+            raise UsageError(
+                f"all_gather() of a parameter of shape {list(parameter.shape)}: {WAYS.replace('mizzen.', 'deepspeed.')}"
+            )
+
+    return all_gather
+
+
+def _summary(parameter: Any) -> Callable[..., dict[str, Any]]:
+    facts = facts_of(parameter)
+    found = {
+        "id": _number(parameter),
+        "status": _status(parameter).name,
+        **dict.fromkeys(("numel", "ds_numel"), facts.numel),
+        **dict.fromkeys(("shape", "ds_shape"), facts.shape),
+        "requires_grad": parameter.requires_grad,
+        "grad_shape": None if parameter.grad is None else tuple(parameter.grad.shape),
+        "persist": parameter.ds_persist,
+        "active_sub_modules": parameter.ds_active_sub_modules,
+        "ds_tensor.shape": parameter.ds_tensor.shape,
+    }
+    return lambda *_, **__: found
 
 
 FACTS: Final[dict[str, Callable[[Tensor], Any]]] = {
@@ -57,20 +92,24 @@ FACTS: Final[dict[str, Callable[[Tensor], Any]]] = {
     "ds_numel": lambda parameter: facts_of(parameter).numel,
     "ds_status": _status,
     "ds_tensor": _shard,
+    "ds_secondary_tensor": lambda parameter: None,  # second copies have no object of their own
     "ds_persist": lambda parameter: facts_of(parameter).status == "whole",
     "ds_active_sub_modules": lambda parameter: set(),
     "ds_process_group": lambda parameter: None,
     "partition_numel": lambda parameter: lambda: facts_of(parameter).local_numel,
-    "ds_summary": lambda parameter: lambda **_: {"shape": facts_of(parameter).shape, "status": _status(parameter).name},
+    "all_gather": _all_gather,
+    "partition": lambda parameter: lambda *_, **__: None,  # it is sharded wherever nobody holds it whole
+    "ds_summary": _summary,
 }
 """Attribute -> what it says of a parameter."""
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter is sharded or, once stage 3 is in use, an engine's; one that a script has made is neither."""
-    if not isinstance(parameter, Tensor) or not hasattr(parameter, "ds_id"):
+    """Whether a parameter is sharded or belongs to an engine at stage 3; one that a script has made does not."""
+    if not isinstance(parameter, nn.Parameter):
         return False
-    return isinstance(parameter, DTensor | Moved) or AMBIENT.owners.get(parameter) is not None
+    owner = owner_of(parameter)
+    return isinstance(parameter, Sharded | Early | Moved) or (owner is not None and owner.stage == 3)
 
 
 def install() -> None:
@@ -82,7 +121,7 @@ def install() -> None:
 class _Fact(property):
     def __init__(self, name: str, read: Callable[[Tensor], Any]) -> None:
         def get(tensor: Tensor) -> Any:
-            if not isinstance(tensor, nn.Parameter):
+            if not is_zero_param(tensor):
                 raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
             return read(tensor)
 

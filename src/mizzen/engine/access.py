@@ -36,6 +36,8 @@ class Owner:
     """By whose scale gradients are larger than they are read and written here."""
     checks: bool = False
     """Whether `gathered` looks for edits that were made on one rank only."""
+    stage: int = 0
+    """That of ZeRO in its engine, whether or not this parameter is sharded."""
 
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:

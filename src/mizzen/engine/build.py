@@ -54,8 +54,9 @@ def build_engine(
     saving = Saving(config.checkpoint, team_of(surroundings.mesh))
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
     engine = Engine(parts, Driving(runner, updater, scheduler, phases, saving, stopping, observers), surroundings)
+    zero = config.zero_optimization
     engine.owners = [
-        Owner(name, store, optimizer, arithmetic.scaler, config.zero_optimization.enable_sanity_checks)
+        Owner(name, store, optimizer, arithmetic.scaler, zero.enable_sanity_checks, zero.stage)
         for store in stores
         for name in store.everything
     ]
