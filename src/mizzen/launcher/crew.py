@@ -14,7 +14,8 @@ from mizzen.errors import LaunchError
 from mizzen.launcher.failure import Failure
 from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
-from mizzen.launcher.output import Outlet, Pump, end_of, traceback_in
+from mizzen.launcher.output import Outlet, Pump
+from mizzen.launcher.trace import last_words
 from mizzen.progress import STACKS, Progress, Record, record_path, stacks_path
 
 PATIENCE: Final = 3.0
@@ -32,6 +33,7 @@ class Order:
     words: tuple[str, ...]
     environment: dict[str, str]
     outlet: Outlet
+    is_python: bool = True
 
 
 @dataclass(slots=True)
@@ -109,16 +111,13 @@ class Crew:
         failed = [member for member in ended if not self._has_stopped(member, is_asked)]
         if failed:
             time.sleep(5 * TICK)  # its last words may still be on their way through the pipe
-        return [
-            Failure(
-                member.order.rank,
-                self.host,
-                member.process.returncode,
-                _last_words(member.order.outlet),
-                member.resident,
-            )
-            for member in failed
-        ]
+        return [self._failure(member) for member in failed]
+
+    def _failure(self, member: Member) -> Failure:
+        order, status = member.order, member.process.returncode
+        text = order.outlet.kept.decode(errors="replace")
+        words = last_words(text, status, is_python=order.is_python, is_shown=order.outlet.is_shown)
+        return Failure(order.rank, self.host, status, words, member.resident)
 
     def weigh(self) -> None:
         """Note how much memory each rank has now, in case it is killed for it."""
@@ -192,12 +191,6 @@ class Crew:
         for member in self.members:
             if member.order.outlet.file is not None:
                 member.order.outlet.file.close()
-
-
-def _last_words(outlet: Outlet) -> str:
-    """The traceback of a rank; where there is none, the end of its errors, unless they were shown."""
-    text = outlet.kept.decode(errors="replace")
-    return traceback_in(text) or ("" if outlet.is_shown else end_of(text))
 
 
 def _lives(group: int) -> bool:

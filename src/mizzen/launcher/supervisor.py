@@ -198,6 +198,7 @@ class Supervisor:
                     (*binding, *job.program.words(job.python, local_rank)),
                     {**given, **own},
                     self._outlet(place, place.first_rank + local_rank),
+                    is_python=job.program.kind != "executable",
                 )
             )
         return orders
