@@ -12,9 +12,9 @@ from typing import IO, Final
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.failure import Failure
-from mizzen.launcher.job import SAVED, UNSAVED
 from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
 from mizzen.launcher.output import Outlet, Pump
+from mizzen.launcher.stops import SAVED, UNSAVED
 from mizzen.launcher.trace import last_words
 from mizzen.progress import STACKS, Progress, Record, record_path, stacks_path
 

@@ -21,10 +21,6 @@ Kind = Literal["script", "module", "executable"]
 
 LONGEST: Final = 120_000
 """Letters that one word of a command line or a variable can have: Linux allows 128 KiB."""
-SAVED: Final = 75
-"""Exit code of a job that was asked to stop and has saved: start it again and it goes on. (EX_TEMPFAIL)"""
-UNSAVED: Final = 76
-"""Exit code of a job that was asked to stop when nothing could be saved: in start-up, or without checkpoint.dir."""
 PORT_TAKEN: Final = 98
 """Exit code of a first node that finds the meeting port taken; the launcher then tries another one."""
 ENDED: Final = "ended"

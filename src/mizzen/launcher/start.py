@@ -26,6 +26,7 @@ from mizzen.launcher.devices import count_devices, find_devices
 from mizzen.launcher.job import TAKEN
 from mizzen.launcher.keeper import dies_with_parent
 from mizzen.launcher.output import Outlet, Pump, say
+from mizzen.launcher.stops import HEEDED, hold, is_heeded
 from mizzen.launcher.variables import file_paths
 
 OTHERS: Final = 15.0
@@ -125,6 +126,7 @@ def _become_supervisor(launch: Launch, env: Mapping[str, str]) -> NoReturn:
     job = replace(launch.job, care=replace(launch.job.care, pid_file=launch.pid_file))
     words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), job.encode()]
     sys.stdout.flush()
+    hold()
     os.execve(job.python, words, {**env, **ELASTIC})
 
 
@@ -210,9 +212,8 @@ class Fleet:
         backend = self.launch.backend
         if backend is None:
             raise AssertionError("a launch on this machine has no fleet")
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._receive)
+        for number in filter(is_heeded, HEEDED):
+            signal.signal(number, self._receive)
         if self.launch.pid_file is not None:
             Path(self.launch.pid_file).write_text(str(os.getpid()))
         pump = Pump()

@@ -22,11 +22,12 @@ from mizzen.launcher.drop_in import with_drop_in
 from mizzen.launcher.ending import Ending, decide
 from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
-from mizzen.launcher.job import SAVED, UNSAVED, Job
+from mizzen.launcher.job import Job
 from mizzen.launcher.keeper import Keeper
 from mizzen.launcher.meeting import Meeting, News, Seat, members_of
 from mizzen.launcher.output import Outlet, open_log, say
 from mizzen.launcher.place import Place, inherited, rank_environment
+from mizzen.launcher.stops import HEEDED, SAVED, UNSAVED, is_heeded, release
 from mizzen.log import LEVELS
 
 LOOK: Final = 0.25
@@ -41,8 +42,6 @@ TOGETHER: Final = 3.0
 """Seconds that nodes may differ in when they end together."""
 HUNG: Final = 124
 """The exit code of a job that hung; `timeout` has the same."""
-REQUESTS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask for a save and a stop."""
 
 
 Check = Callable[[Crew], Ending | None]
@@ -58,10 +57,9 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.is_joining = False
-        for number in (*REQUESTS, signal.SIGHUP):
-            # A program under nohup has SIGHUP ignored, and must go on.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._receive)
+        for number in filter(is_heeded, HEEDED):
+            signal.signal(number, self._receive)
+        release()
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)

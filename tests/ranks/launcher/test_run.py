@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from launches import launch, start, wait_until
+from launches import environment, launch, start, wait_until
 
 HELLO = """
 import json, os, sys
@@ -279,3 +279,28 @@ def test_the_code_of_a_script_comes_through_ssh_as_it_is(tmp_path, code):
     ran = launch("--hostfile", "hosts", "--no_local_rank", "exit.py", cwd=tmp_path, PATH=path)
     assert (ran.returncode, ran.stdout) == (code, "runs\n")
     assert ran.stderr.splitlines() == [f"mizzen: rank 0 on w1 ended with exit code {code}"]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("mizzen/launcher/arrange.py", "stopped by SIGTERM before the ranks started"),
+        ("mizzen/launcher/serve.py", "stopped before the ranks started"),
+    ],
+)
+def test_a_request_while_the_launcher_loads_is_heeded(tmp_path, module, said):
+    """The signal comes when this module is loaded, in the launcher or in the supervisor that it becomes."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == {module[:-3].replace("/", ".")!r}:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder())
+"""
+    )
+    (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
+    path = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    ran = launch("--num_gpus", 1, "script.py", cwd=tmp_path, PYTHONPATH=path)
+    assert (ran.returncode, ran.stderr) == (76, f"mizzen: {said}\n")
