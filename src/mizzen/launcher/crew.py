@@ -12,7 +12,8 @@ from typing import IO, Final
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.failure import Failure
-from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
+from mizzen.launcher.family import end_family, kill_group
+from mizzen.launcher.keeper import Keeper
 from mizzen.launcher.output import Outlet, Pump
 from mizzen.launcher.stops import SAVED, UNSAVED
 from mizzen.launcher.trace import last_words
@@ -170,43 +171,23 @@ class Crew:
         return record_path(self.folder, member.order.local_rank)
 
     def end(self, number: int = signal.SIGTERM, patience: float = PATIENCE) -> None:
-        """Ask what still runs to end, wait a little, end it; nothing of the process groups is left."""
+        """Ask what still runs to end, wait a little, end it; nothing of what they have started is left."""
         for member, record in self.records():
             if record.step >= 0:  # it takes a request to end for one to save, and has nothing to tidy up otherwise
-                kill_group(member.process.pid, signal.SIGKILL)
-        self.send(number)
-        until = time.monotonic() + (patience if number != signal.SIGKILL else 0)
-        while not self.is_over and time.monotonic() < until:
-            time.sleep(TICK)
+                member.process.kill()
+        if number != signal.SIGKILL:
+            self.send(number)
+            until = time.monotonic() + patience
+            while not self.is_over and time.monotonic() < until:
+                time.sleep(TICK)
+        end_family([member.process.pid for member in self.members], [self.folder])
         for member in self.members:
-            group = member.process.pid
-            while kill_group(group, signal.SIGKILL):
-                if member.process.poll() is not None and not _lives(group):
-                    break
-                time.sleep(TICK / 4)
             member.process.wait()
-            self.keeper.forget(group)
-            sweep_shared_memory(group)
+            self.keeper.forget(member.process.pid)
         self.pump.finish()
         for member in self.members:
             if member.order.outlet.file is not None:
                 member.order.outlet.file.close()
-
-
-def _lives(group: int) -> bool:
-    """Whether a process of the group does more than wait to be buried by its parent."""
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return any(_is_of(group, entry) for entry in Path("/proc").glob("[0-9]*/stat"))
-
-
-def _is_of(group: int, path: Path) -> bool:
-    with suppress(OSError):
-        fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        return int(fields[2]) == group and fields[0] not in "ZX"
-    return False
 
 
 def _main_thread(stacks: str) -> str:

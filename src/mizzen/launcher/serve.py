@@ -13,9 +13,10 @@ from pathlib import Path
 
 from mizzen.environment import environ, integer
 from mizzen.errors import LaunchError, MizzenError
+from mizzen.launcher.family import SHARED
 from mizzen.launcher.hosts import Host, in_allocation
 from mizzen.launcher.job import ENDED, PORT_TAKEN, TAKEN, Job
-from mizzen.launcher.keeper import SHARED, Keeper
+from mizzen.launcher.keeper import Keeper
 from mizzen.launcher.meeting import PortTaken, Seat, meet
 from mizzen.launcher.output import say, write
 from mizzen.launcher.supervisor import Signals, Supervisor

@@ -149,7 +149,8 @@ def ports(count, at_once=8):
 
 FAMILY = """
 import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+for is_alone in (False, True):
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"], start_new_session=is_alone)
 open("rank" + os.environ["RANK"], "w").write(str(os.getpid()))
 time.sleep(1000)
 """

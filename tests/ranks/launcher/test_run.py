@@ -98,9 +98,13 @@ def test_the_codes_of_a_stop_are_failures_where_nobody_asked(tmp_path, code):
 
 FAMILY = """
 import os, signal, subprocess, sys, time
+from multiprocessing import shared_memory
 if sys.argv[-1] == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+alone = "import os, time; open('/dev/shm/torch_%d_left' % os.getpid(), 'w'); time.sleep(1000)"
+subprocess.Popen([sys.executable, "-S", "-c", alone], start_new_session=True)
+shared_memory.SharedMemory(create=True, size=1, name="left_%d" % os.getpid())
 open("/dev/shm/torch_%d_left" % os.getpid(), "w").close()
 open(os.environ["RANK"], "w").close()
 time.sleep(1000)
@@ -109,7 +113,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def family(tmp_path):
-    """A job of two ranks with a child each, under way."""
+    """A job of two ranks with two children each, one of them in a session of its own, under way."""
 
     def begin(*words):
         (tmp_path / "family.py").write_text(FAMILY)
@@ -118,7 +122,7 @@ def family(tmp_path):
         running = start("--num_gpus", 2, "--grace", 10_000, "family.py", *words, cwd=tmp_path)
         wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), "the ranks")
         running.remember_family()
-        assert len(running.family) >= 5 and running.folders
+        assert len(running.family) >= 7 and running.folders
         return running
 
     return begin
