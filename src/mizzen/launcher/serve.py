@@ -17,8 +17,9 @@ from mizzen.launcher.family import SHARED
 from mizzen.launcher.hosts import Host, in_allocation
 from mizzen.launcher.job import ENDED, PORT_TAKEN, TAKEN, Job
 from mizzen.launcher.keeper import Keeper
-from mizzen.launcher.meeting import PortTaken, Seat, meet
+from mizzen.launcher.meeting import Seat, meet
 from mizzen.launcher.output import say, write
+from mizzen.launcher.store import PortTaken
 from mizzen.launcher.supervisor import Signals, Supervisor
 from mizzen.log import set_level
 

@@ -291,8 +291,11 @@ class Supervisor:
         self._failed_since = self._failed_since or now
         found = first_of(failures)
         may_come = not crew.is_over or self._job.max_nodes > 1
-        if found.is_secondary and may_come and now - self._failed_since < SECOND_CAUSE:
-            return None
+        if found.is_secondary and may_come:
+            if self._news.gone:
+                return self._without_them()
+            if now - self._failed_since < SECOND_CAUSE or self._news.is_in_doubt:
+                return None
         counted = self._meeting.fail(found)
         return Ending("failed", counted, is_ours=counted.rank == found.rank)
 
@@ -337,6 +340,9 @@ class Supervisor:
         patience = max(TOGETHER, self._job.care.grace) if self._news.request == "stop" else TOGETHER
         if now - self._gone_since < patience:
             return None
+        return self._without_them()
+
+    def _without_them(self) -> Ending:
         return Ending("changed" if self._news.are_enough else "lost", reason=self._news.gone)
 
     def _changed(self, crew: Crew) -> Ending | None:

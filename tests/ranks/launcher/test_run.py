@@ -193,22 +193,24 @@ rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
 open(f"up-{rank}-{size}", "w").close()
 while not os.path.exists(f"go-{rank}-{size}"):
     time.sleep(0.05)
+    if os.path.exists(f"fall-{size}"):
+        raise RuntimeError("Connection closed by peer")
 """
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two nodes whose ranks never talk to each other, under way."""
+    """Nodes whose ranks never talk to each other, under way; two, where nothing else is said."""
     nodes = []
 
-    def begin(*words):
+    def begin(*words, count=2):
         (tmp_path / "sleep.py").write_text(SLEEP)
-        words = ("--num_nodes", 2, "--num_gpus", 1, "--no_ssh", "--grace", 10_000, *words)
+        words = ("--num_nodes", count, "--num_gpus", 1, "--no_ssh", "--grace", 10_000, *words)
         words += ("--master_addr", "127.0.0.1", "--master_port", free_port())
         nodes.extend(
-            start(*words, "--node_rank", node, "sleep.py", cwd=tmp_path, name=f"node{node}") for node in (0, 1)
+            start(*words, "--node_rank", node, "sleep.py", cwd=tmp_path, name=f"node{node}") for node in range(count)
         )
-        wait_until(lambda: all((tmp_path / f"up-{rank}-2").exists() for rank in (0, 1)), "the ranks")
+        wait_until(lambda: all((tmp_path / f"up-{rank}-{count}").exists() for rank in range(count)), "the ranks")
         for node in nodes:
             node.remember_family()
         return nodes
@@ -245,6 +247,32 @@ def test_an_elastic_job_goes_on_without_a_node(pair, tmp_path, number):
     (tmp_path / "go-0-1").touch()
     assert first.end() == 0, first.text
     assert "node 1 (node1) " in first.text and "the ranks start again" in first.text
+
+
+def test_ranks_that_fall_with_a_node_are_not_blamed(pair, tmp_path):
+    """Both nodes that are left name the third, and wait for it no longer than for any node that is silent."""
+    first, second, third = pair("--max_restarts", 1, count=3)
+    third.signal(signal.SIGKILL)
+    third.end()
+    (tmp_path / "fall-3").touch()
+    for node in (first, second):
+        assert node.end(60) == 1, node.text
+        lost = "node 2 (node2) is lost: its supervisor has not been heard of for 15 s"
+        assert node.text.splitlines()[-1].endswith(lost)
+
+
+def test_two_of_three_nodes_go_on(pair, tmp_path):
+    """The ranks of the nodes that stay fall when the one in the middle leaves; that is no failure of theirs."""
+    first, second, third = pair("--min_elastic_nodes", 2, "--max_elastic_nodes", 3, count=3)
+    second.signal(signal.SIGTERM)
+    assert second.end() == 76, second.text
+    (tmp_path / "fall-3").touch()
+    wait_until(lambda: all((tmp_path / f"up-{rank}-2").exists() for rank in (0, 1)), "a world of two")
+    for rank in (0, 1):
+        (tmp_path / f"go-{rank}-2").touch()
+    assert (first.end(), third.end()) == (0, 0), first.text + third.text
+    for node in (first, third):
+        assert "node 1 (node1) has left: stopped by SIGTERM" in node.text and "restart 1" not in node.text
 
 
 def test_a_node_whose_ranks_are_done_may_go(pair, tmp_path):
