@@ -42,17 +42,17 @@ ELASTIC: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
     """Everything that a launch depends on and that is not in the command line."""
-    here, home = Path.cwd(), Path(env.get("HOME") or "~").expanduser()
-    files = [
-        (str(path), path.read_text(errors="surrogateescape")) for path in file_paths(env, home, here) if path.is_file()
-    ]
+    here, home = current_folder(), Path(env.get("HOME") or "~").expanduser()
+    hostfile = read_hostfile(Path(asked.hostfile or HOSTFILE))
+    if hostfile is None and asked.hostfile is not None and not asked.quiet:
+        say(f"warning: --hostfile {asked.hostfile}: there is no such file; going on without one")
     return Facts(
         id=uuid4().hex[:12],
         folder=str(here),
         python=sys.executable,
         env=env,
-        hostfile=read_hostfile(Path(asked.hostfile or HOSTFILE)),
-        files=tuple(files),
+        hostfile=hostfile,
+        files=read_variables(env, home, here),
         devices=find_devices(env),
         count=lambda: count_devices(env),
         is_here=is_here,
@@ -60,6 +60,28 @@ def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
         is_root=os.getuid() == 0,
         pid_file=str(Path(tempfile.gettempdir()) / f"{os.getpid()}.mizzen"),
     )
+
+
+def current_folder() -> Path:
+    """Where this command was typed, which is where ranks run."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder has been removed, and ranks would run there: go to another one") from error
+
+
+def read_variables(env: Mapping[str, str], home: Path, here: Path) -> tuple[tuple[str, str], ...]:
+    """Path and content of each environment file. One that DS_ENV_FILE names must be there."""
+    paths = list(file_paths(env, home, here))
+    try:
+        # As bytes: a carriage return inside of a value is no end of a line.
+        found = tuple((str(path), os.fsdecode(path.read_bytes())) for path in paths if path.is_file())
+    except OSError as error:
+        raise UsageError(f"{error.filename}: this environment file cannot be read ({error.strerror})") from error
+    if not found and env.get("DS_ENV_FILE"):
+        looked = " or ".join(map(str, paths))
+        raise UsageError(f"DS_ENV_FILE={env['DS_ENV_FILE']}: there is no file {looked}: make it, or unset the variable")
+    return found
 
 
 def read_hostfile(path: Path) -> str | None:
