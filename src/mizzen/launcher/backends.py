@@ -89,7 +89,7 @@ class Ssh:
     """One ssh per host. Its input is a line to the supervisor there: when it is cut, the ranks end."""
 
     name = "ssh"
-    needs = Needs(("ssh",), "openssh-client")
+    needs = Needs(("ssh",), "the Debian package openssh-client")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -114,7 +114,7 @@ class Pdsh:
     """One pdsh for all hosts; a supervisor finds its place by the name that pdsh puts in for `%h`."""
 
     name = "pdsh"
-    needs = Needs(("pdsh",), "pdsh")
+    needs = Needs(("pdsh",), "the Debian package pdsh")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -139,7 +139,7 @@ class OpenMpi:
     """One block of mpirun's command line per host, so that a supervisor knows its place whatever mpirun does."""
 
     name = "openmpi"
-    needs = Needs(("mpirun.openmpi", "mpirun"), "openmpi-bin", "Open MPI")
+    needs = Needs(("mpirun.openmpi", "mpirun"), "the Debian package openmpi-bin", "Open MPI")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -175,7 +175,7 @@ class Slurm:
     """One srun for all hosts, inside an allocation or making its own; a supervisor is told its place by Slurm."""
 
     name = "slurm"
-    needs = Needs(("srun",), "slurm-client")
+    needs = Needs(("srun",), "the Debian package slurm-client")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -202,13 +202,15 @@ def _names(job: Job) -> tuple[str, ...]:
     return tuple(host.name for host in job.hosts)
 
 
+INTEL: Final = "intel-oneapi-mpi (from Intel's own package archive; Debian has none), and source its setvars.sh"
+MVAPICH: Final = "MVAPICH from its source at mvapich.cse.ohio-state.edu (Debian has no package)"
 BACKENDS: Final[tuple[Backend, ...]] = (
     Ssh(),
     Pdsh(),
     OpenMpi(),
-    Hydra("mpich", Needs(("mpirun.mpich", "mpirun"), "mpich", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
-    Hydra("impi", Needs(("mpirun",), "Intel MPI", "Intel"), "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
-    Hydra("mvapich", Needs(("mpirun",), "MVAPICH", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Hydra("mpich", Needs(("mpirun.mpich", "mpirun"), "the Debian package mpich", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Hydra("impi", Needs(("mpirun",), INTEL, "Intel"), "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
+    Hydra("mvapich", Needs(("mpirun",), MVAPICH, "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
     Slurm(),
 )
 NAMES: Final = tuple(backend.name for backend in BACKENDS)

@@ -159,7 +159,7 @@ def find_program(backend: Backend) -> str:
         other = "start each node by itself with --no_ssh" if backend.name == "ssh" else "use --launcher ssh"
         raise LaunchError(
             f"--launcher {backend.name} needs {backend.needs.programs[-1]}, which is not installed: install "
-            f"{backend.needs.package} (its Debian name), or {other}"
+            f"{backend.needs.package}, or {other}"
         )
     if not backend.needs.sign:
         return found[0]
@@ -175,7 +175,7 @@ def find_program(backend: Backend) -> str:
 
 def _need_ssh(who: str) -> None:
     if shutil.which("ssh") is None:
-        raise LaunchError(f"{who} needs ssh, which is not installed: install openssh-client (its Debian name)")
+        raise LaunchError(f"{who} needs ssh, which is not installed: install the Debian package openssh-client")
 
 
 def check_ssh(launch: Launch) -> None:

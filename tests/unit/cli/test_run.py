@@ -105,7 +105,7 @@ def test_ssh_with_a_file_that_is_no_text_and_without_its_program(mizzen, monkeyp
         in mizzen("ssh", "-f", tmp_path / "hosts", "ls").err
     )
     ran = mizzen("run", "--hostfile", tmp_path / "hosts", "t.py")
-    assert "install openssh-client (its Debian name), or start each node by itself with --no_ssh" in ran.err
+    assert "install the Debian package openssh-client, or start each node by itself with --no_ssh" in ran.err
 
 
 def test_help_is_in_groups(mizzen, capsys):

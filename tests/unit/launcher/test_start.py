@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from mizzen.errors import LaunchError
 from mizzen.launcher.arrange import Launch
-from mizzen.launcher.backends import Command, Needs
+from mizzen.launcher.backends import BACKENDS, Command, Needs
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import ENDED, TAKEN, Job, Program
-from mizzen.launcher.start import execute
+from mizzen.launcher.start import execute, find_program
 
 
 @dataclass
@@ -52,3 +53,11 @@ def test_a_port_is_taken_where_the_supervisor_says_so(ended, capfd):
     assert ended(f"SAY{ENDED} >&2; exit 98") == (98, 1)
     assert ended(f"SAY'{TAKEN}' >&2; exit 98") == (98, 5)
     assert "last-word" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_program_that_is_missing_is_named_with_where_it_comes_from(backend, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    has_package = backend.name not in ("impi", "mvapich")
+    with pytest.raises(LaunchError, match="install the Debian package" if has_package else r"\(.*Debian has no"):
+        find_program(backend)
