@@ -93,7 +93,7 @@ class Ssh:
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
-        word = job.encode()
+        word = job.word()
         return tuple(
             Command(
                 (*ssh(way), host.name, supervisor(job, way, "--node", str(node), word=word)),
@@ -118,7 +118,7 @@ class Pdsh:
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
-        line = supervisor(job, way, "--host", "HOST", word=job.encode()).replace("%", "%%").replace("HOST", "%h", 1)
+        line = supervisor(job, way, "--host", "HOST", word=job.word()).replace("%", "%%").replace("HOST", "%h", 1)
         return (Command((*self._start(job, way), line), _names(job), self._environment(way), channel="ask"),)
 
     def ask(self, job: Job, way: Way, request: str) -> Command:
@@ -149,7 +149,7 @@ class OpenMpi:
         for node, host in enumerate(job.hosts):
             block = ("-np", "1", "--host", host.name, "-x", VARIABLE, *_interpreter(job, way), "--node", str(node))
             words += [*((":",) if node else ()), *block]
-        return (Command(tuple(words), _names(job), {VARIABLE: job.encode()}),)
+        return (Command(tuple(words), _names(job), {VARIABLE: job.word()}),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Hydra:
         words += way.arguments
         for node in range(len(job.hosts)):
             words += [*((":",) if node else ()), "-n", "1", *_interpreter(job, way), "--node", str(node)]
-        return (Command(tuple(words), _names(job), {VARIABLE: job.encode(), **port}),)
+        return (Command(tuple(words), _names(job), {VARIABLE: job.word(), **port}),)
 
 
 class Slurm:
@@ -187,7 +187,7 @@ class Slurm:
             *_interpreter(job, way),
             "--slurm",
         )
-        return (Command(words, _names(job), {VARIABLE: job.encode()}),)
+        return (Command(words, _names(job), {VARIABLE: job.word()}),)
 
 
 def _interpreter(job: Job, way: Way) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The ranks of one node in one attempt, as processes: start them, look at them, end them."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -79,7 +80,10 @@ class Crew:
                 )
             except OSError as error:
                 self.end(signal.SIGKILL)
-                raise LaunchError(f"{order.words[0]} cannot be started in {folder} on {self.host}: {error}") from error
+                size = f" ({_size(order)})" if error.errno == errno.E2BIG else ""
+                raise LaunchError(
+                    f"{order.words[0]} cannot be started in {folder} on {self.host}: {error}{size}"
+                ) from error
             self.members.append(Member(order, process))
             for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
                 self.pump.add(_present(pipe), order.outlet, "out" if stream == "out" else "err")
@@ -188,6 +192,16 @@ class Crew:
         for member in self.members:
             if member.order.outlet.file is not None:
                 member.order.outlet.file.close()
+
+
+def _size(order: Order) -> str:
+    """How long what a rank is given is, and may be."""
+    sizes = [len(os.fsencode(word)) + 1 for word in order.words]
+    sizes += [len(os.fsencode(f"{name}={value}")) + 1 for name, value in order.environment.items()]
+    return (
+        f"its arguments and variables have {sum(sizes):,} bytes, the longest of them {max(sizes):,}; this system "
+        f"allows {os.sysconf('SC_ARG_MAX'):,} in all and {32 * PAGE:,} for one: put what is long into a file"
+    )
 
 
 def _main_thread(stacks: str) -> str:

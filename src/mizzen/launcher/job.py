@@ -105,11 +105,16 @@ class Job:
     def encode(self) -> str:
         """The job as one word of letters, digits, `-` and `_`."""
         text = json.dumps(asdict(self), separators=(",", ":")).encode()
-        word = base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip("=")
+        return base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip("=")
+
+    def word(self) -> str:
+        """The same for a command line or a variable, where it must not be too long."""
+        word = self.encode()
         if len(word) > LONGEST:
             raise LaunchError(
                 f"the arguments and variables of this job take {len(word):,} letters when encoded, and one word of a "
-                f"command line holds {LONGEST:,}: put long arguments into a file that all hosts can read"
+                f"command line that goes to other hosts holds {LONGEST:,}: put long arguments into a file that all "
+                "hosts can read"
             )
         return word
 

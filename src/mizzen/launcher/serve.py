@@ -32,14 +32,18 @@ def main(words: Sequence[str] | None = None) -> int:
     place.add_argument("--host", help="the name of this host in the job")
     place.add_argument("--slurm", action="store_true", help="Slurm says which host this is")
     place.add_argument("--ask", choices=("stop", "end"), help="bring a request to the supervisor of the job here")
-    parser.add_argument("job", nargs="?", help="the job as one word; MIZZEN_JOB where there is none")
+    parser.add_argument(
+        "job",
+        nargs="?",
+        help="the job as one word, or @ and the number of an open file; MIZZEN_JOB where there is none",
+    )
     given = parser.parse_args(words)
     env = environ()
     word = given.job or env.get("MIZZEN_JOB", "")
     if given.ask:
         return ask(word, given.ask)
     try:
-        job = Job.decode(word)
+        job = Job.decode(_read(int(word[1:])) if word.startswith("@") else word)
     except MizzenError as error:
         say(f"error: {error}")
         return 1
@@ -47,6 +51,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if job.is_followed:
         write("err", f"{job.last_word(TAKEN if code is None else ENDED)}\n".encode())
     return PORT_TAKEN if code is None else code
+
+
+def _read(descriptor: int) -> str:
+    """What the launcher, in whose place we are, has left in a file."""
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read().decode()
 
 
 def serve(job: Job, given: argparse.Namespace, env: Mapping[str, str]) -> int | None:

@@ -23,7 +23,7 @@ from mizzen.errors import LaunchError, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
 from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, split_words, ssh
 from mizzen.launcher.devices import count_devices, find_devices
-from mizzen.launcher.job import TAKEN
+from mizzen.launcher.job import LONGEST, TAKEN
 from mizzen.launcher.keeper import dies_with_parent
 from mizzen.launcher.output import Outlet, Pump, say
 from mizzen.launcher.stops import HEEDED, hold, is_heeded
@@ -146,7 +146,14 @@ def execute(launch: Launch, env: Mapping[str, str]) -> int:
 
 def _become_supervisor(launch: Launch, env: Mapping[str, str]) -> NoReturn:
     job = replace(launch.job, care=replace(launch.job.care, pid_file=launch.pid_file))
-    words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), job.encode()]
+    word = job.encode()
+    if len(word) > LONGEST:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - it goes on to the program that takes our place
+        file.write(word.encode())
+        file.flush()
+        os.set_inheritable(file.fileno(), True)
+        word = f"@{file.fileno()}"
+    words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), word]
     sys.stdout.flush()
     hold()
     os.execve(job.python, words, {**env, **ELASTIC})

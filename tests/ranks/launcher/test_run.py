@@ -1,7 +1,9 @@
 """`mizzen run` on one machine: what ranks are given, how a job ends, that nothing is left. Most ranks load no torch."""
 
+import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -41,6 +43,22 @@ def test_what_ranks_are_given_and_what_becomes_of_their_words(tmp_path):
         }
         assert f"[rank {rank}] {first}\n" in ran.stdout and f"[rank {rank}] second\n" in ran.stdout
     assert len(ran.stdout.splitlines()) == 6, "no line is mixed with another"
+
+
+COUNT = """
+import hashlib, os, sys
+print(hashlib.sha256("".join(sys.argv[1:]).encode()).hexdigest())
+"""
+
+
+def test_as_many_words_as_the_system_allows_arrive_on_this_machine(tmp_path):
+    (tmp_path / "count.py").write_text(COUNT)
+    words = [random.Random(number).randbytes(50_000).hex() for number in range(4)]
+    ran = launch("--num_gpus", 1, "--no_local_rank", "count.py", *words, cwd=tmp_path)
+    assert (ran.returncode, ran.stdout.strip()) == (0, hashlib.sha256("".join(words).encode()).hexdigest()), ran.stderr
+    (tmp_path / ".mizzen_env").write_text(f"LONG={words[0]}{words[1]}\n")
+    ran = launch("--num_gpus", 1, "count.py", cwd=tmp_path)
+    assert ran.returncode == 1 and "the longest of them 200,006; this system allows" in ran.stderr
 
 
 FAIL = """

@@ -101,7 +101,7 @@ def test_ssh_with_a_file_that_is_no_text_and_without_its_program(mizzen, monkeyp
     (tmp_path / "hosts").write_text("w0 slots=1\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (
-        "mizzen ssh needs ssh, which is not installed: install openssh-client"
+        "mizzen ssh needs ssh, which is not installed: install the Debian package openssh-client"
         in mizzen("ssh", "-f", tmp_path / "hosts", "ls").err
     )
     ran = mizzen("run", "--hostfile", tmp_path / "hosts", "t.py")
