@@ -25,7 +25,8 @@ PORT_TAKEN: Final = 98
 """Exit code of a first node that finds the meeting port taken; the launcher then tries another one."""
 ENDED: Final = "ended"
 TAKEN: Final = "port taken"
-"""The last words of a supervisor: see `Job.last_word`."""
+SAID: Final = "said:"
+"""The last words of a supervisor: see `Job.last_word`. What follows `SAID` is a line for the launcher to print."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,14 @@ class Job:
     """Whether standard input ties a supervisor to the launcher: it brings requests, and its end is the end."""
     is_followed: bool = False
     """Whether a launcher reads what a supervisor writes, and so its last word: see `last_word`."""
+
+    @property
+    def mark(self) -> str:
+        """What stands before each line with which a supervisor leaves; empty where it prints them itself.
+
+        Programs such as mpirun have a word of their own on a job that failed, and ours is to be the last.
+        """
+        return self.last_word(SAID) if self.is_followed else ""
 
     @property
     def is_elastic(self) -> bool:

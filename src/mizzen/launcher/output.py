@@ -58,7 +58,7 @@ class Outlet:
         """What of a line is to be shown; one that a rank has left open may stand before the mark."""
         before, mark, word = line.partition(self.mark)
         if mark:
-            self.heard.append(word.decode(errors="replace").strip())
+            self.heard.append(word.decode(errors="replace").rstrip())
             return before + b"\n" if before else b""
         return line
 
@@ -118,10 +118,11 @@ class Pump:
                     key.fileobj.close()  # type: ignore[union-attr]
 
 
-def say(text: str, *, before: str = "") -> None:
-    """A line of the launcher's own, after what it speaks of, in one piece."""
+def say(text: str, *, before: str = "", mark: str = "") -> None:
+    """A line of the launcher's own, after what it speaks of, in one piece; a mark comes before each line."""
     shown = f"{before.rstrip()}\n" if before else ""
-    write("err", f"{shown}mizzen: {text}\n".encode(errors="backslashreplace"))
+    lines = f"{shown}mizzen: {text}".split("\n")
+    write("err", "".join(f"{mark}{line}\n" for line in lines).encode(errors="backslashreplace"))
 
 
 def open_log(folder: Path, attempt: int, rank: int) -> IO[bytes]:

@@ -65,10 +65,10 @@ def serve(job: Job, given: argparse.Namespace, env: Mapping[str, str]) -> int | 
     try:
         return run(*find_seat(job, given, env), env)
     except PortTaken as error:
-        say(f"error: {error}")
+        say(f"error: {error}", mark=job.mark)
         return None
     except MizzenError as error:
-        say(f"error: {error}")
+        say(f"error: {error}", mark=job.mark)
         return 1
 
 

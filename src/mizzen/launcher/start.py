@@ -23,10 +23,10 @@ from mizzen.errors import LaunchError, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
 from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, split_words, ssh
 from mizzen.launcher.devices import count_devices, find_devices
-from mizzen.launcher.job import LONGEST, TAKEN
+from mizzen.launcher.job import LONGEST, SAID, TAKEN
 from mizzen.launcher.keeper import dies_with_parent
-from mizzen.launcher.output import Outlet, Pump, say
-from mizzen.launcher.stops import HEEDED, hold, is_heeded
+from mizzen.launcher.output import Outlet, Pump, say, write
+from mizzen.launcher.stops import HEEDED, UNSAVED, hold, is_heeded
 from mizzen.launcher.variables import file_paths
 
 OTHERS: Final = 15.0
@@ -212,6 +212,8 @@ class Ship:
     command: Command
     process: "subprocess.Popen[bytes]"
     outlet: Outlet
+    passed_on: int = 0
+    """How much of what was heard has been dealt with."""
 
     @property
     def code(self) -> int:
@@ -258,16 +260,27 @@ class Fleet:
             pump.finish(10.0)
             if self.launch.pid_file is not None:
                 Path(self.launch.pid_file).unlink(missing_ok=True)
+        for ship in sorted(self.ships, key=lambda ship: ship is first):
+            self._pass_on(ship)
         for ship in ended:
             if ship.is_lost:
                 say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
         if first is None:
             return 0
+        if self.received and not any(ship.outlet.heard for ship in self.ships):
+            return UNSAVED  # it was asked to stop before any supervisor was there to be asked
         return 1 if first.is_lost else first.code
 
     def has_heard(self, word: str) -> bool:
         """Whether a supervisor has said this as its last word."""
         return any(word in ship.outlet.heard for ship in self.ships)
+
+    def _pass_on(self, ship: Ship) -> None:
+        """Print with what words its supervisors have left, after what the program itself had to say."""
+        words = ship.outlet.heard[ship.passed_on :]
+        ship.passed_on += len(words)
+        said = [word.removeprefix(SAID) for word in words if word.startswith(SAID)]
+        write("err", "".join(f"{line}\n" for line in said).encode(errors="backslashreplace"))
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)
@@ -300,6 +313,8 @@ class Fleet:
                 told += 1
                 self._tell("stop" if told == 1 and signal.SIGHUP not in self.received else "end")
             failed = [ship for ship in self.ships if ship.process.poll() not in (None, 0)]
+            for ship in failed if self.launch.job.is_elastic else ():
+                self._pass_on(ship)  # the others may go on for days
             first = first or next(iter(failed), None)
             alive = len(self.ships) - len(failed)
             if failed and deadline is None and (len(self.ships) == 1 or alive < self.launch.job.min_nodes):

@@ -169,7 +169,7 @@ class Supervisor:
     def _leave(self, code: int, words: str, trace: str = "") -> int:
         self._meeting.leave(words)
         if words:
-            say(words, before=trace)
+            say(words, before=trace, mark=self._job.mark)
         return code
 
     # Starting
