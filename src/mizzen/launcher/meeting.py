@@ -50,8 +50,6 @@ MISSES: Final = 4
 """A node that has not been heard of for so many seconds is gone."""
 REJOIN: Final = 60.0
 """Seconds in which nodes that all want another attempt must have met."""
-GATHERING: Final = 0.25
-"""Seconds between two looks at who of them does."""
 SILENCE: Final = 30.0
 """Seconds without an answer from the store after which the node that hosts it counts as lost."""
 FAREWELL: Final = 5.0
@@ -222,19 +220,21 @@ class Together:
 
     def _gather(self) -> None:
         """Wait until so many nodes want another attempt as it needs, but for none that is gone."""
-        self._ask(lambda: self._store().set(f"again/{self._rank}", ""), SILENCE)
-        while True:
-            news = self._ask(self._look, SILENCE)
-            if self._ask(self._count_again, SILENCE) >= self._job.min_nodes:
-                return
-            if news.gone and not news.are_enough:
-                raise LaunchError(news.gone)
-            time.sleep(GATHERING)
 
-    def _count_again(self) -> int:
-        store = self._store()
-        again = sum(store.check([f"again/{rank}"]) for rank in range(len(self._members)))
-        return again + int(self._handler.num_nodes_waiting())
+        def look() -> tuple[News, int]:
+            store = self._store()
+            store.set(f"again/{self._rank}", "")
+            again = sum(store.check([f"again/{rank}"]) for rank in range(len(self._members)))
+            return self._look(), again + self._handler.num_nodes_waiting()
+
+        until = time.monotonic() + REJOIN
+        news, coming = self._ask(look, SILENCE)
+        while coming < self._job.min_nodes:
+            if time.monotonic() > until or (news.gone and not news.are_enough):
+                few = f"{coming} of {self._job.min_nodes} nodes want another attempt after {REJOIN:.0f} s"
+                raise LaunchError(news.gone or few)
+            time.sleep(KEEP_ALIVE / 4)
+            news, coming = self._ask(look, SILENCE)
 
     def _join_by_all_means(self) -> Place:
         from torch.distributed import DistError
@@ -264,7 +264,7 @@ class Together:
         self._members = [Member(**json.loads(self._round.get(f"member/{rank}"))) for rank in range(info.world_size)]
         self._pulse, self._gone, self._is_in_doubt = Pulse(info.world_size, time.monotonic()), {}, False
         node, first_rank, world = settle(self._members, own.index)
-        address = self._reachable_address()
+        address = _reachable_address(own, self._members)
         if node == 0:
             self._ranks = StoreHost("::" if ":" in address else "0.0.0.0")
             self._ranks.serve()
@@ -273,12 +273,6 @@ class Together:
         self._attempts += 1
         interface = None if "GLOO_SOCKET_IFNAME" in self._env else interface_of(address)
         return Place(node, info.world_size, first_rank, world, master_addr, master_port, self._attempts - 1, interface)
-
-    def _reachable_address(self) -> str:
-        """This node's address as the others see it. The first node's way to itself says nothing about that."""
-        others = [member.address for member in self._members if member.index != self._seat.index]
-        way = next((other for other in others if not other.startswith("127.")), None)
-        return address_towards(way) if way is not None and self._address.startswith("127.") else self._address
 
     def _is_lost(self) -> bool:
         try:
@@ -390,6 +384,13 @@ class Together:
         until = time.monotonic() + FAREWELL
         while others and not self._round.check(others) and time.monotonic() < until - 0.5:
             time.sleep(0.02)
+
+
+def _reachable_address(own: Member, members: Sequence[Member]) -> str:
+    """This node's address as the others see it. The first node's way to itself says nothing about that."""
+    others = [member.address for member in members if member.index != own.index]
+    way = next((other for other in others if not other.startswith("127.")), None)
+    return address_towards(way) if way is not None and own.address.startswith("127.") else own.address
 
 
 def _gone(member: Member, has_left: bool, words: str) -> str:

@@ -293,7 +293,7 @@ class Supervisor:
         may_come = not crew.is_over or self._job.max_nodes > 1
         if found.is_secondary and may_come:
             if self._news.gone:
-                return self._without_them()
+                return _without_them(self._news)
             if now - self._failed_since < SECOND_CAUSE or self._news.is_in_doubt:
                 return None
         counted = self._meeting.fail(found)
@@ -340,10 +340,7 @@ class Supervisor:
         patience = max(TOGETHER, self._job.care.grace) if self._news.request == "stop" else TOGETHER
         if now - self._gone_since < patience:
             return None
-        return self._without_them()
-
-    def _without_them(self) -> Ending:
-        return Ending("changed" if self._news.are_enough else "lost", reason=self._news.gone)
+        return _without_them(self._news)
 
     def _changed(self, crew: Crew) -> Ending | None:
         """Nodes wait to join: ranks that can save do so first, so that no step is lost."""
@@ -380,3 +377,7 @@ class Supervisor:
         seen = [Sighting.of(member.order.rank, host, record, now) for member, record in crew.records()]
         with_stacks = [replace(one, stack=stacks.get(one.rank, "")).as_dict() for one in seen]
         return [Sighting(**entry) for entry in members_of(self._meeting.share("sightings", json.dumps(with_stacks)))]
+
+
+def _without_them(news: News) -> Ending:
+    return Ending("changed" if news.are_enough else "lost", reason=news.gone)

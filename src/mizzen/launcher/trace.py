@@ -10,8 +10,7 @@ line before it that says it is an aside.
 
 import re
 import signal
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 MARK: Final = re.compile(r"\[rank\d+\]: ?")
 """What torch puts before each line of an error that nobody caught."""
@@ -27,20 +26,14 @@ UNCAUGHT: Final = (1, -signal.SIGINT, -signal.SIGABRT, -signal.SIGBUS, -signal.S
 LONGEST: Final = 80
 
 
-@dataclass(slots=True)
-class Found:
-    """A traceback with those that led to it, as a range of lines."""
+class Found(NamedTuple):
+    """A traceback with those that led to it, as a range of lines. The largest is the likeliest to count."""
 
-    first: int
-    end: int
     is_marked: bool
     is_top: bool
-    is_aside: bool
-
-    @property
-    def worth(self) -> tuple[bool, bool, bool, int]:
-        """The more, the likelier it is the one that ended the program."""
-        return self.is_marked, self.is_top, not self.is_aside, self.first
+    is_own: bool
+    first: int
+    end: int
 
 
 def last_words(text: str, status: int, *, is_python: bool, is_shown: bool) -> str:
@@ -60,13 +53,12 @@ def traceback_in(text: str) -> str:
         one = _found(raw, lines, place)
         between = lines[found[-1].end : place] if found else []
         if found and (line.startswith("Original") or any(link in text for text in between for link in LINKS)):
-            found[-1].end, found[-1].is_top = one.end, found[-1].is_top or one.is_top
+            found[-1] = found[-1]._replace(end=one.end, is_top=found[-1].is_top or one.is_top)
         else:
             found.append(one)
     if not found:
         return ""
-    best = max(found, key=lambda one: one.worth)
-    kept = lines[best.first : best.end]
+    kept = lines[max(found).first : max(found).end]
     cut = len(kept) - LONGEST
     return "\n".join(kept if cut <= 0 else [*kept[: LONGEST // 2], f"  ... {cut} lines ...", *kept[-LONGEST // 2 :]])
 
@@ -82,7 +74,7 @@ def _found(raw: list[str], lines: list[str], first: int) -> Found:
         end += 1
     before = next((line for line in reversed(lines[:first]) if line.strip()), "")
     is_top = first + 1 < len(lines) and bool(TOP.match(lines[first + 1]))
-    return Found(first, min(end, len(lines)), is_marked, is_top, bool(ASIDE.match(before)))
+    return Found(is_marked, is_top, not ASIDE.match(before), first, min(end, len(lines)))
 
 
 def end_of(text: str, most: int = 20) -> str:
