@@ -67,7 +67,9 @@ class Running:
 
     def left(self):
         """Those of them that still live, and what they have left in memory and on disk."""
-        shared = [Path(f"/dev/shm/torch_{pid}_left") for pid in self.family]
+        shared = [
+            Path(f"/dev/shm/{name}") for pid in self.family for name in (f"torch_{pid}_left", f"mizzen_left_{pid}")
+        ]
         there = sorted(str(path) for path in (*self.folders, *shared) if path.exists())
         return sorted(pid for pid in self.family if _lives(pid)) + there
 

@@ -26,9 +26,9 @@ def launch(cluster, name, tmp_path, *options, seed=0):
     results, canary = tmp_path / "results", tmp_path / "canary"
     results.mkdir()
     arguments = words(seed, WORDS, canary)
-    values = words(seed + 1, 200, canary)
+    values = words(seed + 1, WORDS, canary)
     variables = {f"NCCL_FUZZ_{number}": value for number, value in enumerate(values)}
-    in_file = {f"FUZZ_{number}": "".join(value.splitlines()) for number, value in enumerate(values[:100])}
+    in_file = {f"FUZZ_{number}": value.replace("\n", "").rstrip("\r") for number, value in enumerate(values[:100])}
     text = "# made\n\n" + "".join(f"{key}={value}\n" for key, value in in_file.items())
     (tmp_path / ".mizzen_env").write_bytes(text.encode(errors="surrogateescape"))
     variables["NCCL_FUZZ_RESULTS"] = str(results)

@@ -46,14 +46,16 @@ def left(tmp_path):
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("name", ["ssh", "slurm"])
+@pytest.mark.parametrize("name", ["ssh", "pdsh", "openmpi", "slurm"])
 def test_the_code_of_the_first_failure(cluster, request, tmp_path, name):
     if name == "slurm":
         request.getfixturevalue("slurm")
     process = begin(cluster, tmp_path, name, "fail")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 9, out.decode()
-    assert b"rank 3 on node2 ended with exit code 9" in out
+    assert out.decode().splitlines()[-1] == "mizzen: rank 3 on node2 ended with exit code 9", (
+        "whatever the program says"
+    )
     wait_for(lambda: not left(tmp_path), "the end of all ranks", 10)
 
 

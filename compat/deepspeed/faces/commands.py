@@ -44,11 +44,7 @@ def ds_ssh(args: Sequence[str] | None = None) -> int:
 
 def ds_elastic(args: Sequence[str] | None = None) -> int:
     """`mizzen elastic`."""
-    words = _words(args)
-    for name in ("-w", "--world-size"):
-        if name in words and words[words.index(name) + 1 : words.index(name) + 2] == ["0"]:
-            del words[words.index(name) : words.index(name) + 2]
-    return main(["elastic", *words])
+    return main(["elastic", *_words(args)])
 
 
 def ds_bench(args: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from mizzen.cli.parser import Parser, count, examples, write, write_json
+from mizzen.cli.parser import Parser, examples, whole, write, write_json
 from mizzen.config.elastic import compute_elastic
 from mizzen.config.load import load
 from mizzen.errors import ConfigError
@@ -14,7 +14,9 @@ def configure(parser: Parser) -> None:
     parser.description = "Compute the elastic batch of the section `elasticity`."
     parser.epilog = examples("mizzen elastic -c config.json", "mizzen elastic -c config.json -w 64")
     parser.add_argument("-c", "--config", required=True, metavar="CONFIG", help="JSON or HJSON file")
-    parser.add_argument("-w", "--world", "--world-size", type=count, default=0, metavar="N", help="number of GPUs")
+    parser.add_argument(
+        "-w", "--world", "--world-size", type=whole, default=0, metavar="N", help="number of GPUs (0: any)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

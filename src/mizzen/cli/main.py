@@ -5,11 +5,13 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
 from mizzen.cli.parser import Parser, examples, write
 from mizzen.errors import ConfigError, LayoutError, MizzenError, PlanError, UsageError
+from mizzen.launcher.stops import leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,11 @@ def _run(words: list[str]) -> int:
         write(top.format_help())
         return 0
     command = _find(words[split])
-    parser = Parser(prog=f"mizzen {command.name}", description=command.summary)
-    importlib.import_module(command.module).configure(parser)
-    arguments = parser.parse_args(words[split + 1 :])
-    return int(arguments.run(arguments))
+    with leaving() if command.name == "run" else nullcontext():
+        parser = Parser(prog=f"mizzen {command.name}", description=command.summary)
+        importlib.import_module(command.module).configure(parser)
+        arguments = parser.parse_args(words[split + 1 :])
+        return int(arguments.run(arguments))
 
 
 def _top_parser() -> Parser:

@@ -55,6 +55,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """A whole number from 0 on."""
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+
+
 def write(text: str) -> None:
     """Print a text; what the terminal cannot show, such as half of a surrogate pair in a key, is escaped."""
     encoding = sys.stdout.encoding or "utf-8"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from mizzen.cli.parser import Parser, count, examples, write
+from mizzen.cli.parser import Parser, count, examples, whole, write
 from mizzen.environment import environ
 from mizzen.launcher.arrange import HOSTFILE, Asked, arrange
 from mizzen.launcher.backends import NAMES
@@ -24,13 +24,6 @@ class Flag:
     metavar: str | None = None
     type: Any = str
     choices: tuple[str, ...] | None = None
-
-
-def _whole(text: str) -> int:
-    """A whole number from 0 on; -1 is what other launchers write for nothing said."""
-    if text.isascii() and text.isdigit():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
 
 
 def _port(text: str) -> int:
@@ -85,7 +78,7 @@ GROUPS: Final = (
             Flag(("--no_ssh_check",), "do not try the hosts first", type=bool),
             Flag(("--force_multi",), "go the way of many hosts for one host too", type=bool),
             Flag(("--no_ssh",), "run this node only; the same command is typed on each", type=bool),
-            Flag(("--node_rank",), "which node this is, with --no_ssh", "N", _whole),
+            Flag(("--node_rank",), "which node this is, with --no_ssh", "N", whole),
             Flag(("--master_addr",), "where nodes meet (default: the first host)", "HOST"),
             Flag(("--master_port",), "and at which port (default: a free one; 29500 with --no_ssh)", "PORT", _port),
         ),
@@ -94,7 +87,7 @@ GROUPS: Final = (
         "care",
         (
             Flag(
-                ("--max_restarts", "--max-restarts"), "failures after which ranks start again (default: 0)", "N", _whole
+                ("--max_restarts", "--max-restarts"), "failures after which ranks start again (default: 0)", "N", whole
             ),
             Flag(("--grace",), "seconds to save in when asked to stop (default: 120)", "S", _seconds),
             Flag(("--hang_timeout",), "seconds that a rank may wait; overrides the configuration", "S", _seconds),

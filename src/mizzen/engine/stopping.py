@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from mizzen.comm.communicator import current
 from mizzen.engine.parley import Parley
 from mizzen.environment import Switches, environ
-from mizzen.launcher.job import SAVED, UNSAVED
+from mizzen.launcher.stops import SAVED, UNSAVED
 from mizzen.log import get_logger, log_dist
 from mizzen.progress import get_progress
 

@@ -209,8 +209,6 @@ def _hosts(asked: Asked, facts: Facts) -> Hosts:
     if facts.hostfile is not None:
         hosts = parse_hostfile(facts.hostfile, asked.hostfile or HOSTFILE)
         return limit(select(hosts, asked.include, asked.exclude), asked.num_nodes, asked.num_gpus)
-    if asked.hostfile is not None:
-        raise UsageError(f"--hostfile {asked.hostfile}: there is no such file")
     if asked.launcher.lower() == "slurm":
         return _slurm_hosts(asked, facts)
     if (asked.no_ssh or asked.emit) and asked.num_nodes:
@@ -218,8 +216,8 @@ def _hosts(asked: Asked, facts: Facts) -> Hosts:
         return tuple(Host(f"node{number}", slots) for number in range(asked.num_nodes))
     if (asked.num_nodes or 1) > 1:
         raise UsageError(
-            f"--num_nodes {asked.num_nodes}, but {HOSTFILE} does not exist: name the hosts with --hostfile, or start "
-            "each node by itself with --no_ssh --node_rank"
+            f"--num_nodes {asked.num_nodes}, but {asked.hostfile or HOSTFILE} does not exist: name the hosts with "
+            "--hostfile, or start each node by itself with --no_ssh --node_rank"
         )
     return select((_here(asked, facts),), asked.include, asked.exclude)
 

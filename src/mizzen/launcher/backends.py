@@ -89,11 +89,11 @@ class Ssh:
     """One ssh per host. Its input is a line to the supervisor there: when it is cut, the ranks end."""
 
     name = "ssh"
-    needs = Needs(("ssh",), "openssh-client")
+    needs = Needs(("ssh",), "the Debian package openssh-client")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
-        word = job.encode()
+        word = job.word()
         return tuple(
             Command(
                 (*ssh(way), host.name, supervisor(job, way, "--node", str(node), word=word)),
@@ -114,11 +114,11 @@ class Pdsh:
     """One pdsh for all hosts; a supervisor finds its place by the name that pdsh puts in for `%h`."""
 
     name = "pdsh"
-    needs = Needs(("pdsh",), "pdsh")
+    needs = Needs(("pdsh",), "the Debian package pdsh")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
-        line = supervisor(job, way, "--host", "HOST", word=job.encode()).replace("%", "%%").replace("HOST", "%h", 1)
+        line = supervisor(job, way, "--host", "HOST", word=job.word()).replace("%", "%%").replace("HOST", "%h", 1)
         return (Command((*self._start(job, way), line), _names(job), self._environment(way), channel="ask"),)
 
     def ask(self, job: Job, way: Way, request: str) -> Command:
@@ -139,7 +139,7 @@ class OpenMpi:
     """One block of mpirun's command line per host, so that a supervisor knows its place whatever mpirun does."""
 
     name = "openmpi"
-    needs = Needs(("mpirun.openmpi", "mpirun"), "openmpi-bin", "Open MPI")
+    needs = Needs(("mpirun.openmpi", "mpirun"), "the Debian package openmpi-bin", "Open MPI")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -149,7 +149,7 @@ class OpenMpi:
         for node, host in enumerate(job.hosts):
             block = ("-np", "1", "--host", host.name, "-x", VARIABLE, *_interpreter(job, way), "--node", str(node))
             words += [*((":",) if node else ()), *block]
-        return (Command(tuple(words), _names(job), {VARIABLE: job.encode()}),)
+        return (Command(tuple(words), _names(job), {VARIABLE: job.word()}),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +168,14 @@ class Hydra:
         words += way.arguments
         for node in range(len(job.hosts)):
             words += [*((":",) if node else ()), "-n", "1", *_interpreter(job, way), "--node", str(node)]
-        return (Command(tuple(words), _names(job), {VARIABLE: job.encode(), **port}),)
+        return (Command(tuple(words), _names(job), {VARIABLE: job.word(), **port}),)
 
 
 class Slurm:
     """One srun for all hosts, inside an allocation or making its own; a supervisor is told its place by Slurm."""
 
     name = "slurm"
-    needs = Needs(("srun",), "slurm-client")
+    needs = Needs(("srun",), "the Debian package slurm-client")
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
@@ -187,7 +187,7 @@ class Slurm:
             *_interpreter(job, way),
             "--slurm",
         )
-        return (Command(words, _names(job), {VARIABLE: job.encode()}),)
+        return (Command(words, _names(job), {VARIABLE: job.word()}),)
 
 
 def _interpreter(job: Job, way: Way) -> tuple[str, ...]:
@@ -202,13 +202,15 @@ def _names(job: Job) -> tuple[str, ...]:
     return tuple(host.name for host in job.hosts)
 
 
+INTEL: Final = "intel-oneapi-mpi (from Intel's own package archive; Debian has none), and source its setvars.sh"
+MVAPICH: Final = "MVAPICH from its source at mvapich.cse.ohio-state.edu (Debian has no package)"
 BACKENDS: Final[tuple[Backend, ...]] = (
     Ssh(),
     Pdsh(),
     OpenMpi(),
-    Hydra("mpich", Needs(("mpirun.mpich", "mpirun"), "mpich", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
-    Hydra("impi", Needs(("mpirun",), "Intel MPI", "Intel"), "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
-    Hydra("mvapich", Needs(("mpirun",), "MVAPICH", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Hydra("mpich", Needs(("mpirun.mpich", "mpirun"), "the Debian package mpich", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Hydra("impi", Needs(("mpirun",), INTEL, "Intel"), "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
+    Hydra("mvapich", Needs(("mpirun",), MVAPICH, "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
     Slurm(),
 )
 NAMES: Final = tuple(backend.name for backend in BACKENDS)

@@ -1,5 +1,6 @@
 """The ranks of one node in one attempt, as processes: start them, look at them, end them."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,9 +13,11 @@ from typing import IO, Final
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.failure import Failure
-from mizzen.launcher.job import SAVED, UNSAVED
-from mizzen.launcher.keeper import Keeper, kill_group, sweep_shared_memory
-from mizzen.launcher.output import Outlet, Pump, end_of, traceback_in
+from mizzen.launcher.family import end_family, kill_group
+from mizzen.launcher.keeper import Keeper
+from mizzen.launcher.output import Outlet, Pump
+from mizzen.launcher.stops import SAVED, UNSAVED
+from mizzen.launcher.trace import last_words
 from mizzen.progress import STACKS, Progress, Record, record_path, stacks_path
 
 PATIENCE: Final = 3.0
@@ -32,6 +35,7 @@ class Order:
     words: tuple[str, ...]
     environment: dict[str, str]
     outlet: Outlet
+    is_python: bool = True
 
 
 @dataclass(slots=True)
@@ -76,7 +80,10 @@ class Crew:
                 )
             except OSError as error:
                 self.end(signal.SIGKILL)
-                raise LaunchError(f"{order.words[0]} cannot be started in {folder} on {self.host}: {error}") from error
+                size = f" ({_size(order)})" if error.errno == errno.E2BIG else ""
+                raise LaunchError(
+                    f"{order.words[0]} cannot be started in {folder} on {self.host}: {error}{size}"
+                ) from error
             self.members.append(Member(order, process))
             for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
                 self.pump.add(_present(pipe), order.outlet, "out" if stream == "out" else "err")
@@ -109,16 +116,13 @@ class Crew:
         failed = [member for member in ended if not self._has_stopped(member, is_asked)]
         if failed:
             time.sleep(5 * TICK)  # its last words may still be on their way through the pipe
-        return [
-            Failure(
-                member.order.rank,
-                self.host,
-                member.process.returncode,
-                _last_words(member.order.outlet),
-                member.resident,
-            )
-            for member in failed
-        ]
+        return [self._failure(member) for member in failed]
+
+    def _failure(self, member: Member) -> Failure:
+        order, status = member.order, member.process.returncode
+        text = order.outlet.kept.decode(errors="replace")
+        words = last_words(text, status, is_python=order.is_python, is_shown=order.outlet.is_shown)
+        return Failure(order.rank, self.host, status, words, member.resident)
 
     def weigh(self) -> None:
         """Note how much memory each rank has now, in case it is killed for it."""
@@ -171,49 +175,33 @@ class Crew:
         return record_path(self.folder, member.order.local_rank)
 
     def end(self, number: int = signal.SIGTERM, patience: float = PATIENCE) -> None:
-        """Ask what still runs to end, wait a little, end it; nothing of the process groups is left."""
+        """Ask what still runs to end, wait a little, end it; nothing of what they have started is left."""
         for member, record in self.records():
             if record.step >= 0:  # it takes a request to end for one to save, and has nothing to tidy up otherwise
-                kill_group(member.process.pid, signal.SIGKILL)
-        self.send(number)
-        until = time.monotonic() + (patience if number != signal.SIGKILL else 0)
-        while not self.is_over and time.monotonic() < until:
-            time.sleep(TICK)
+                member.process.kill()
+        if number != signal.SIGKILL:
+            self.send(number)
+            until = time.monotonic() + patience
+            while not self.is_over and time.monotonic() < until:
+                time.sleep(TICK)
+        end_family([member.process.pid for member in self.members], [self.folder])
         for member in self.members:
-            group = member.process.pid
-            while kill_group(group, signal.SIGKILL):
-                if member.process.poll() is not None and not _lives(group):
-                    break
-                time.sleep(TICK / 4)
             member.process.wait()
-            self.keeper.forget(group)
-            sweep_shared_memory(group)
+            self.keeper.forget(member.process.pid)
         self.pump.finish()
         for member in self.members:
             if member.order.outlet.file is not None:
                 member.order.outlet.file.close()
 
 
-def _last_words(outlet: Outlet) -> str:
-    """The traceback of a rank; where there is none, the end of its errors, unless they were shown."""
-    text = outlet.kept.decode(errors="replace")
-    return traceback_in(text) or ("" if outlet.is_shown else end_of(text))
-
-
-def _lives(group: int) -> bool:
-    """Whether a process of the group does more than wait to be buried by its parent."""
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return any(_is_of(group, entry) for entry in Path("/proc").glob("[0-9]*/stat"))
-
-
-def _is_of(group: int, path: Path) -> bool:
-    with suppress(OSError):
-        fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        return int(fields[2]) == group and fields[0] not in "ZX"
-    return False
+def _size(order: Order) -> str:
+    """How long what a rank is given is, and may be."""
+    sizes = [len(os.fsencode(word)) + 1 for word in order.words]
+    sizes += [len(os.fsencode(f"{name}={value}")) + 1 for name, value in order.environment.items()]
+    return (
+        f"its arguments and variables have {sum(sizes):,} bytes, the longest of them {max(sizes):,}; this system "
+        f"allows {os.sysconf('SC_ARG_MAX'):,} in all and {32 * PAGE:,} for one: put what is long into a file"
+    )
 
 
 def _main_thread(stacks: str) -> str:

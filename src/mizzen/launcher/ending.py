@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mizzen.launcher.failure import Failure
-from mizzen.launcher.job import SAVED, UNSAVED
+from mizzen.launcher.stops import SAVED, UNSAVED
 
 Kind = Literal["done", "saved", "unsaved", "stopped", "changed", "failed", "lost"]
 

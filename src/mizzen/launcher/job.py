@@ -21,15 +21,12 @@ Kind = Literal["script", "module", "executable"]
 
 LONGEST: Final = 120_000
 """Letters that one word of a command line or a variable can have: Linux allows 128 KiB."""
-SAVED: Final = 75
-"""Exit code of a job that was asked to stop and has saved: start it again and it goes on. (EX_TEMPFAIL)"""
-UNSAVED: Final = 76
-"""Exit code of a job that was asked to stop when nothing could be saved: in start-up, or without checkpoint.dir."""
 PORT_TAKEN: Final = 98
 """Exit code of a first node that finds the meeting port taken; the launcher then tries another one."""
 ENDED: Final = "ended"
 TAKEN: Final = "port taken"
-"""The last words of a supervisor: see `Job.last_word`."""
+SAID: Final = "said:"
+"""The last words of a supervisor: see `Job.last_word`. What follows `SAID` is a line for the launcher to print."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +92,14 @@ class Job:
     """Whether a launcher reads what a supervisor writes, and so its last word: see `last_word`."""
 
     @property
+    def mark(self) -> str:
+        """What stands before each line with which a supervisor leaves; empty where it prints them itself.
+
+        Programs such as mpirun have a word of their own on a job that failed, and ours is to be the last.
+        """
+        return self.last_word(SAID) if self.is_followed else ""
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the number of nodes may change."""
         return self.min_nodes < self.max_nodes
@@ -109,11 +114,16 @@ class Job:
     def encode(self) -> str:
         """The job as one word of letters, digits, `-` and `_`."""
         text = json.dumps(asdict(self), separators=(",", ":")).encode()
-        word = base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip("=")
+        return base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip("=")
+
+    def word(self) -> str:
+        """The same for a command line or a variable, where it must not be too long."""
+        word = self.encode()
         if len(word) > LONGEST:
             raise LaunchError(
                 f"the arguments and variables of this job take {len(word):,} letters when encoded, and one word of a "
-                f"command line holds {LONGEST:,}: put long arguments into a file that all hosts can read"
+                f"command line that goes to other hosts holds {LONGEST:,}: put long arguments into a file that all "
+                "hosts can read"
             )
         return word
 

@@ -3,7 +3,7 @@
 [Note: who cleans up after whom]
 A rank dies with its supervisor by the kernel's parent-death signal, but the processes that the rank has started do not.
 Every rank is the head of a process group, and the keeper knows the groups. It holds one end of a pipe; when the other
-end is closed, for whatever reason, it kills what is left of the groups and removes the job's folder.
+end is closed, for whatever reason, it ends what is left of the ranks' families and removes the job's folder.
 """
 
 import ctypes
@@ -17,9 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from mizzen.launcher.family import KEEPER, end_family
+
 PARENT_DEATH: Final = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
-SHARED: Final = Path("/dev/shm")
+NAME: Final = 15
+"""PR_SET_NAME, the same."""
 
 
 def dies_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
@@ -90,6 +93,8 @@ def _keep(read: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.setsid()
+    if sys.platform.startswith("linux"):
+        ctypes.PyDLL(None).prctl(NAME, KEEPER.encode(), 0, 0, 0)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -104,28 +109,9 @@ def _keep(read: int) -> None:
                 groups.pop(int(rest), None)
             elif word == "folder":
                 folders.append(rest)
-    for group in groups:
-        kill_group(group, signal.SIGKILL)
+    end_family(groups, map(Path, folders))
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             os.unlink(folder)
-    for group in groups:
-        sweep_shared_memory(group)
     os._exit(0)
-
-
-def kill_group(group: int, number: int) -> bool:
-    """Send a signal to a process group; false when there is none."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-def sweep_shared_memory(pid: int) -> None:
-    """Remove what torch has left of a dead process in shared memory: its files carry the number of the process."""
-    if SHARED.is_dir():
-        for path in SHARED.glob(f"torch_{pid}_*"):
-            path.unlink(missing_ok=True)

@@ -18,9 +18,7 @@ watches both and says for all who is gone: so every node names the same cause. I
 """
 
 import json
-import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,29 +35,25 @@ from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import Job
 from mizzen.launcher.place import Member, Place, settle
 from mizzen.launcher.pulse import LOST, Pulse
+from mizzen.launcher.store import LOOPBACK, StoreHost, connect
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 Result = TypeVar("Result")
 
-LOOPBACK: Final = "127.0.0.1"
-WAITING: Final = 2048
-"""Connections that may wait until torch is loaded and answers them."""
 JOIN: Final = timedelta(minutes=10)
 LAST_CALL: Final = timedelta(seconds=3)
 """How long an elastic job that could start waits for more nodes."""
 KEEP_ALIVE: Final = 1
 MISSES: Final = 4
 """A node that has not been heard of for so many seconds is gone."""
+REJOIN: Final = 60.0
+"""Seconds in which nodes that all want another attempt must have met."""
 SILENCE: Final = 30.0
 """Seconds without an answer from the store after which the node that hosts it counts as lost."""
 FAREWELL: Final = 5.0
 """Seconds for which the host of the store waits at the end for the others to have read it."""
-
-
-class PortTaken(LaunchError):
-    """The meeting port belongs to somebody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +72,8 @@ class News:
     """Who has left before its ranks were done, or is lost, in words."""
     are_enough: bool = False
     """Whether those that remain may go on without them."""
+    is_in_doubt: bool = False
+    """Whether a node that is needed has been silent for a while, so that it may be gone."""
 
 
 class Meeting(Protocol):
@@ -103,56 +99,6 @@ class Meeting(Protocol):
 
     def leave(self, words: str) -> None:
         """Take no further part; the others learn why."""
-
-
-class StoreHost:
-    """A store for the ranks of one attempt. Its port is bound at once; torch answers there as soon as it is loaded."""
-
-    def __init__(self, address: str, port: int = 0) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((address, port))
-        except OSError as error:
-            self._socket.close()
-            raise PortTaken(
-                f"port {port} of this machine cannot be had ({error.strerror}), most likely because another job has "
-                "it: leave --master_port out and a free one is found, or name another"
-            ) from error
-        self._socket.listen(WAITING)
-        self.port: int = self._socket.getsockname()[1]
-        self.address = address
-        self.store: Any = None
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    def serve(self) -> None:
-        """Load torch and answer."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        with self._lock:
-            if self._is_closed:
-                return
-            self.store = TCPStore(
-                self.address if self.address not in ("0.0.0.0", "::") else LOOPBACK,
-                self.port,
-                None,
-                True,
-                wait_for_workers=False,
-                master_listen_fd=os.dup(self._socket.fileno()),
-            )
-
-    def serve_soon(self) -> None:
-        """The same in a thread: loading torch takes as long as the ranks take to need the store."""
-        threading.Thread(target=self.serve, name="mizzen-store", daemon=True).start()
-
-    def close(self) -> None:
-        """Free the port."""
-        with self._lock:
-            self._is_closed = True
-            self._socket.close()
-            self.store = None
 
 
 class Alone:
@@ -222,7 +168,7 @@ class Together:
             self._own.serve()
             self._root = self._own.store
         else:
-            self._root = _connect(seat.master_addr, job.master_port, JOIN)
+            self._root = connect(seat.master_addr, job.master_port, JOIN)
         self._handler = DynamicRendezvousHandler.from_backend(
             job.id,
             self._root,
@@ -239,6 +185,7 @@ class Together:
         self._rank = 0
         self._pulse = Pulse(0, 0.0)
         self._gone: dict[int, str] = {}
+        self._is_in_doubt = False
         self._ranks: StoreHost | None = None
         self._attempts = 0
         # [Note: a store that does not answer]
@@ -264,9 +211,30 @@ class Together:
 
     def join(self) -> Place:
         """Meet the others; the first node in order hosts the store of the ranks."""
-        place = self._ask(self._join_by_all_means, JOIN.total_seconds() + SILENCE)
+        if self._round is not None:
+            self._gather()
+        patience = REJOIN if self._round is not None else JOIN.total_seconds()
+        place = self._ask(self._join_by_all_means, patience + SILENCE)
         self._looking, self._news = None, News()
         return place
+
+    def _gather(self) -> None:
+        """Wait until so many nodes want another attempt as it needs, but for none that is gone."""
+
+        def look() -> tuple[News, int]:
+            store = self._store()
+            store.set(f"again/{self._rank}", "")
+            again = sum(store.check([f"again/{rank}"]) for rank in range(len(self._members)))
+            return self._look(), again + self._handler.num_nodes_waiting()
+
+        until = time.monotonic() + REJOIN
+        news, coming = self._ask(look, SILENCE)
+        while coming < self._job.min_nodes:
+            if time.monotonic() > until or (news.gone and not news.are_enough):
+                few = f"{coming} of {self._job.min_nodes} nodes want another attempt after {REJOIN:.0f} s"
+                raise LaunchError(news.gone or few)
+            time.sleep(KEEP_ALIVE / 4)
+            news, coming = self._ask(look, SILENCE)
 
     def _join_by_all_means(self) -> Place:
         from torch.distributed import DistError
@@ -294,9 +262,9 @@ class Together:
         own = Member(self._seat.index, len(self._seat.host.slots), self._seat.host.name, self._address)
         self._round.set(f"member/{info.rank}", json.dumps(asdict(own)))
         self._members = [Member(**json.loads(self._round.get(f"member/{rank}"))) for rank in range(info.world_size)]
-        self._pulse, self._gone = Pulse(info.world_size, time.monotonic()), {}
+        self._pulse, self._gone, self._is_in_doubt = Pulse(info.world_size, time.monotonic()), {}, False
         node, first_rank, world = settle(self._members, own.index)
-        address = self._reachable_address()
+        address = _reachable_address(own, self._members)
         if node == 0:
             self._ranks = StoreHost("::" if ":" in address else "0.0.0.0")
             self._ranks.serve()
@@ -305,12 +273,6 @@ class Together:
         self._attempts += 1
         interface = None if "GLOO_SOCKET_IFNAME" in self._env else interface_of(address)
         return Place(node, info.world_size, first_rank, world, master_addr, master_port, self._attempts - 1, interface)
-
-    def _reachable_address(self) -> str:
-        """This node's address as the others see it. The first node's way to itself says nothing about that."""
-        others = [member.address for member in self._members if member.index != self._seat.index]
-        way = next((other for other in others if not other.startswith("127.")), None)
-        return address_towards(way) if way is not None and self._address.startswith("127.") else self._address
 
     def _is_lost(self) -> bool:
         try:
@@ -362,6 +324,7 @@ class Together:
             are_finished=int(store.add("finished", 0)) >= len(self._members),
             gone=gone,
             are_enough=are_enough or has_changed,
+            is_in_doubt=store.check(["doubt"]) and store.get("doubt") == b"1",
         )
 
     def _judge(self, store: "Store") -> None:
@@ -375,6 +338,11 @@ class Together:
                 self._gone[rank] = _gone(self._members[rank], has_left, words)
                 are_enough = len(self._members) - len(self._gone) >= self._job.min_nodes
                 store.set("gone", json.dumps(["; ".join(self._gone.values()), are_enough]))
+        doubtful = [rank for rank in self._pulse.doubtful if not store.check([f"finished/{rank}"])]
+        is_in_doubt = bool(doubtful) and len(self._members) - len({*self._gone, *doubtful}) < self._job.min_nodes
+        if is_in_doubt != self._is_in_doubt:
+            self._is_in_doubt = is_in_doubt
+            store.set("doubt", "1" if is_in_doubt else "0")
 
     def request(self, word: str) -> None:
         """Ask all nodes for something."""
@@ -418,23 +386,17 @@ class Together:
             time.sleep(0.02)
 
 
+def _reachable_address(own: Member, members: Sequence[Member]) -> str:
+    """This node's address as the others see it. The first node's way to itself says nothing about that."""
+    others = [member.address for member in members if member.index != own.index]
+    way = next((other for other in others if not other.startswith("127.")), None)
+    return address_towards(way) if way is not None and own.address.startswith("127.") else own.address
+
+
 def _gone(member: Member, has_left: bool, words: str) -> str:
     """What is said of a node that is gone."""
     how = "has left" if has_left else f"is lost: its supervisor has not been heard of for {LOST:.0f} s"
     return f"node {member.index} ({member.host}) {how}" + (f": {words}" if words else "")
-
-
-def _connect(address: str, port: int, timeout: timedelta) -> Any:
-    """Reach the store of the first node, which may not be there yet."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    try:
-        return TCPStore(address, port, None, False, timeout=timeout)
-    except RuntimeError as error:
-        raise LaunchError(
-            f"the first node was waited for at {address}:{port} for {timeout.total_seconds():.0f} s and has not "
-            "answered: see whether it runs, whether the address is right, and whether a firewall closes the port"
-        ) from error
 
 
 def address_towards(target: str) -> str:

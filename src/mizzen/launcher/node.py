@@ -1,142 +1,14 @@
-"""`python -m mizzen.launcher.node`: what runs on each node. It finds its place, and hands over to the supervisor."""
+"""`python -m mizzen.launcher.node`: what runs on each node. It loads `serve.py` once signals can no longer be lost."""
 
-import argparse
 import os
-import signal
-import socket
 import sys
-import tempfile
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from importlib import import_module
 
-from mizzen.environment import environ, integer
-from mizzen.errors import LaunchError, MizzenError
-from mizzen.launcher.hosts import Host, in_allocation
-from mizzen.launcher.job import ENDED, PORT_TAKEN, TAKEN, Job
-from mizzen.launcher.keeper import SHARED, Keeper
-from mizzen.launcher.meeting import PortTaken, Seat, meet
-from mizzen.launcher.output import say, write
-from mizzen.launcher.supervisor import Signals, Supervisor
-from mizzen.log import set_level
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run one node of a job, or bring a request to it; the exit code."""
-    parser = argparse.ArgumentParser(prog="mizzen.launcher.node")
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--node", type=int, help="which host of the job this is")
-    place.add_argument("--host", help="the name of this host in the job")
-    place.add_argument("--slurm", action="store_true", help="Slurm says which host this is")
-    place.add_argument("--ask", choices=("stop", "end"), help="bring a request to the supervisor of the job here")
-    parser.add_argument("job", nargs="?", help="the job as one word; MIZZEN_JOB where there is none")
-    given = parser.parse_args(words)
-    env = environ()
-    word = given.job or env.get("MIZZEN_JOB", "")
-    if given.ask:
-        return ask(word, given.ask)
-    try:
-        job = Job.decode(word)
-    except MizzenError as error:
-        say(f"error: {error}")
-        return 1
-    code = serve(job, given, env)
-    if job.is_followed:
-        write("err", f"{job.last_word(TAKEN if code is None else ENDED)}\n".encode())
-    return PORT_TAKEN if code is None else code
-
-
-def serve(job: Job, given: argparse.Namespace, env: Mapping[str, str]) -> int | None:
-    """Run this node and say what went wrong; the exit code, or None where the meeting port is taken."""
-    try:
-        return run(*find_seat(job, given, env), env)
-    except PortTaken as error:
-        say(f"error: {error}")
-        return None
-    except MizzenError as error:
-        say(f"error: {error}")
-        return 1
-
-
-def find_seat(job: Job, given: argparse.Namespace, env: Mapping[str, str]) -> tuple[Job, Seat]:
-    """Which node this is; where only Slurm knows the hosts, the job gets their names here."""
-    names = [host.name for host in job.hosts]
-    if given.slurm:
-        own, all_names = env.get("SLURMD_NODENAME", socket.gethostname()), in_allocation(env)
-        index = names.index(own) if own in names else integer(env, "SLURM_NODEID", 0)
-        if not names[index]:
-            job = replace(job, master_addr=job.master_addr or all_names[0] if len(names) > 1 else job.master_addr)
-        return job, _seat(job, index, own)
-    if given.host is not None:
-        if given.host not in names:
-            raise LaunchError(f"this host was called {given.host!r}, but the job knows {', '.join(names)}")
-        return job, _seat(job, names.index(given.host), given.host)
-    return job, _seat(job, given.node, names[min(given.node, len(names) - 1)])
-
-
-def _seat(job: Job, index: int, name: str) -> Seat:
-    slots = job.hosts[min(index, len(job.hosts) - 1)].slots
-    return Seat(index, Host(name, slots), job.master_addr)
-
-
-def run(job: Job, seat: Seat, env: Mapping[str, str]) -> int:
-    """Supervise this node to the end of the job."""
-    set_level(job.care.level)
-    with Keeper() as keeper:
-        signals = Signals()
-        if job.lifeline:
-            threading.Thread(target=follow, name="mizzen-lifeline", daemon=True).start()
-        folder = job_folder(job, seat)
-        keeper.remove(folder)
-        (folder / "pid").write_text(str(os.getpid()))
-        if job.care.pid_file is not None:
-            keeper.remove(Path(job.care.pid_file))
-            Path(job.care.pid_file).write_text(str(os.getpid()))
-        meeting = meet(job, seat, {**env, **job.environment})
-        supervisor = Supervisor(job, seat, meeting, keeper=keeper, signals=signals, folder=folder, env=env)
-        try:
-            return supervisor.run()
-        except LaunchError as error:
-            meeting.leave(str(error))
-            raise
-
-
-def job_folder(job: Job, seat: Seat) -> Path:
-    """A folder of our own, in memory where that can be had, whose name tells another process how to find us."""
-    base = SHARED if SHARED.is_dir() and os.access(SHARED, os.W_OK) else None
-    try:
-        return Path(tempfile.mkdtemp(prefix=_prefix(job.id), suffix=f"-{seat.index}", dir=base))
-    except OSError as error:
-        raise LaunchError(
-            f"no folder for the records of the ranks can be made in {base or tempfile.gettempdir()} ({error}): free "
-            "some space there, or set TMPDIR"
-        ) from error
-
-
-def _prefix(job: str) -> str:
-    return f"mizzen-{job}-{socket.gethostname()}-"
-
-
-def follow() -> None:
-    """Do what the launcher says on standard input; when it is gone, end at once."""
-    for line in sys.stdin:
-        if line.strip() == "stop":
-            os.kill(os.getpid(), signal.SIGUSR1)
-    os.kill(os.getpid(), signal.SIGHUP)
-
-
-def ask(job: str, request: str) -> int:
-    """Bring a request to the supervisor of a job on this host."""
-    number = signal.SIGUSR1 if request == "stop" else signal.SIGHUP
-    for base in (SHARED, Path(tempfile.gettempdir())):
-        for path in base.glob(f"{_prefix(job)}*/pid"):
-            os.kill(int(path.read_text()), number)
-    return 0
-
+from mizzen.launcher.stops import hold
 
 if __name__ == "__main__":
-    code = main()
+    hold()
+    code = import_module("mizzen.launcher.serve").main()
     sys.stdout.flush()
     # torch may still be loading in a thread, which nobody needs any more.
     os._exit(code)

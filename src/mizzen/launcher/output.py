@@ -4,7 +4,6 @@ One thread reads all pipes. A line is written in one piece, so that lines of dif
 """
 
 import os
-import re
 import selectors
 import threading
 from contextlib import suppress
@@ -18,8 +17,6 @@ CHUNK: Final = 1 << 16
 KEPT: Final = 1 << 18
 """Bytes of a rank's errors that are kept to find its traceback."""
 Stream = Literal["out", "err"]
-MARK: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-"""What torch puts before each line of a traceback."""
 
 
 @dataclass(slots=True)
@@ -61,7 +58,7 @@ class Outlet:
         """What of a line is to be shown; one that a rank has left open may stand before the mark."""
         before, mark, word = line.partition(self.mark)
         if mark:
-            self.heard.append(word.decode(errors="replace").strip())
+            self.heard.append(word.decode(errors="replace").rstrip())
             return before + b"\n" if before else b""
         return line
 
@@ -121,10 +118,11 @@ class Pump:
                     key.fileobj.close()  # type: ignore[union-attr]
 
 
-def say(text: str, *, before: str = "") -> None:
-    """A line of the launcher's own, after what it speaks of, in one piece."""
+def say(text: str, *, before: str = "", mark: str = "") -> None:
+    """A line of the launcher's own, after what it speaks of, in one piece; a mark comes before each line."""
     shown = f"{before.rstrip()}\n" if before else ""
-    write("err", f"{shown}mizzen: {text}\n".encode(errors="backslashreplace"))
+    lines = f"{shown}mizzen: {text}".split("\n")
+    write("err", "".join(f"{mark}{line}\n" for line in lines).encode(errors="backslashreplace"))
 
 
 def open_log(folder: Path, attempt: int, rank: int) -> IO[bytes]:
@@ -137,29 +135,3 @@ def open_log(folder: Path, attempt: int, rank: int) -> IO[bytes]:
     if attempt:
         file.write(f"--- attempt {attempt + 1} ---\n".encode())
     return file
-
-
-def traceback_in(text: str) -> str:
-    """The last traceback of a text, with those that led to it; empty when there is none."""
-    start, chain = "Traceback (most recent call last):", ("direct cause of the following", "another exception occurred")
-    parts = MARK.sub("", text).split(start)
-    if len(parts) == 1:
-        return ""
-    first = len(parts) - 1
-    while first > 1 and any(words in parts[first - 1][-200:] for words in chain):
-        first -= 1
-    lines = (start + start.join(parts[first:])).rstrip().splitlines()
-    end = next((i for i, line in enumerate(lines) if i and _ends_traceback(line) and first == len(parts) - 1), None)
-    kept = lines if end is None else lines[: end + 1]
-    return "\n".join(kept if len(kept) <= 80 else [*kept[:40], f"  ... {len(kept) - 80} lines ...", *kept[-40:]])
-
-
-def end_of(text: str, most: int = 20) -> str:
-    """The last lines of a text; of a progress bar only what it drew last."""
-    lines = [line.rstrip().rpartition("\r")[2] for line in text.rstrip().split("\n")]
-    return "\n".join(lines[-most:])
-
-
-def _ends_traceback(line: str) -> bool:
-    """Whether this is the line with the error itself: the first one that is not indented."""
-    return bool(line) and not line[0].isspace()

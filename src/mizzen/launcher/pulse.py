@@ -5,6 +5,8 @@ from typing import Final
 
 LOST: Final = 15.0
 """Seconds of silence after which a node is lost."""
+DOUBTFUL: Final = 1.5
+"""Seconds after which it may be."""
 STARTING: Final = 120.0
 """The same for a node that has yet to be heard of for the first time: it starts its ranks."""
 LONGEST_LOOK: Final = 1.0
@@ -26,3 +28,8 @@ class Pulse:
             self._silence[node] = 0.0 if count > before else self._silence[node] + passed
         self._beats = list(beats)
         return [node for node, count in enumerate(beats) if self._silence[node] > (LOST if count else STARTING)]
+
+    @property
+    def doubtful(self) -> list[int]:
+        """The nodes that were heard of and may be lost."""
+        return [node for node, count in enumerate(self._beats) if count and self._silence[node] > DOUBTFUL]

@@ -23,9 +23,10 @@ from mizzen.errors import LaunchError, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
 from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, split_words, ssh
 from mizzen.launcher.devices import count_devices, find_devices
-from mizzen.launcher.job import TAKEN
+from mizzen.launcher.job import LONGEST, SAID, TAKEN
 from mizzen.launcher.keeper import dies_with_parent
-from mizzen.launcher.output import Outlet, Pump, say
+from mizzen.launcher.output import Outlet, Pump, say, write
+from mizzen.launcher.stops import HEEDED, UNSAVED, hold, is_heeded
 from mizzen.launcher.variables import file_paths
 
 OTHERS: Final = 15.0
@@ -41,17 +42,17 @@ ELASTIC: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
     """Everything that a launch depends on and that is not in the command line."""
-    here, home = Path.cwd(), Path(env.get("HOME") or "~").expanduser()
-    files = [
-        (str(path), path.read_text(errors="surrogateescape")) for path in file_paths(env, home, here) if path.is_file()
-    ]
+    here, home = current_folder(), Path(env.get("HOME") or "~").expanduser()
+    hostfile = read_hostfile(Path(asked.hostfile or HOSTFILE))
+    if hostfile is None and asked.hostfile is not None and not asked.quiet:
+        say(f"warning: --hostfile {asked.hostfile}: there is no such file; going on without one")
     return Facts(
         id=uuid4().hex[:12],
         folder=str(here),
         python=sys.executable,
         env=env,
-        hostfile=read_hostfile(Path(asked.hostfile or HOSTFILE)),
-        files=tuple(files),
+        hostfile=hostfile,
+        files=read_variables(env, home, here),
         devices=find_devices(env),
         count=lambda: count_devices(env),
         is_here=is_here,
@@ -59,6 +60,28 @@ def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
         is_root=os.getuid() == 0,
         pid_file=str(Path(tempfile.gettempdir()) / f"{os.getpid()}.mizzen"),
     )
+
+
+def current_folder() -> Path:
+    """Where this command was typed, which is where ranks run."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder has been removed, and ranks would run there: go to another one") from error
+
+
+def read_variables(env: Mapping[str, str], home: Path, here: Path) -> tuple[tuple[str, str], ...]:
+    """Path and content of each environment file. One that DS_ENV_FILE names must be there."""
+    paths = list(file_paths(env, home, here))
+    try:
+        # As bytes: a carriage return inside of a value is no end of a line.
+        found = tuple((str(path), os.fsdecode(path.read_bytes())) for path in paths if path.is_file())
+    except OSError as error:
+        raise UsageError(f"{error.filename}: this environment file cannot be read ({error.strerror})") from error
+    if not found and env.get("DS_ENV_FILE"):
+        looked = " or ".join(map(str, paths))
+        raise UsageError(f"DS_ENV_FILE={env['DS_ENV_FILE']}: there is no file {looked}: make it, or unset the variable")
+    return found
 
 
 def read_hostfile(path: Path) -> str | None:
@@ -123,8 +146,16 @@ def execute(launch: Launch, env: Mapping[str, str]) -> int:
 
 def _become_supervisor(launch: Launch, env: Mapping[str, str]) -> NoReturn:
     job = replace(launch.job, care=replace(launch.job.care, pid_file=launch.pid_file))
-    words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), job.encode()]
+    word = job.encode()
+    if len(word) > LONGEST:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - it goes on to the program that takes our place
+        file.write(word.encode())
+        file.flush()
+        os.set_inheritable(file.fileno(), True)
+        word = f"@{file.fileno()}"
+    words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), word]
     sys.stdout.flush()
+    hold()
     os.execve(job.python, words, {**env, **ELASTIC})
 
 
@@ -135,7 +166,7 @@ def find_program(backend: Backend) -> str:
         other = "start each node by itself with --no_ssh" if backend.name == "ssh" else "use --launcher ssh"
         raise LaunchError(
             f"--launcher {backend.name} needs {backend.needs.programs[-1]}, which is not installed: install "
-            f"{backend.needs.package} (its Debian name), or {other}"
+            f"{backend.needs.package}, or {other}"
         )
     if not backend.needs.sign:
         return found[0]
@@ -151,7 +182,7 @@ def find_program(backend: Backend) -> str:
 
 def _need_ssh(who: str) -> None:
     if shutil.which("ssh") is None:
-        raise LaunchError(f"{who} needs ssh, which is not installed: install openssh-client (its Debian name)")
+        raise LaunchError(f"{who} needs ssh, which is not installed: install the Debian package openssh-client")
 
 
 def check_ssh(launch: Launch) -> None:
@@ -181,6 +212,8 @@ class Ship:
     command: Command
     process: "subprocess.Popen[bytes]"
     outlet: Outlet
+    passed_on: int = 0
+    """How much of what was heard has been dealt with."""
 
     @property
     def code(self) -> int:
@@ -210,9 +243,8 @@ class Fleet:
         backend = self.launch.backend
         if backend is None:
             raise AssertionError("a launch on this machine has no fleet")
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._receive)
+        for number in filter(is_heeded, HEEDED):
+            signal.signal(number, self._receive)
         if self.launch.pid_file is not None:
             Path(self.launch.pid_file).write_text(str(os.getpid()))
         pump = Pump()
@@ -228,16 +260,27 @@ class Fleet:
             pump.finish(10.0)
             if self.launch.pid_file is not None:
                 Path(self.launch.pid_file).unlink(missing_ok=True)
+        for ship in sorted(self.ships, key=lambda ship: ship is first):
+            self._pass_on(ship)
         for ship in ended:
             if ship.is_lost:
                 say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
         if first is None:
             return 0
+        if self.received and not any(ship.outlet.heard for ship in self.ships):
+            return UNSAVED  # it was asked to stop before any supervisor was there to be asked
         return 1 if first.is_lost else first.code
 
     def has_heard(self, word: str) -> bool:
         """Whether a supervisor has said this as its last word."""
         return any(word in ship.outlet.heard for ship in self.ships)
+
+    def _pass_on(self, ship: Ship) -> None:
+        """Print with what words its supervisors have left, after what the program itself had to say."""
+        words = ship.outlet.heard[ship.passed_on :]
+        ship.passed_on += len(words)
+        said = [word.removeprefix(SAID) for word in words if word.startswith(SAID)]
+        write("err", "".join(f"{line}\n" for line in said).encode(errors="backslashreplace"))
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)
@@ -270,6 +313,8 @@ class Fleet:
                 told += 1
                 self._tell("stop" if told == 1 and signal.SIGHUP not in self.received else "end")
             failed = [ship for ship in self.ships if ship.process.poll() not in (None, 0)]
+            for ship in failed if self.launch.job.is_elastic else ():
+                self._pass_on(ship)  # the others may go on for days
             first = first or next(iter(failed), None)
             alive = len(self.ships) - len(failed)
             if failed and deadline is None and (len(self.ships) == 1 or alive < self.launch.job.min_nodes):

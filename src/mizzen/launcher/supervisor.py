@@ -22,11 +22,12 @@ from mizzen.launcher.drop_in import with_drop_in
 from mizzen.launcher.ending import Ending, decide
 from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
-from mizzen.launcher.job import SAVED, UNSAVED, Job
+from mizzen.launcher.job import Job
 from mizzen.launcher.keeper import Keeper
 from mizzen.launcher.meeting import Meeting, News, Seat, members_of
 from mizzen.launcher.output import Outlet, open_log, say
 from mizzen.launcher.place import Place, inherited, rank_environment
+from mizzen.launcher.stops import HEEDED, SAVED, UNSAVED, is_heeded, release
 from mizzen.log import LEVELS
 
 LOOK: Final = 0.25
@@ -41,8 +42,6 @@ TOGETHER: Final = 3.0
 """Seconds that nodes may differ in when they end together."""
 HUNG: Final = 124
 """The exit code of a job that hung; `timeout` has the same."""
-REQUESTS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask for a save and a stop."""
 
 
 Check = Callable[[Crew], Ending | None]
@@ -58,10 +57,9 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.is_joining = False
-        for number in (*REQUESTS, signal.SIGHUP):
-            # A program under nohup has SIGHUP ignored, and must go on.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._receive)
+        for number in filter(is_heeded, HEEDED):
+            signal.signal(number, self._receive)
+        release()
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)
@@ -171,7 +169,7 @@ class Supervisor:
     def _leave(self, code: int, words: str, trace: str = "") -> int:
         self._meeting.leave(words)
         if words:
-            say(words, before=trace)
+            say(words, before=trace, mark=self._job.mark)
         return code
 
     # Starting
@@ -198,6 +196,7 @@ class Supervisor:
                     (*binding, *job.program.words(job.python, local_rank)),
                     {**given, **own},
                     self._outlet(place, place.first_rank + local_rank),
+                    is_python=job.program.kind != "executable",
                 )
             )
         return orders
@@ -292,8 +291,11 @@ class Supervisor:
         self._failed_since = self._failed_since or now
         found = first_of(failures)
         may_come = not crew.is_over or self._job.max_nodes > 1
-        if found.is_secondary and may_come and now - self._failed_since < SECOND_CAUSE:
-            return None
+        if found.is_secondary and may_come:
+            if self._news.gone:
+                return _without_them(self._news)
+            if now - self._failed_since < SECOND_CAUSE or self._news.is_in_doubt:
+                return None
         counted = self._meeting.fail(found)
         return Ending("failed", counted, is_ours=counted.rank == found.rank)
 
@@ -338,7 +340,7 @@ class Supervisor:
         patience = max(TOGETHER, self._job.care.grace) if self._news.request == "stop" else TOGETHER
         if now - self._gone_since < patience:
             return None
-        return Ending("changed" if self._news.are_enough else "lost", reason=self._news.gone)
+        return _without_them(self._news)
 
     def _changed(self, crew: Crew) -> Ending | None:
         """Nodes wait to join: ranks that can save do so first, so that no step is lost."""
@@ -375,3 +377,7 @@ class Supervisor:
         seen = [Sighting.of(member.order.rank, host, record, now) for member, record in crew.records()]
         with_stacks = [replace(one, stack=stacks.get(one.rank, "")).as_dict() for one in seen]
         return [Sighting(**entry) for entry in members_of(self._meeting.share("sightings", json.dumps(with_stacks)))]
+
+
+def _without_them(news: News) -> Ending:
+    return Ending("changed" if news.are_enough else "lost", reason=news.gone)

@@ -27,7 +27,8 @@ def exported(env: Mapping[str, str], prefixes: Iterable[str] = ()) -> dict[str, 
 def parse_file(text: str, path: str) -> dict[str, str]:
     """`KEY=VALUE` lines; blank lines and lines that start with `#` are skipped, and a value is taken as it stands."""
     found: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, whole in enumerate(text.split("\n"), 1):
+        line = whole.removesuffix("\r")
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         key, equals, value = line.partition("=")

@@ -20,6 +20,8 @@ from launches import environment, launch, start, wait_until
 
 TRAIN = Path(__file__).with_name("train.py")
 STEPS = 30
+HANG = 3
+"""Seconds that a rank may wait in R8."""
 WORDS = ("--num_gpus", 2, "--max_restarts", 1, TRAIN, "--steps", STEPS)
 
 
@@ -29,6 +31,10 @@ class Row:
 
     name: str
     what: str
+    most: float = float("inf")
+    """Seconds that one run may take; longer is a failure."""
+    median: float = float("inf")
+    """The same for the median of all."""
     runs: int = 0
     failures: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -40,11 +46,22 @@ class Row:
             try:
                 seconds = run(Path(folder))
             except (AssertionError, OSError, ValueError, subprocess.SubprocessError) as error:
-                self.failures.append(f"{label}: {type(error).__name__}: {str(error)[:300]}")
-                print(f"  {self.name} failed: {self.failures[-1]}", flush=True)
+                self.fail(f"{label}: {type(error).__name__}: {str(error)[:300]}")
                 return
         if seconds is not None:
             self.seconds.append(seconds)
+            if seconds > self.most:
+                self.fail(f"{label}: {seconds:.2f} s, and {self.most:g} s are the limit")
+
+    def close(self) -> "Row":
+        """All runs are over."""
+        if self.seconds and statistics.median(self.seconds) > self.median:
+            self.fail(f"a median of {statistics.median(self.seconds):.2f} s, and {self.median:g} s are the limit")
+        return self
+
+    def fail(self, why: str) -> None:
+        self.failures.append(why)
+        print(f"  {self.name} failed: {why}", flush=True)
 
     def __str__(self) -> str:
         times = ""
@@ -58,7 +75,8 @@ def starts(folder):
 
 
 def killed(chance, count, whole):
-    row = Row("R1", "kill -9 of a rank at a step; bitwise after one restart; from the kill to the resumed engine")
+    what = "kill -9 of a rank at a step; bitwise after one restart; from the kill to the resumed engine"
+    row = Row("R1", what, median=8.0)
     for number in range(count):
         stage = chance.choice((1, 3))
         fault = f"kill@{chance.randrange(2)}:{chance.randrange(1, STEPS - 1)}"
@@ -109,19 +127,20 @@ def ranks_of(job):
 
 
 def hung(chance, count):
-    row = Row("R8", "a rank stopped, in a loop, holding the lock, or with a stuck worker; limit 3 s; fault to report")
+    what = f"a rank stopped, in a loop, holding the lock, or with a stuck worker; limit {HANG} s; fault to report"
+    row = Row("R8", what, most=HANG + 5.0)
     for number in range(count):
         kind = ("stop", "loop", "lock", "sleep")[number % 4]
         fault = f"{kind}@{chance.randrange(2)}:{chance.randrange(5, 15)}"
 
-        def run(folder, fault=fault, kind=kind):
-            job = start(*WORDS, "--out", folder, "--hang", 3, "--faults", fault, cwd=folder)
+        def run(folder, fault=fault):
+            job = start(*WORDS, "--out", folder, "--hang", HANG, "--faults", fault, cwd=folder)
             wait_until(lambda: "hung: rank" in job.text, "the report")
             said = time.time()
             assert job.end(120) == 0, job.text[-500:]
             who = fault.partition("@")[2].partition(":")[0]
             assert f"mizzen: rank {who} on localhost hung" in job.text, job.text[-500:]
-            return None if kind == "sleep" else said - float((folder / "fault.txt").read_text())
+            return said - float((folder / "fault.txt").read_text())
 
         row.case(f"#{number} --faults {fault}", run)
     return row
@@ -149,7 +168,8 @@ def ports(count, at_once=8):
 
 FAMILY = """
 import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+for is_alone in (False, True):
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"], start_new_session=is_alone)
 open("rank" + os.environ["RANK"], "w").write(str(os.getpid()))
 time.sleep(1000)
 """
@@ -272,7 +292,7 @@ def main():
     for name, make in table.items():
         if not only or name in only:
             for row in make():
-                failures += len(row.failures)
+                failures += len(row.close().failures)
                 print(row, flush=True)
     return 1 if failures else 0
 

@@ -94,3 +94,12 @@ def test_grace_ends(tmp_path):
     job.signal(signal.SIGTERM)
     assert job.end() == 143, job.text
     assert "have not saved within 0.5 s" in job.text
+
+
+def test_a_figure_beyond_its_limit_is_a_failure():
+    from faults.launcher.figures import Row
+
+    row = Row("R", "", most=2.0, median=0.5)
+    for seconds in (1.0, 3.0, None):
+        row.case("", lambda _, seconds=seconds: seconds)
+    assert [failure[:22] for failure in row.close().failures] == [": 3.00 s, and 2 s are ", "a median of 2.00 s, an"]

@@ -24,9 +24,9 @@ class Net(torch.nn.Module):
 class Data(torch.utils.data.Dataset):
     """Samples; one of them takes for ever in the worker of one rank, if so told."""
 
-    def __init__(self, stuck=None):
+    def __init__(self, out, stuck=None):
         self.values = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
-        self.stuck = stuck
+        self.out, self.stuck = out, stuck
         self.given = 0
 
     def __len__(self):
@@ -35,6 +35,7 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, index):
         self.given += 1
         if self.stuck is not None and self.given > self.stuck:
+            (self.out / "fault.txt").write_text(str(time.time()))
             time.sleep(1000)
         return self.values[index]
 
@@ -92,7 +93,7 @@ def main():
         if given.elastic
         else {"train_batch_size": 8}
     )
-    data = Data(stuck=4 * at if kind == "sleep" and is_faulty else None)
+    data = Data(given.out, stuck=4 * at if kind == "sleep" and is_faulty else None)
     model = Net(dropout=0.0 if given.elastic else 0.1)  # its numbers depend on the number of ranks
     engine, _, _, _ = mizzen.initialize(model=model, model_parameters=model.parameters(), config=config)
     loader = engine.deepspeed_io(data, num_local_io_workers=1 if kind == "sleep" else 0)

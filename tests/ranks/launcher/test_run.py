@@ -1,7 +1,9 @@
 """`mizzen run` on one machine: what ranks are given, how a job ends, that nothing is left. Most ranks load no torch."""
 
+import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -9,7 +11,7 @@ import time
 
 import pytest
 
-from launches import launch, start, wait_until
+from launches import environment, launch, start, wait_until
 
 HELLO = """
 import json, os, sys
@@ -41,6 +43,22 @@ def test_what_ranks_are_given_and_what_becomes_of_their_words(tmp_path):
         }
         assert f"[rank {rank}] {first}\n" in ran.stdout and f"[rank {rank}] second\n" in ran.stdout
     assert len(ran.stdout.splitlines()) == 6, "no line is mixed with another"
+
+
+COUNT = """
+import hashlib, os, sys
+print(hashlib.sha256("".join(sys.argv[1:]).encode()).hexdigest())
+"""
+
+
+def test_as_many_words_as_the_system_allows_arrive_on_this_machine(tmp_path):
+    (tmp_path / "count.py").write_text(COUNT)
+    words = [random.Random(number).randbytes(50_000).hex() for number in range(4)]
+    ran = launch("--num_gpus", 1, "--no_local_rank", "count.py", *words, cwd=tmp_path)
+    assert (ran.returncode, ran.stdout.strip()) == (0, hashlib.sha256("".join(words).encode()).hexdigest()), ran.stderr
+    (tmp_path / ".mizzen_env").write_text(f"LONG={words[0]}{words[1]}\n")
+    ran = launch("--num_gpus", 1, "count.py", cwd=tmp_path)
+    assert ran.returncode == 1 and "the longest of them 200,006; this system allows" in ran.stderr
 
 
 FAIL = """
@@ -98,9 +116,13 @@ def test_the_codes_of_a_stop_are_failures_where_nobody_asked(tmp_path, code):
 
 FAMILY = """
 import os, signal, subprocess, sys, time
+from multiprocessing import shared_memory
 if sys.argv[-1] == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+alone = "import os, time; open('/dev/shm/torch_%d_left' % os.getpid(), 'w'); time.sleep(1000)"
+subprocess.Popen([sys.executable, "-S", "-c", alone], start_new_session=True)
+shared_memory.SharedMemory(create=True, size=1, name="left_%d" % os.getpid())
 open("/dev/shm/torch_%d_left" % os.getpid(), "w").close()
 open(os.environ["RANK"], "w").close()
 time.sleep(1000)
@@ -109,7 +131,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def family(tmp_path):
-    """A job of two ranks with a child each, under way."""
+    """A job of two ranks with two children each, one of them in a session of its own, under way."""
 
     def begin(*words):
         (tmp_path / "family.py").write_text(FAMILY)
@@ -118,7 +140,7 @@ def family(tmp_path):
         running = start("--num_gpus", 2, "--grace", 10_000, "family.py", *words, cwd=tmp_path)
         wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), "the ranks")
         running.remember_family()
-        assert len(running.family) >= 5 and running.folders
+        assert len(running.family) >= 7 and running.folders
         return running
 
     return begin
@@ -189,22 +211,24 @@ rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
 open(f"up-{rank}-{size}", "w").close()
 while not os.path.exists(f"go-{rank}-{size}"):
     time.sleep(0.05)
+    if os.path.exists(f"fall-{size}"):
+        raise RuntimeError("Connection closed by peer")
 """
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two nodes whose ranks never talk to each other, under way."""
+    """Nodes whose ranks never talk to each other, under way; two, where nothing else is said."""
     nodes = []
 
-    def begin(*words):
+    def begin(*words, count=2):
         (tmp_path / "sleep.py").write_text(SLEEP)
-        words = ("--num_nodes", 2, "--num_gpus", 1, "--no_ssh", "--grace", 10_000, *words)
+        words = ("--num_nodes", count, "--num_gpus", 1, "--no_ssh", "--grace", 10_000, *words)
         words += ("--master_addr", "127.0.0.1", "--master_port", free_port())
         nodes.extend(
-            start(*words, "--node_rank", node, "sleep.py", cwd=tmp_path, name=f"node{node}") for node in (0, 1)
+            start(*words, "--node_rank", node, "sleep.py", cwd=tmp_path, name=f"node{node}") for node in range(count)
         )
-        wait_until(lambda: all((tmp_path / f"up-{rank}-2").exists() for rank in (0, 1)), "the ranks")
+        wait_until(lambda: all((tmp_path / f"up-{rank}-{count}").exists() for rank in range(count)), "the ranks")
         for node in nodes:
             node.remember_family()
         return nodes
@@ -243,6 +267,32 @@ def test_an_elastic_job_goes_on_without_a_node(pair, tmp_path, number):
     assert "node 1 (node1) " in first.text and "the ranks start again" in first.text
 
 
+def test_ranks_that_fall_with_a_node_are_not_blamed(pair, tmp_path):
+    """Both nodes that are left name the third, and wait for it no longer than for any node that is silent."""
+    first, second, third = pair("--max_restarts", 1, count=3)
+    third.signal(signal.SIGKILL)
+    third.end()
+    (tmp_path / "fall-3").touch()
+    for node in (first, second):
+        assert node.end(60) == 1, node.text
+        lost = "node 2 (node2) is lost: its supervisor has not been heard of for 15 s"
+        assert node.text.splitlines()[-1].endswith(lost)
+
+
+def test_two_of_three_nodes_go_on(pair, tmp_path):
+    """The ranks of the nodes that stay fall when the one in the middle leaves; that is no failure of theirs."""
+    first, second, third = pair("--min_elastic_nodes", 2, "--max_elastic_nodes", 3, count=3)
+    second.signal(signal.SIGTERM)
+    assert second.end() == 76, second.text
+    (tmp_path / "fall-3").touch()
+    wait_until(lambda: all((tmp_path / f"up-{rank}-2").exists() for rank in (0, 1)), "a world of two")
+    for rank in (0, 1):
+        (tmp_path / f"go-{rank}-2").touch()
+    assert (first.end(), third.end()) == (0, 0), first.text + third.text
+    for node in (first, third):
+        assert "node 1 (node1) has left: stopped by SIGTERM" in node.text and "restart 1" not in node.text
+
+
 def test_a_node_whose_ranks_are_done_may_go(pair, tmp_path):
     """It waits for no grace, and the others go on."""
     first, second = pair()
@@ -279,3 +329,28 @@ def test_the_code_of_a_script_comes_through_ssh_as_it_is(tmp_path, code):
     ran = launch("--hostfile", "hosts", "--no_local_rank", "exit.py", cwd=tmp_path, PATH=path)
     assert (ran.returncode, ran.stdout) == (code, "runs\n")
     assert ran.stderr.splitlines() == [f"mizzen: rank 0 on w1 ended with exit code {code}"]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("mizzen/launcher/arrange.py", "stopped by SIGTERM before the ranks started"),
+        ("mizzen/launcher/serve.py", "stopped before the ranks started"),
+    ],
+)
+def test_a_request_while_the_launcher_loads_is_heeded(tmp_path, module, said):
+    """The signal comes when this module is loaded, in the launcher or in the supervisor that it becomes."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == {module[:-3].replace("/", ".")!r}:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder())
+"""
+    )
+    (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
+    path = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    ran = launch("--num_gpus", 1, "script.py", cwd=tmp_path, PYTHONPATH=path)
+    assert (ran.returncode, ran.stderr) == (76, f"mizzen: {said}\n")

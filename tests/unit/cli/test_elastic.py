@@ -13,6 +13,13 @@ def test_without_a_world_it_prints_batch_and_gpus(mizzen):
     assert "micro_batch" not in ran.out
 
 
+def test_a_world_of_0_is_any(mizzen):
+    for words in (("-w", 0), ("--world-size=0",)):
+        ran = mizzen("elastic", "-c", CONFIGS / "elastic.json", *words)
+        assert ran.code == 0 and "micro_batch" not in ran.out
+    assert "'-1' is not a whole number of at least 0" in mizzen("elastic", "-c", "x", "-w=-1").err
+
+
 def test_with_a_world_it_prints_the_split_too(mizzen):
     found = json.loads(mizzen("elastic", "-c", CONFIGS / "elastic.json", "-w", 60, "--json").out)
     assert (found["batch"], found["micro_batch"], found["accumulation"]) == (1680, 4, 7)

@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 
+from mizzen.cli import main
 from mizzen.cli.run import GROUPS, split
 from mizzen.launcher.arrange import Asked
 
@@ -35,6 +36,34 @@ def test_a_dry_run_starts_nothing(mizzen, monkeypatch, tmp_path):
     ran = mizzen("run", "--hostfile", "hosts", "--master_addr", "a", "--dry-run", "t.py", "x y", "--debug")
     assert ran.code == 0, ran.err
     assert "3 ranks on 2 hosts" in ran.out and "t.py --local_rank=0 'x y' --debug" in ran.out
+
+
+def test_a_hostfile_that_is_not_there_means_this_machine_with_a_warning(capfd):
+    assert main(["run", "--hostfile", "no/such", "--num_gpus", "1", "--dry-run", "t.py"]) == 0
+    out, err = capfd.readouterr()
+    assert "\n  localhost: rank 0" in out
+    assert err == "mizzen: warning: --hostfile no/such: there is no such file; going on without one\n"
+
+
+def test_a_file_of_variables_that_is_named_must_be_there(mizzen, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.setenv("DS_ENV_FILE", "my_env")
+    ran = mizzen("run", "--num_gpus", 1, "--dry-run", "t.py")
+    assert ran.code == 2 and f"DS_ENV_FILE=my_env: there is no file /nowhere/my_env or {tmp_path}/my_env" in ran.err
+    (tmp_path / "my_env").write_bytes("A=one\rtwo\u2028\x85\x0c\x1c\r\nB=1\n".encode())
+    ran = mizzen("run", "--num_gpus", 1, "--dry-run", "t.py")
+    assert ran.code == 0 and "  A='one\rtwo\u2028\x85\x0c\x1c'\n  B=1\n" in ran.out
+
+
+def test_a_folder_that_was_removed(mizzen, monkeypatch, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    ran = mizzen("run", "--num_gpus", 1, "t.py")
+    monkeypatch.chdir(tmp_path)
+    assert ran.code == 2 and "the current folder has been removed" in ran.err
 
 
 def test_wrong_words(mizzen):
@@ -72,11 +101,11 @@ def test_ssh_with_a_file_that_is_no_text_and_without_its_program(mizzen, monkeyp
     (tmp_path / "hosts").write_text("w0 slots=1\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (
-        "mizzen ssh needs ssh, which is not installed: install openssh-client"
+        "mizzen ssh needs ssh, which is not installed: install the Debian package openssh-client"
         in mizzen("ssh", "-f", tmp_path / "hosts", "ls").err
     )
     ran = mizzen("run", "--hostfile", tmp_path / "hosts", "t.py")
-    assert "install openssh-client (its Debian name), or start each node by itself with --no_ssh" in ran.err
+    assert "install the Debian package openssh-client, or start each node by itself with --no_ssh" in ran.err
 
 
 def test_help_is_in_groups(mizzen, capsys):

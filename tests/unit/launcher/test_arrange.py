@@ -115,7 +115,7 @@ def test_refusals_say_the_way_out(asked, said):
 def test_refusals_without_a_file():
     for asked, said in (
         ({"num_nodes": 2}, "name the hosts with --hostfile"),
-        ({"hostfile": "nowhere"}, "there is no such file"),
+        ({"num_nodes": 2, "hostfile": "nowhere"}, "--num_nodes 2, but nowhere does not exist"),
         ({"venv_script": "env.sh"}, "source the file before, as in . env.sh && mizzen run"),
         ({"no_ssh": True, "num_nodes": 2, "num_gpus": 1, "node_rank": 0}, "say with --master_addr"),
     ):

@@ -1,12 +1,16 @@
 """How ranks end, what is said of it, and what follows."""
 
+import subprocess
+import sys
+
 import pytest
 
 from mizzen.launcher.ending import Ending, decide
 from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
-from mizzen.launcher.output import Outlet, end_of, traceback_in
+from mizzen.launcher.output import Outlet
 from mizzen.launcher.place import Member, settle
+from mizzen.launcher.trace import end_of, last_words, traceback_in
 
 
 def test_words_of_a_failure():
@@ -103,6 +107,77 @@ def test_the_traceback_is_the_last_with_what_led_to_it():
     assert found.startswith('Traceback (most recent call last):\n  File "a"') and found.endswith("ValueError: bad")
     assert traceback_in("nothing") == ""
     assert traceback_in("Traceback (most recent call last):\n  x\nE: y\nnoise after\n").endswith("E: y")
+
+
+def ended(script, tmp_path):
+    """Exit code and errors of a script of its own."""
+    (tmp_path / "script.py").write_text(script)
+    ran = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    return ran.returncode, ran.stderr
+
+
+HANDLED = """
+import atexit, sys, threading, traceback
+try:
+    1 / 0
+except ZeroDivisionError:
+    traceback.print_exc()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "last"),
+    [
+        (
+            HANDLED + "def f():\n    raise KeyError('late')\natexit.register(f)\nraise ValueError('bad')",
+            "bad",
+        ),
+        (HANDLED + "class A:\n    def __del__(self):\n        {}[1]\na = A()\nint('x')", "'x'"),
+        (HANDLED + "t = threading.Thread(target=lambda: [][1])\nt.start()\nt.join()\nint('x')", "'x'"),
+        (
+            "def f():\n    int('x')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError('outer') from e",
+            "outer'",
+        ),
+        ("raise ValueError('a\\n  b')", "  b"),
+    ],
+)
+def test_the_traceback_is_that_of_the_error_that_ended_the_script(tmp_path, script, last):
+    code, text = ended(script, tmp_path)
+    found = last_words(text, code, is_python=True, is_shown=True)
+    assert code == 1 and found.endswith(last), text
+    assert found.startswith("Traceback") and found.count("Traceback") == 1 + ("from e" in script)
+
+
+def test_a_script_that_chose_its_exit_code_had_no_error_that_nobody_caught(tmp_path):
+    code, text = ended(HANDLED + "sys.stderr.write('no more data\\n')\nsys.exit(3)", tmp_path)
+    assert code == 3 and "ZeroDivisionError" in text
+    assert last_words(text, code, is_python=True, is_shown=True) == ""
+    assert last_words(text, code, is_python=True, is_shown=False).endswith("no more data")
+    assert last_words(text, code, is_python=False, is_shown=True).endswith("ZeroDivisionError: division by zero")
+    assert last_words(text, -9, is_python=True, is_shown=True) == ""
+
+
+WORKER = """Traceback (most recent call last):
+  File "t.py", line 9, in <module>
+    next(loader)
+ValueError: Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "worker.py", line 3, in loop
+ValueError: sample 7
+"""
+MARKED = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "a"
+[rank1]: RuntimeError: one
+[rank1]: two
+"""
+
+
+def test_an_error_of_a_worker_comes_with_its_own_traceback():
+    assert traceback_in(WORKER) == WORKER.rstrip()
+
+
+def test_the_mark_of_torch_decides():
+    assert traceback_in(WORKER + MARKED + WORKER) == MARKED.replace("[rank1]: ", "").rstrip()
 
 
 def test_the_end_of_a_text_without_a_traceback():

@@ -44,7 +44,7 @@ def test_a_job_that_is_too_long_says_how_long():
 
     long = random.Random(0).randbytes(200_000).hex()
     with pytest.raises(LaunchError, match="letters when encoded.*put long arguments into a file"):
-        job(program=Program("script", "x", (long,))).encode()
+        job(program=Program("script", "x", (long,))).word()
 
 
 @pytest.mark.parametrize("word", ["", "abc", "!!", "eJyrBQAAdQB0"])

@@ -1,13 +1,15 @@
 """Ports that are bound before they are told, and what a node knows of its network."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import Job, Program
-from mizzen.launcher.meeting import Alone, PortTaken, Seat, StoreHost, address_towards, interface_of, meet
+from mizzen.launcher.meeting import Alone, Seat, address_towards, interface_of, meet
+from mizzen.launcher.store import PortTaken, StoreHost
 
 
 def job(**changes):
@@ -52,3 +54,22 @@ def test_the_way_to_a_host():
     assert interface_of("203.0.113.9") is None
     with pytest.raises(LaunchError, match="cannot be reached from this machine"):
         address_towards("no such host")
+
+
+def test_nodes_that_want_another_attempt_wait_for_none_that_is_gone():
+    """The third of three leaves after the second attempt: the others name it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hosts = tuple(Host(f"n{index}", (0,)) for index in range(3))
+    made = job(hosts=hosts, master_addr="127.0.0.1", master_port=port, min_nodes=3, max_nodes=3)
+    with ThreadPoolExecutor(3) as pool:
+        meetings = list(pool.map(lambda index: meet(made, Seat(index, hosts[index], "127.0.0.1"), {}), range(3)))
+        assert [place.first_rank for place in pool.map(lambda one: one.join(), meetings)] == [0, 1, 2]
+        assert [place.attempt for place in pool.map(lambda one: one.join(), meetings)] == [1, 1, 1]
+        meetings[2].leave("it had to")
+        again = [pool.submit(one.join) for one in meetings[:2]]
+        for one in again:
+            with pytest.raises(LaunchError, match=r"node 2 \(n2\) has left: it had to"):
+                one.result(60)
+        list(pool.map(lambda one: one.leave(""), meetings[:2]))

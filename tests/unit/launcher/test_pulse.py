@@ -1,6 +1,6 @@
 """When a node counts as lost."""
 
-from mizzen.launcher.pulse import LOST, STARTING, Pulse
+from mizzen.launcher.pulse import DOUBTFUL, LOST, STARTING, Pulse
 
 
 def looks(pulse, beats, seconds, start=0):
@@ -13,6 +13,14 @@ def test_a_node_that_was_heard_of_is_lost_when_it_is_silent():
     found = looks(pulse, lambda second: [second, 1], 30)
     assert found.index([1]) == LOST + 1 and found[-1] == [1]
     assert pulse.silent([31, 2], 31.0) == [], "it is back"
+
+
+def test_a_node_may_be_lost_before_it_is():
+    pulse = Pulse(3, 0.0)
+    looks(pulse, lambda second: [second, 1, 0], 1 + int(DOUBTFUL))
+    assert pulse.doubtful == []
+    looks(pulse, lambda second: [second + 10, 1, 0], 2, start=10)
+    assert pulse.doubtful == [1], "the third, which has not yet been heard of, starts its ranks"
 
 
 def test_a_node_that_starts_its_ranks_has_more_time():

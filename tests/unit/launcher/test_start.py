@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from mizzen.errors import LaunchError
 from mizzen.launcher.arrange import Launch
-from mizzen.launcher.backends import Command, Needs
+from mizzen.launcher.backends import BACKENDS, Command, Needs
 from mizzen.launcher.hosts import Host
-from mizzen.launcher.job import ENDED, TAKEN, Job, Program
-from mizzen.launcher.start import execute
+from mizzen.launcher.job import ENDED, SAID, TAKEN, Job, Program
+from mizzen.launcher.start import execute, find_program
 
 
 @dataclass
@@ -52,3 +53,23 @@ def test_a_port_is_taken_where_the_supervisor_says_so(ended, capfd):
     assert ended(f"SAY{ENDED} >&2; exit 98") == (98, 1)
     assert ended(f"SAY'{TAKEN}' >&2; exit 98") == (98, 5)
     assert "last-word" not in capfd.readouterr().err
+
+
+def test_the_words_of_a_supervisor_come_after_those_of_the_program(ended, capfd):
+    said = f"SAY'{SAID}  File a' >&2; SAY'{SAID}rank 3 ended' >&2; SAY{ENDED} >&2"
+    assert ended(f"{said}; echo mpirun has a word to say >&2; echo and more; exit 9") == (9, 1)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("and more\n", "mpirun has a word to say\n  File a\nrank 3 ended\n")
+
+
+def test_a_program_that_is_asked_to_stop_before_a_supervisor_runs(ended, capfd):
+    assert ended("kill -USR1 $PPID; read word; kill -USR1 $$") == (76, 1)
+    assert ended(f"kill -USR1 $PPID; read word; SAY{ENDED} >&2; exit 75") == (75, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_program_that_is_missing_is_named_with_where_it_comes_from(backend, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    has_package = backend.name not in ("impi", "mvapich")
+    with pytest.raises(LaunchError, match="install the Debian package" if has_package else r"\(.*Debian has no"):
+        find_program(backend)
