@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from mizzen.backport import all_gather_single, reduce_scatter_single
+from mizzen.backport import all_gather_single, check_options, reduce_scatter_single
 from mizzen.comm.backend import Backend, Group, Handle, Request, Store, ranks_in_words, registered_backend
 from mizzen.environment import World
 from mizzen.errors import NotBuilt
@@ -243,6 +243,7 @@ class TorchBackend:
 
     def new_group(self, ranks: Sequence[int] | None, timeout: timedelta | None, options: Mapping[str, Any]) -> Any:
         """As torch does it."""
+        check_options(dist.new_group, options)
         handle = dist.new_group(list(ranks) if ranks is not None else None, timeout, **options)
         if timeout is not None and handle is not dist.GroupMember.NON_GROUP_MEMBER:
             self._timeouts[handle.group_name] = timeout.total_seconds()
@@ -259,6 +260,7 @@ class TorchBackend:
             work = MESSAGES[name](*arguments, group=handle, **options)
             return Threaded(work.wait, handle, work) if sliced else Streamed(work)
         if name in BLOCKING:
+            check_options(BLOCKING[name], options)
             call = partial(BLOCKING[name], *arguments, group=handle, **options)
             if sliced:
                 return Threaded(call, handle)
@@ -266,6 +268,9 @@ class TorchBackend:
             return Finished()
         if name not in COLLECTIVES:
             raise NotBuilt(f"torch.distributed has no operation {name!r}; there are {', '.join(sorted(COLLECTIVES))}")
+        if name == "barrier" and not sliced and request.timeout:  # nothing but torch can stop the wait for a device
+            options = {**options, "timeout": request.timeout}
+            check_options(dist.barrier, options)
         if sliced and name == "all_gather_into_tensor":
             whole, part = arguments
             if is_worth_spreading(whole, part, dist.get_world_size(handle)):
