@@ -15,10 +15,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from mizzen.ambient import AMBIENT
 from mizzen.backport import all_gather_single, check_options, reduce_scatter_single
 from mizzen.comm.backend import Backend, Group, Handle, Request, Store, ranks_in_words, registered_backend
 from mizzen.environment import World
-from mizzen.errors import NotBuilt
+from mizzen.errors import NotBuilt, UsageError
 
 COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
     "all_reduce": dist.all_reduce,
@@ -316,6 +317,18 @@ def spread(whole: torch.Tensor, part: torch.Tensor, group: Any) -> list[dist.Wor
         mine.copy_(part.detach().view(-1).view(torch.uint8))
     works = [dist.broadcast(place, group=group, group_src=rank, async_op=True) for rank, place in enumerate(places)]
     return [work for work in works if work is not None]
+
+
+def check_name(name: str) -> None:
+    """Refuse a backend that neither is registered nor in this torch; `cpu:gloo,cuda:nccl` names one per device."""
+    there = [each for each in dist.Backend.backend_list if each != "undefined" and dist.is_backend_available(each)]
+    for part in name.lower().split(",") if isinstance(name, str) else [name]:
+        if not isinstance(part, str) or part.rpartition(":")[2] not in there:
+            known = ", ".join(sorted({*there, *AMBIENT.backends}))
+            raise UsageError(
+                f"there is no backend {name!r} for collectives: this torch and what was registered have {known}; "
+                "mizzen.comm.register_backend adds one"
+            )
 
 
 def make_backend(name: str | None) -> Backend:
