@@ -15,6 +15,7 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare, flatten
 from mizzen.comm.mesh import Mesh
 from mizzen.config.dump import plain
+from mizzen.config.names import UNBUILT
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
@@ -24,7 +25,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups
 from mizzen.optim.lamb import Lamb
-from mizzen.optim.rules import UNBUILT, is_known, whole_groups
+from mizzen.optim.rules import is_known, whole_groups
 from mizzen.parallel.zero.full.early import make_whole
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.parallel.zero.shard import DATA_AXES
