@@ -78,6 +78,7 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
     late = plan.late
     make_whole(model, keep=late)
+    _check_memory(model)
     if late:
         _move(model, device, late)
     else:
@@ -93,6 +94,17 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if plan.resolved.layout.world > 1:
         rest = [parameter for name, parameter in model.named_parameters() if name not in trained]
         _spread([*rest, *model.buffers()], mesh)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse a model without values: nobody but the user knows what they should be."""
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if empty:
+        raise UsageError(
+            f"{', '.join(empty[:3])}{f' and {len(empty) - 3} more' if len(empty) > 3 else ''}: no values on the meta "
+            "device. Build the model on a real one, in mizzen.zero.Init where it is too large for that, or call "
+            "model.to_empty(device=...) and fill it"
+        )
 
 
 def _move(model: nn.Module, device: torch.device, late: frozenset[str]) -> None:

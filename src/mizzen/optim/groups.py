@@ -40,7 +40,7 @@ def param_groups(
 def _as_groups(model: nn.Module, given: Iterable[Any] | None) -> list[Mapping[str, Any]]:
     if given is None:
         return [{"params": model.parameters()}]
-    if isinstance(given, Tensor | Mapping):
+    if isinstance(given, Tensor | Mapping) or not isinstance(given, Iterable):
         raise UsageError(
             f"model_parameters is one {type(given).__name__}; give an iterable of parameters or of groups, in a list"
         )
@@ -58,7 +58,9 @@ def _as_groups(model: nn.Module, given: Iterable[Any] | None) -> list[Mapping[st
 
 def _parameters_of(group: Mapping[str, Any], number: int) -> Iterator[Tensor]:
     params = group["params"]
-    for place, entry in enumerate([params] if isinstance(params, Tensor) else params):
+    for place, entry in enumerate(
+        [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else params
+    ):
         parameter = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
         if not isinstance(parameter, Tensor):
             raise UsageError(
