@@ -51,8 +51,8 @@ def _section(config: Any) -> CommsLoggerConfig:
             return section
     raw = read_source(config)
     spread_paths(raw)
-    section = raw.get("comms_logger", {}) if raw.keys() & Config.model_fields.keys() else raw
-    return load({"comms_logger": section}).comms_logger
+    given = raw.get("comms_logger", {}) if raw.keys() & Config.model_fields.keys() else raw
+    return load({"comms_logger": given}).comms_logger
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
