@@ -23,7 +23,7 @@ from mizzen.errors import ConfigError, PlanError, UsageError
 from mizzen.log import info_once
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
-from mizzen.optim.groups import param_groups
+from mizzen.optim.groups import param_groups, tell_slips
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.rules import is_known, whole_groups
 from mizzen.parallel.zero.full.early import make_whole
@@ -48,6 +48,8 @@ def at_home(config: Config) -> Config:
 
 def agree(plan: Plan) -> None:
     """All ranks compare what they are about to do, in one exchange; a rank that differs is named with the field."""
+    for note in plan.notes:
+        info_once(note)
     if plan.resolved.layout.world == 1:
         return
     config = plan.resolved.config
@@ -235,6 +237,8 @@ def grouped(sketch: Sketch, model: nn.Module, optimizer: Optimizer | None) -> Sk
 
 def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
     """Refuse to share out parameters among ranks for a rule that may look at all of them together."""
+    if optimizer is not None:
+        tell_slips(optimizer)
     config, layout = plan.resolved.config, plan.resolved.layout
     if isinstance(optimizer, Lamb) and layout.dp_replicate > 1:
         raise PlanError(

@@ -1,11 +1,14 @@
 """From what users give as `model_parameters` to parameter groups in which every parameter has a name and one place."""
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mizzen.errors import UsageError
+from mizzen.log import warn_once
 
 
 def param_groups(
@@ -35,6 +38,18 @@ def param_groups(
         # Names that torch keeps beside the parameters would no longer match them.
         groups.append({key: value for key, value in given.items() if key != "param_names"} | {"params": kept})
     return groups, placed
+
+
+def tell_slips(optimizer: Optimizer) -> None:
+    """Warn of keys in groups that nobody reads and that look like an option of the optimizer. Others are the user's."""
+    known = sorted(optimizer.defaults)
+    for number, group in enumerate(optimizer.param_groups):
+        for key in [key for key in group if key not in ("params", *known)]:
+            if near := difflib.get_close_matches(str(key), known, n=1, cutoff=0.85):
+                warn_once(
+                    f"parameter group {number} has a key {key!r}, which {type(optimizer).__name__} does not read: "
+                    f"did you mean '{near[0]}'?"
+                )
 
 
 def _as_groups(model: nn.Module, given: Iterable[Any] | None) -> list[Mapping[str, Any]]:
