@@ -67,8 +67,13 @@ ROWS: Final[tuple[Row, ...]] = (
     # Communication
     Row("comm comm.comm", "*", "mizzen.comm"),
     Row("comm comm.comm", "set_backend", ".tools"),
+    Row(
+        "comm comm.comm",
+        "all_gather_coalesced all_gather_into_tensor all_to_all_single reduce_scatter_tensor configure get_global_rank",
+        ".comm",
+    ),
+    Row("comm comm.comm comm.reduce_op", "ReduceOp", ".comm"),
     Row("comm comm.comm", "P2POp batch_isend_irecv ProcessGroup", "torch.distributed"),
-    Row("comm.reduce_op", "ReduceOp", "torch.distributed"),
     Row("comm.backend comm.torch", "Backend TorchBackend=Backend", "mizzen.comm"),
     Row(
         "comm.torch",

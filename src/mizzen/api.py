@@ -143,7 +143,11 @@ def _join(settings: Config, port: int, is_required: bool | None) -> World:
 
 def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:
     """(data-parallel, sequence-parallel) ranks, under the keys that a configuration has for them."""
-    return {} if mesh_param is None else {"data_parallel_size": mesh_param[0], "sequence_parallel_size": mesh_param[1]}
+    if mesh_param is None:
+        return {}
+    if not isinstance(mesh_param, tuple | list) or len(mesh_param) != 2:
+        raise UsageError(f"mesh_param={mesh_param!r}: give (data-parallel, sequence-parallel) ranks, such as (4, 2)")
+    return {"data_parallel_size": mesh_param[0], "sequence_parallel_size": mesh_param[1]}
 
 
 def _degrees_of_mpu(mpu: Any, world: int) -> dict[str, Any]:

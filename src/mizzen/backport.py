@@ -3,8 +3,11 @@
 A function goes when the oldest version that needs it does. torch is imported on use.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
+
+from mizzen.errors import NotBuilt
 
 
 def all_gather_single() -> Callable[..., Any]:
@@ -33,6 +36,17 @@ def set_timeout() -> Callable[..., Any]:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     return _set_pg_timeout
+
+
+def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse what a function of this torch has not yet.
+
+    2.13 brought `sort_ranks` of `new_group` and `timeout` of `barrier`, 2.15 `weights_only` of objects.
+    """
+    if missing := options.keys() - signature(function).parameters.keys():
+        import torch
+
+        raise NotBuilt(f"torch {torch.__version__} has no {min(missing)}= of {function.__name__}: leave it out")
 
 
 def gloo_exchanges_lists() -> bool:

@@ -192,11 +192,16 @@ class Switches:
     @classmethod
     def read(cls, env: Mapping[str, str]) -> "Switches":
         """Take the switches from an environment."""
-        text = env.get("MIZZEN_TIMEOUT") or env.get("DEEPSPEED_TIMEOUT")
+        name = "MIZZEN_TIMEOUT" if env.get("MIZZEN_TIMEOUT") else "DEEPSPEED_TIMEOUT"
+        text = env.get(name)
         try:
             minutes = float(text) if text else None
         except ValueError:
-            raise ConfigError("MIZZEN_TIMEOUT", f"{text!r} is not a number of minutes") from None
+            minutes = -1.0
+        if minutes is not None and not 0 < minutes < float("inf"):
+            raise ConfigError(
+                name, f"the environment variable holds {text!r}, which is not a number of minutes above 0"
+            )
         return cls(
             accelerator=env.get("MIZZEN_ACCELERATOR") or env.get("DS_ACCELERATOR"),
             timeout_minutes=minutes,

@@ -636,6 +636,36 @@ def test_loss_scalers_are_made_as_scripts_do(package):
     assert isinstance(programs.build(package, 1).optimizer.loss_scaler, LossScalerBase)
 
 
+def by_other_names():
+    package = programs.deepspeed()
+    comm, rank = package.comm, torch.distributed.get_rank()
+    mine, gathered, scattered, exchanged = torch.arange(2.0) + 10 * rank, torch.zeros(4), torch.zeros(1), torch.zeros(2)
+    comm.configure(deepspeed_config={"comms_logger": {"enabled": True, "debug": True}})
+    comm.all_gather_into_tensor(output_tensor=gathered, tensor=mine)
+    comm.reduce_scatter_tensor(output_tensor=scattered, tensor=mine, op=comm.ReduceOp.MAX)
+    comm.all_to_all_single(output=exchanged, tensor=mine)
+    comm.all_to_all_single(output=exchanged, input=mine)
+    wholes = [torch.zeros(4)]
+    comm.all_gather_coalesced(output_tensors=wholes, input_tensors=[mine])
+    logged = comm.get_logged_comm_ops()
+    assert all(name.endswith("by_other_names]") for name in logged), logged
+    with pytest.raises(TypeError, match="multiple values"):
+        comm.all_to_all_single(exchanged, input=mine, tensor=mine)
+    return gathered.tolist(), scattered.tolist(), exchanged.tolist(), torch.equal(wholes[0], gathered)
+
+
+def test_arguments_of_collectives_have_both_names(world):
+    whole = [0.0, 1.0, 10.0, 11.0]
+    assert world(2).run(by_other_names) == [(whole, [10.0], [0.0, 10.0], True), (whole, [11.0], [1.0, 11.0], True)]
+
+
+def test_an_operation_may_be_none(package):
+    from deepspeed.comm.reduce_op import ReduceOp
+
+    assert ReduceOp is package.comm.ReduceOp and ReduceOp.UNUSED not in (ReduceOp.SUM, ReduceOp.AVG)
+    assert ReduceOp.SUM == torch.distributed.ReduceOp.SUM and isinstance(torch.distributed.ReduceOp.SUM, ReduceOp)
+
+
 def test_a_backend_without_a_name_is_torch_s(package):
     package.comm.set_backend()
     package.init_distributed(dist_backend="gloo")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mizzen import backport
+from mizzen.errors import NotBuilt
 
 
 @pytest.fixture
@@ -24,6 +25,12 @@ def test_gather_and_scatter_of_one_tensor_do_not_warn(one_rank):
         backport.reduce_scatter_single()(scattered, torch.tensor([3.0, 4.0]))
     assert gathered.tolist() == [1.0, 2.0]
     assert scattered.tolist() == [3.0, 4.0]
+
+
+def test_an_argument_that_this_torch_has_not_is_named():
+    backport.check_options(dist.new_group, {"group_desc": "even"})
+    with pytest.raises(NotBuilt, match=f"torch {torch.__version__.split('+')[0]}.* has no colour= of new_group"):
+        backport.check_options(dist.new_group, {"colour": "red"})
 
 
 def test_gloo_exchanges_lists_exactly_where_it_says_so(one_rank):

@@ -12,7 +12,7 @@ from typing import Final
 from mizzen.accelerator.protocol import Accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.environment import Switches, environ
-from mizzen.errors import DeviceError
+from mizzen.errors import DeviceError, UsageError
 from mizzen.log import warn_once
 
 Factory = Callable[[], Accelerator]
@@ -41,6 +41,13 @@ def get_accelerator() -> Accelerator:
 
 def set_accelerator(accelerator: Accelerator | None) -> None:
     """Use this one from now on; None lets the next `get_accelerator` decide again."""
+    wanted = sorted(name for name in {*Accelerator.__annotations__, *vars(Accelerator)} if not name.startswith("_"))
+    missing = [name for name in wanted if isinstance(accelerator, type) or not hasattr(accelerator, name)]
+    if accelerator is not None and missing:
+        raise UsageError(
+            f"set_accelerator: {accelerator!r} is no accelerator, it has no {', '.join(missing[:3])} "
+            f"({len(missing)} of {len(wanted)} are missing): give create_accelerator(name), or see docs/accelerators.md"
+        )
     AMBIENT.accelerator = accelerator
 
 

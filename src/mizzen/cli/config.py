@@ -11,6 +11,7 @@ from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, wr
 from mizzen.config.describe import explain, json_schema, render_markdown
 from mizzen.config.dump import as_dict, as_lines, as_table, values
 from mizzen.config.load import load
+from mizzen.config.names import wrong_names
 from mizzen.config.problems import examine
 from mizzen.config.resolve import resolve
 from mizzen.errors import ConfigError, LayoutError
@@ -66,6 +67,8 @@ def check(arguments: argparse.Namespace) -> int:
     with _without_warnings():
         findings = examine(Path(arguments.file))
     problems, summary = list(findings.problems), []
+    if findings.config is not None:
+        problems += map(str, wrong_names(findings.config))
     if findings.config is not None and arguments.world:
         try:
             found = resolve(findings.config, arguments.world)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mizzen.cli.parser import Parser, count, examples, write
 from mizzen.config.load import load
+from mizzen.config.names import wrong_names
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
 from mizzen.engine.prepare import choose_optimizer, grouped
@@ -42,6 +43,8 @@ def configure(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, or why there is none."""
     config = load(Path(arguments.config))
+    for wrong in wrong_names(config):
+        raise wrong
     resolved = resolve(config, arguments.world)
     sketch = sketch_at(arguments.model, config) if arguments.model else Sketch(parameters=())
     try:

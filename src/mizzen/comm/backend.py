@@ -55,6 +55,8 @@ class Request(NamedTuple):
     """The global ranks that take part, where it is not the whole group."""
     detail: str = ""
     """What all ranks must agree on beside the name, such as `from rank 0`."""
+    timeout: timedelta | None = None
+    """The longest that it may take; None for the limit of the group or of the job."""
 
     @property
     def title(self) -> str:

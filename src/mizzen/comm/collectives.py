@@ -94,11 +94,18 @@ def allgather_fn(
 
 
 def all_gather_coalesced(
-    output_tensors: Tensors, input_tensors: Tensors, group: Any = None, async_op: bool = False
+    output_tensor_lists: Tensors | list[Tensors],
+    input_tensor_list: Tensors,
+    group: Any = None,
+    async_op: bool = False,
+    **extras: Unpack[Extras],
 ) -> Together | None:
-    """`all_gather_into_tensor` of several tensors, which are under way at the same time."""
-    pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([all_gather_into_tensor(into, tensor, group, True) for into, tensor in pairs], async_op)
+    """Gather several tensors, which are under way at the same time: each into one, or into a list per rank."""
+    outputs, gather_one = cast(list[Any], output_tensor_lists), cast(Any, all_gather_into_tensor)
+    if outputs and not isinstance(outputs[0], torch.Tensor):
+        outputs, gather_one = [list(parts) for parts in zip(*outputs, strict=True)], all_gather
+    pairs = zip(outputs, input_tensor_list, strict=True)
+    return _together([gather_one(into, tensor, group, True, **extras) for into, tensor in pairs], async_op)
 
 
 def all_reduce_coalesced(
@@ -133,15 +140,15 @@ def reduce_scatter(
 
 
 def reduce_scatter_tensor(
-    output_tensor: torch.Tensor,
-    tensor: torch.Tensor,
+    output: torch.Tensor,
+    input: torch.Tensor,
     op: Any = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Reduce a tensor over the group; each rank has its own part of the result."""
-    request = Request("reduce_scatter_tensor", (output_tensor, tensor, op), payload=(output_tensor,))
+    request = Request("reduce_scatter_tensor", (output, input, op), payload=(output,))
     return run(request, group, async_op=async_op, extras=extras)
 
 
@@ -159,7 +166,7 @@ def reduce_scatter_fn(
 
 def all_to_all_single(
     output: torch.Tensor,
-    tensor: torch.Tensor,
+    input: torch.Tensor,
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
     group: Any = None,
@@ -167,8 +174,8 @@ def all_to_all_single(
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Send each rank its part of a tensor, and gather what all have sent to this one."""
-    arguments = (output, tensor, output_split_sizes, input_split_sizes)
-    request = Request("all_to_all_single", arguments, payload=(tensor,))
+    arguments = (output, input, output_split_sizes, input_split_sizes)
+    request = Request("all_to_all_single", arguments, payload=(input,))
     return run(request, group, async_op=async_op, extras=extras)
 
 
@@ -236,11 +243,12 @@ def barrier(
     group: Any = None,
     async_op: bool = False,
     device_ids: list[int] | None = None,
+    timeout: timedelta | None = None,
     **extras: Unpack[Extras],
 ) -> Work | None:
-    """Wait until every rank of the group is here."""
+    """Wait until every rank of the group is here, for `timeout` at most."""
     options = {} if device_ids is None else {"device_ids": device_ids}
-    return run(Request("barrier", options=options), group, async_op=async_op, extras=extras)
+    return run(Request("barrier", options=options, timeout=timeout), group, async_op=async_op, extras=extras)
 
 
 def monitored_barrier(
@@ -322,17 +330,25 @@ def broadcast_object_list(
     group: Any = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
     **extras: Unpack[Extras],
 ) -> None:
     """Copy the pickled objects of `src` (rank 0 when not given) to every rank of the group."""
     src = root("broadcast_object_list", src, group_src, group, default=0)
-    request = Request("broadcast_object_list", (object_list, src), {"device": device}, detail=f"from rank {src}")
+    options = {"device": device, **_unpickling(weights_only)}
+    request = Request("broadcast_object_list", (object_list, src), options, detail=f"from rank {src}")
     run(request, group, extras=extras)
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **extras: Unpack[Extras]) -> None:
+def _unpickling(weights_only: bool) -> dict[str, bool]:
+    return {"weights_only": True} if weights_only else {}
+
+
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False, **extras: Unpack[Extras]
+) -> None:
     """Gather pickled objects of all ranks into a list."""
-    run(Request("all_gather_object", (object_list, obj)), group, extras=extras)
+    run(Request("all_gather_object", (object_list, obj), _unpickling(weights_only)), group, extras=extras)
 
 
 def gather_object(
@@ -341,11 +357,14 @@ def gather_object(
     dst: int | None = None,
     group: Any = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
     **extras: Unpack[Extras],
 ) -> None:
     """Gather pickled objects of all ranks into a list on `dst` (rank 0 when not given)."""
     dst = root("gather_object", dst, group_dst, group, default=0)
-    run(Request("gather_object", (obj, object_gather_list, dst), detail=f"to rank {dst}"), group, extras=extras)
+    arguments = (obj, object_gather_list, dst)
+    request = Request("gather_object", arguments, _unpickling(weights_only), detail=f"to rank {dst}")
+    run(request, group, extras=extras)
 
 
 def scatter_object_list(
@@ -354,9 +373,11 @@ def scatter_object_list(
     src: int | None = None,
     group: Any = None,
     group_src: int | None = None,
+    weights_only: bool = False,
     **extras: Unpack[Extras],
 ) -> None:
     """Give each rank its pickled object of a list on `src` (rank 0 when not given)."""
     src = root("scatter_object_list", src, group_src, group, default=0)
     arguments = (scatter_object_output_list, scatter_object_input_list, src)
-    run(Request("scatter_object_list", arguments, detail=f"from rank {src}"), group, extras=extras)
+    request = Request("scatter_object_list", arguments, _unpickling(weights_only), detail=f"from rank {src}")
+    run(request, group, extras=extras)

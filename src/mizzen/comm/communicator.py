@@ -59,7 +59,8 @@ class Work:
         """Return when the result may be used: on a CPU when it is there, on a device when the stream will have it."""
         if self._is_done:
             return True
-        self._watch.wait(self._call, self._handle, timeout.total_seconds() if timeout else None)
+        limit = timeout or self._call.request.timeout
+        self._watch.wait(self._call, self._handle, limit.total_seconds() if limit else None)
         self._is_done = True
         if self._finish is not None:
             self._finish()

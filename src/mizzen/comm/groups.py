@@ -110,15 +110,18 @@ def new_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: torch.device | None = None,
+    sort_ranks: bool = True,
 ) -> Any:
     """Form a group. Every rank of the job calls this, also those that will not be in it."""
-    options = {
+    options: dict[str, Any] = {
         "backend": backend,
         "pg_options": pg_options,
         "use_local_synchronization": use_local_synchronization,
         "group_desc": group_desc,
         "device_id": device_id,
     }
+    if not sort_ranks:
+        options["sort_ranks"] = False
     return current().backend.new_group(ranks, timeout, options)
 
 

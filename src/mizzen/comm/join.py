@@ -25,7 +25,7 @@ from mizzen.comm.interface import interface_problem
 from mizzen.comm.meeting import TIMEOUT, Terms, meet, place
 from mizzen.comm.report import configure
 from mizzen.comm.roll import Lost, Roll, call_roll
-from mizzen.comm.torch_backend import TorchBackend
+from mizzen.comm.torch_backend import TorchBackend, check_name
 from mizzen.comm.watch import Patience
 from mizzen.environment import Switches, World, environ
 from mizzen.errors import CommError, DeviceError, UsageError
@@ -102,8 +102,10 @@ def _adopted() -> World:
 
 def join(terms: Terms) -> World:
     """Meet the other ranks and make the backend that all collectives of this process go through."""
-    world = find_world(environ(), rank=terms.rank, size=terms.size, launchers=terms.launchers)
     backend = registered_backend(terms.backend) if terms.backend else None
+    if terms.backend and backend is None:
+        check_name(terms.backend)
+    world = find_world(environ(), rank=terms.rank, size=terms.size, launchers=terms.launchers)
     if backend is None:
         world = join_torch(world, terms)
         backend = TorchBackend()

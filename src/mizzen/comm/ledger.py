@@ -7,7 +7,7 @@ timed, and no device is stopped, for operations that nobody wants to see.
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -38,33 +38,6 @@ STRAGGLER_COLUMNS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LogSettings:
-    """What is logged; the keys of the section `comms_logger`."""
-
-    enabled: bool = False
-    verbose: bool = False
-    """Say a line for each operation."""
-    prof_all: bool = True
-    prof_ops: tuple[str, ...] = ()
-    """The operations to log, by name, where not all of them are."""
-    debug: bool = False
-    """Tell apart the functions that call an operation."""
-
-    @classmethod
-    def of(cls, config: Any) -> "LogSettings":
-        """From a configuration, its section `comms_logger`, or a dict of either."""
-        match config:
-            case {"comms_logger": section} | object(comms_logger=section):
-                return cls.of(section)
-            case CommsLoggerConfig():
-                return cls(config.enabled, config.verbose, config.prof_all, tuple(config.prof_ops), config.debug)
-            case Mapping():
-                found = {name: value for name, value in config.items() if name in cls.__slots__}
-                return cls(**found | {"prof_ops": tuple(found.get("prof_ops", ()))})
-        return cls()
-
-
 @dataclass(slots=True)
 class Measured:
     """All measurements of one operation at one message size."""
@@ -92,8 +65,8 @@ class Measured:
 class CommLog:
     """What has been measured since the log was last reset."""
 
-    def __init__(self, settings: LogSettings = LogSettings()) -> None:  # noqa: B008  a frozen value
-        self.settings = settings
+    def __init__(self, settings: CommsLoggerConfig | None = None) -> None:
+        self.settings = settings or CommsLoggerConfig.model_construct()
         self.records: dict[str, dict[int, Measured]] = {}
 
     def name_for(self, operation: str, *, prof: bool = False, log_name: str = "", debug: str = "") -> str:
@@ -126,21 +99,23 @@ class CommLog:
 
     def start_profiling_comms(self) -> None:
         """Log every operation from here on."""
-        self.settings = replace(self.settings, prof_all=True)
+        self.settings = self.settings.model_copy(update={"prof_all": True})
 
     def stop_profiling_comms(self) -> None:
         """Log only the operations that are listed by name."""
-        self.settings = replace(self.settings, prof_all=False)
+        self.settings = self.settings.model_copy(update={"prof_all": False})
 
     def start_profiling_op(self, names: Iterable[str]) -> None:
         """List further operations by name."""
-        self.settings = replace(self.settings, prof_ops=tuple(dict.fromkeys((*self.settings.prof_ops, *names))))
+        self._list(dict.fromkeys((*self.settings.prof_ops, *names)))
 
     def stop_profiling_op(self, names: Iterable[str]) -> None:
         """Take operations off the list."""
         unwanted = set(names)
-        kept = tuple(name for name in self.settings.prof_ops if name not in unwanted)
-        self.settings = replace(self.settings, prof_ops=kept)
+        self._list(name for name in self.settings.prof_ops if name not in unwanted)
+
+    def _list(self, names: Iterable[str]) -> None:
+        self.settings = self.settings.model_copy(update={"prof_ops": tuple(names)})
 
     def get_raw_data(self) -> dict[str, dict[int, Measured]]:
         """All measurements, by operation and message size."""

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,12 @@ from torch.distributed import ReduceOp
 from mizzen.ambient import AMBIENT
 from mizzen.comm.collectives import all_gather_object, all_reduce, barrier
 from mizzen.comm.groups import exchange_device, get_rank, get_world_size
-from mizzen.comm.ledger import COLUMNS, STRAGGLER_COLUMNS, CommLog, LogSettings, table
+from mizzen.comm.ledger import COLUMNS, STRAGGLER_COLUMNS, CommLog, table
+from mizzen.config.load import load
+from mizzen.config.migrate import spread_paths
+from mizzen.config.observe import CommsLoggerConfig
+from mizzen.config.schema import Config
+from mizzen.config.source import read_source
 
 
 def comm_log() -> CommLog:
@@ -32,19 +36,33 @@ def configure(
 ) -> None:
     """Set what is logged: from a configuration or its section `comms_logger`, then what is given by name."""
     log = comm_log()
-    settings = LogSettings.of(config) if config is not None else log.settings
-    given = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if prof_ops is not None:
-        changes["prof_ops"] = tuple(prof_ops)
-    log.settings = replace(settings, **changes)
+    settings = log.settings if config is None else _section(config)
+    named = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    given = {name: value for name, value in named.items() if value is not None}
+    log.settings = _section({**settings.model_dump(), **given}) if given else settings
+
+
+def _section(config: Any) -> CommsLoggerConfig:
+    """`comms_logger` of a configuration in any form, checked; what else is in it is for `initialize` to judge."""
+    match config:
+        case CommsLoggerConfig():
+            return config
+        case object(comms_logger=CommsLoggerConfig() as section):
+            return section
+    raw = read_source(config)
+    spread_paths(raw)
+    given = raw.get("comms_logger", {}) if raw.keys() & Config.model_fields.keys() else raw
+    return load({"comms_logger": given}).comms_logger
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print what was measured, on rank 0. Every rank calls this: it waits for all, and compares them when asked to."""
     log = comm_log()
     summary = log.summary()
-    settings, log.settings = log.settings, LogSettings(enabled=False)  # what follows is not the user's communication
+    settings, log.settings = (
+        log.settings,
+        CommsLoggerConfig.model_construct(),
+    )  # what follows is not the user's communication
     try:
         barrier()
         stragglers = log.stragglers(_gather, _reduce_min) if show_straggler else None

@@ -15,10 +15,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from mizzen.backport import all_gather_single, reduce_scatter_single
+from mizzen.ambient import AMBIENT
+from mizzen.backport import all_gather_single, check_options, reduce_scatter_single
 from mizzen.comm.backend import Backend, Group, Handle, Request, Store, ranks_in_words, registered_backend
 from mizzen.environment import World
-from mizzen.errors import NotBuilt
+from mizzen.errors import NotBuilt, UsageError
 
 COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
     "all_reduce": dist.all_reduce,
@@ -243,6 +244,7 @@ class TorchBackend:
 
     def new_group(self, ranks: Sequence[int] | None, timeout: timedelta | None, options: Mapping[str, Any]) -> Any:
         """As torch does it."""
+        check_options(dist.new_group, options)
         handle = dist.new_group(list(ranks) if ranks is not None else None, timeout, **options)
         if timeout is not None and handle is not dist.GroupMember.NON_GROUP_MEMBER:
             self._timeouts[handle.group_name] = timeout.total_seconds()
@@ -259,6 +261,7 @@ class TorchBackend:
             work = MESSAGES[name](*arguments, group=handle, **options)
             return Threaded(work.wait, handle, work) if sliced else Streamed(work)
         if name in BLOCKING:
+            check_options(BLOCKING[name], options)
             call = partial(BLOCKING[name], *arguments, group=handle, **options)
             if sliced:
                 return Threaded(call, handle)
@@ -266,6 +269,9 @@ class TorchBackend:
             return Finished()
         if name not in COLLECTIVES:
             raise NotBuilt(f"torch.distributed has no operation {name!r}; there are {', '.join(sorted(COLLECTIVES))}")
+        if name == "barrier" and not sliced and request.timeout:  # nothing but torch can stop the wait for a device
+            options = {**options, "timeout": request.timeout}
+            check_options(dist.barrier, options)
         if sliced and name == "all_gather_into_tensor":
             whole, part = arguments
             if is_worth_spreading(whole, part, dist.get_world_size(handle)):
@@ -311,6 +317,18 @@ def spread(whole: torch.Tensor, part: torch.Tensor, group: Any) -> list[dist.Wor
         mine.copy_(part.detach().view(-1).view(torch.uint8))
     works = [dist.broadcast(place, group=group, group_src=rank, async_op=True) for rank, place in enumerate(places)]
     return [work for work in works if work is not None]
+
+
+def check_name(name: str) -> None:
+    """Refuse a backend that neither is registered nor in this torch; `cpu:gloo,cuda:nccl` names one per device."""
+    there = [each for each in dist.Backend.backend_list if each != "undefined" and dist.is_backend_available(each)]
+    for part in name.lower().split(",") if isinstance(name, str) else [name]:
+        if not isinstance(part, str) or part.rpartition(":")[2] not in there:
+            known = ", ".join(sorted({*there, *AMBIENT.backends}))
+            raise UsageError(
+                f"there is no backend {name!r} for collectives: this torch and what was registered have {known}; "
+                "mizzen.comm.register_backend adds one"
+            )
 
 
 def make_backend(name: str | None) -> Backend:

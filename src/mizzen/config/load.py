@@ -6,7 +6,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from mizzen.config.checks import check
-from mizzen.config.migrate import Problem, drop_autos, move_old_keys, name_keys, spread_paths, walk
+from mizzen.config.migrate import Found, Problem, drop_autos, move_old_keys, name_keys, spread_paths, walk
 from mizzen.config.origin import Origin
 from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
@@ -43,6 +43,7 @@ def _parse(raw: dict[str, Any]) -> Config:
         raise
 
 
+_PRECISIONS: Final = ("fp16", "bf16", "torch_autocast")
 _MESSAGES: Final = {
     "missing": "required here, but absent",
     "literal_error": "{shown} is not one of [{expected}]",
@@ -72,14 +73,25 @@ def _translate(problem: Any) -> Problem:
 
 def _apply_fates(raw: dict[str, Any], config: Config) -> None:
     for found in walk(raw, Config):
-        if found.fate.kind == "read":
-            continue
-        value = config.at(found.path)
-        if value is None or value == found.field.get_default(call_default_factory=True):
-            continue
-        if found.fate.kind == "refused":
+        if found.fate.kind == "refused" and _is_changed(found, config):
             raise ConfigError(found.path, f"refused: {found.fate.reason}")
-        info_once(f"{found.path} has no effect here: {found.fate.reason}")
+        if reason := why_inert(found, config):
+            info_once(f"{found.path} has no effect here: {reason}")
+
+
+def why_inert(found: Found, config: Config) -> str | None:
+    """Why a key that was given changes nothing; None where it does, or holds its default."""
+    section, _, key = found.path.partition(".")
+    reason = found.fate.reason if found.fate.kind == "no_effect" else None
+    if reason is None and key != "enabled" and section in _PRECISIONS and found.fate.kind == "read":
+        is_used = config.at(f"{section}.enabled") or (section == "fp16" and config.computes_in_fp16)
+        reason = None if is_used or not key else f"{section}.enabled is false"
+    return reason if reason and _is_changed(found, config) else None
+
+
+def _is_changed(found: Found, config: Config) -> bool:
+    value = config.at(found.path)
+    return value is not None and value != found.field.get_default(call_default_factory=True)
 
 
 def _origins(raw: dict[str, Any], moved: Mapping[str, str], autos: frozenset[str]) -> dict[str, Origin]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mizzen.config.describe import fate_words
-from mizzen.config.load import load
+from mizzen.config.load import load, why_inert
 from mizzen.config.migrate import Problem, name_keys, spread_paths, walk
 from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
@@ -65,7 +65,7 @@ def _unless_caused_by(unknown: list[Problem], found: tuple[str, ...]) -> Iterato
 
 def _notes(raw: dict[str, Any], config: Config) -> Iterator[str]:
     for found in walk(raw, Config):
-        default = found.field.get_default(call_default_factory=True)
-        is_inert = found.fate.kind == "no_effect" and config.at(found.path) != default
-        if found.fate.kind == "moved" or is_inert:
+        if found.fate.kind == "moved":
             yield f"{found.path}: {fate_words(found.fate)}"
+        elif reason := why_inert(found, config):
+            yield f"{found.path}: no effect: {reason}"

@@ -86,6 +86,8 @@ class Engine(Face):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as a `.backward()` of the user's own needs it."""
+        if not isinstance(loss, Tensor):
+            raise UsageError(f"scale takes a loss, which is a tensor; this one is {type(loss).__name__}")
         scaler = self._require_updater("scale").scaler
         self.window.has_scaled = True
         return scaler.scaled(loss) / self.batch.accumulation

@@ -530,6 +530,8 @@ class Face(nn.Module):
         """Compile each repeated block of the model, in place; `compile_kwargs` go to torch.compile."""
         if schedule is not None or compiled_autograd_enabled:
             raise NotBuilt("engine.compile() with a schedule of passes, or of backward as a whole, is not built yet")
+        if not isinstance(compile_kwargs or {}, Mapping):
+            raise UsageError(f"compile_kwargs={compile_kwargs!r}: give a dict of arguments for torch.compile")
         compile_blocks(self.module, {"backend": backend, **(compile_kwargs or {})})
         self.is_compiled = True
 

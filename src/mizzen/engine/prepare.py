@@ -15,6 +15,7 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare, flatten
 from mizzen.comm.mesh import Mesh
 from mizzen.config.dump import plain
+from mizzen.config.names import UNBUILT
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
@@ -22,9 +23,9 @@ from mizzen.errors import ConfigError, PlanError, UsageError
 from mizzen.log import info_once
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
-from mizzen.optim.groups import param_groups
+from mizzen.optim.groups import param_groups, tell_slips
 from mizzen.optim.lamb import Lamb
-from mizzen.optim.rules import UNBUILT, is_known, whole_groups
+from mizzen.optim.rules import is_known, whole_groups
 from mizzen.parallel.zero.full.early import make_whole
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.parallel.zero.shard import DATA_AXES
@@ -47,6 +48,8 @@ def at_home(config: Config) -> Config:
 
 def agree(plan: Plan) -> None:
     """All ranks compare what they are about to do, in one exchange; a rank that differs is named with the field."""
+    for note in plan.notes:
+        info_once(note)
     if plan.resolved.layout.world == 1:
         return
     config = plan.resolved.config
@@ -77,6 +80,7 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
     late = plan.late
     make_whole(model, keep=late)
+    _check_memory(model)
     if late:
         _move(model, device, late)
     else:
@@ -92,6 +96,17 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if plan.resolved.layout.world > 1:
         rest = [parameter for name, parameter in model.named_parameters() if name not in trained]
         _spread([*rest, *model.buffers()], mesh)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse a model without values: nobody but the user knows what they should be."""
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if empty:
+        raise UsageError(
+            f"{', '.join(empty[:3])}{f' and {len(empty) - 3} more' if len(empty) > 3 else ''}: no values on the meta "
+            "device. Build the model on a real one, in mizzen.zero.Init where it is too large for that, or call "
+            "model.to_empty(device=...) and fill it"
+        )
 
 
 def _move(model: nn.Module, device: torch.device, late: frozenset[str]) -> None:
@@ -222,6 +237,8 @@ def grouped(sketch: Sketch, model: nn.Module, optimizer: Optimizer | None) -> Sk
 
 def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
     """Refuse to share out parameters among ranks for a rule that may look at all of them together."""
+    if optimizer is not None:
+        tell_slips(optimizer)
     config, layout = plan.resolved.config, plan.resolved.layout
     if isinstance(optimizer, Lamb) and layout.dp_replicate > 1:
         raise PlanError(

@@ -55,7 +55,15 @@ class Accumulate:
         with self.phases.phase("backward"):
             for store in self.stores:
                 store.gradients.arm(last)
-            self.arithmetic.scaler.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            try:
+                self.arithmetic.scaler.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if "through the graph a second time" not in str(error):
+                    raise
+                raise UsageError(
+                    "backward of a loss whose graph is gone, because a backward has been through it: run the forward "
+                    "again, add losses up before one backward, or give the first one retain_graph=True"
+                ) from error
             for store in self.stores:
                 store.gradients.settle()
 

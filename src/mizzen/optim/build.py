@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
 
+from mizzen.config.names import LOW_BIT, NOT_FROM_JSON, check_optimizer, check_scheduler, rule_of
 from mizzen.config.values import flag, shown
 from mizzen.errors import ConfigError, MissingExtra
 from mizzen.model.sketch import ParameterSketch
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.muon import Muon, split_groups
-from mizzen.optim.names import check_arguments, check_values, unknown
-from mizzen.optim.rules import ELEMENTWISE, LOW_BIT, UNBUILT
+from mizzen.optim.names import check_arguments, check_values
+from mizzen.optim.rules import ELEMENTWISE
 from mizzen.optim.schedules import SCHEDULES, Schedule
 
 OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {
     kind.__name__.lower(): kind for kind in (*ELEMENTWISE, Adafactor, Lamb, Muon)
 }
-_OTHER_NAMES: Final = {"muonwithauxadam": "muon"}
 _METHODS: Final = ("standard", "gram")
 """Names for Muon's iteration. Both mean the same polynomial, and here it is computed in one way."""
 _LOW_BIT: Final = {name.lower(): name for name in LOW_BIT}
@@ -40,14 +40,10 @@ _ADAM_ONLY: Final = {
 }
 """Arguments of other implementations of Adam that may only be true here."""
 
-_NOT_FROM_JSON: Final = {
-    "lambdalr": "it takes a function",
-    "multiplicativelr": "it takes a function",
-    "sequentiallr": "it takes other schedules",
-    "chainedscheduler": "it takes other schedules",
-}
 _TORCH_SCHEDULES: Final[Mapping[str, type[Any]]] = {
-    name.lower(): vars(lr_scheduler)[name] for name in lr_scheduler.__all__ if name != "LRScheduler"
+    name.lower(): vars(lr_scheduler)[name]
+    for name in lr_scheduler.__all__
+    if name != "LRScheduler" and name.lower() not in NOT_FROM_JSON
 }
 
 
@@ -64,10 +60,8 @@ def build_optimizer(
     Names of other implementations of a rule, such as FusedAdam or DeepSpeedCPUAdam, mean the rule. `facts` has what is
     known of the parameters by their ids, for a rule that treats some of them in another way.
     """
-    plain = _plain(name)
-    kind = OPTIMIZERS.get(plain) or _of_torchao(plain)
-    if kind is None:
-        raise _no_optimizer(name)
+    check_optimizer(name)
+    kind = OPTIMIZERS.get(rule_of(name)) or _of_torchao(rule_of(name))
     given = dict(arguments)
     if kind is Muon:
         groups = split_groups(groups, facts or {})
@@ -87,28 +81,13 @@ def build_optimizer(
         raise ConfigError("optimizer.params", f"{kind.__name__} cannot be built: {error}") from error
 
 
-def _plain(name: str) -> str:
-    plain = name.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")
-    return _OTHER_NAMES.get(plain, plain)
-
-
-def _of_torchao(plain: str) -> type[Optimizer] | None:
-    if plain not in _LOW_BIT:
-        return None
+def _of_torchao(rule: str) -> type[Optimizer]:
     try:
         found = importlib.import_module("torchao.optim")
     except ImportError as error:
-        raise MissingExtra("torchao", extra="lowbit", purpose=f"optimizer.type {_LOW_BIT[plain]}") from error
-    kind: type[Optimizer] = vars(found)[_LOW_BIT[plain]]
+        raise MissingExtra("torchao", extra="lowbit", purpose=f"optimizer.type {_LOW_BIT[rule]}") from error
+    kind: type[Optimizer] = vars(found)[_LOW_BIT[rule]]
     return kind
-
-
-def _no_optimizer(name: str) -> ConfigError:
-    path, known = "optimizer.type", [*(kind.__name__ for kind in OPTIMIZERS.values()), *LOW_BIT]
-    why = UNBUILT.get(_plain(name))
-    if why is not None:
-        return ConfigError(path, f"{name} is not built yet: {why}; known: {', '.join(sorted(known))}")
-    return unknown(path, f"no optimizer is called {shown(name)}", name, known)
 
 
 def _adam(kind: type[Optimizer], given: dict[str, Any]) -> type[Optimizer]:
@@ -146,14 +125,10 @@ def build_scheduler(
     name: str, arguments: Mapping[str, Any], optimizer: Optimizer
 ) -> Schedule | lr_scheduler.LRScheduler:
     """The schedule called `name` in any case, ours or a class of torch.optim.lr_scheduler."""
-    path, key = "scheduler.type", name.lower()
-    if key in _NOT_FROM_JSON:
-        raise ConfigError(path, f"{name} cannot come from JSON, since {_NOT_FROM_JSON[key]}: give it to initialize()")
-    ours = {kind.__name__.lower(): kind for kind in SCHEDULES}
-    kind = ours.get(key) or _TORCH_SCHEDULES.get(key)
-    if kind is None:
-        known = [one.__name__ for one in (*SCHEDULES, *_TORCH_SCHEDULES.values())]
-        raise unknown(path, f"no schedule is called {shown(name)}", name, known)
+    known = {**_TORCH_SCHEDULES, **{kind.__name__.lower(): kind for kind in SCHEDULES}}
+    if name.lower() not in known:
+        check_scheduler(name)
+    kind: type[Any] = known[name.lower()]
     check_arguments("scheduler", kind, arguments)
     if kind not in SCHEDULES:
         check_values("scheduler", kind, arguments)

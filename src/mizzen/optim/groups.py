@@ -1,11 +1,14 @@
 """From what users give as `model_parameters` to parameter groups in which every parameter has a name and one place."""
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mizzen.errors import UsageError
+from mizzen.log import warn_once
 
 
 def param_groups(
@@ -37,10 +40,22 @@ def param_groups(
     return groups, placed
 
 
+def tell_slips(optimizer: Optimizer) -> None:
+    """Warn of keys in groups that nobody reads and that look like an option of the optimizer. Others are the user's."""
+    known = sorted(optimizer.defaults)
+    for number, group in enumerate(optimizer.param_groups):
+        for key in [key for key in group if key not in ("params", *known)]:
+            if near := difflib.get_close_matches(str(key), known, n=1, cutoff=0.85):
+                warn_once(
+                    f"parameter group {number} has a key {key!r}, which {type(optimizer).__name__} does not read: "
+                    f"did you mean '{near[0]}'?"
+                )
+
+
 def _as_groups(model: nn.Module, given: Iterable[Any] | None) -> list[Mapping[str, Any]]:
     if given is None:
         return [{"params": model.parameters()}]
-    if isinstance(given, Tensor | Mapping):
+    if isinstance(given, Tensor | Mapping) or not isinstance(given, Iterable):
         raise UsageError(
             f"model_parameters is one {type(given).__name__}; give an iterable of parameters or of groups, in a list"
         )
@@ -58,7 +73,9 @@ def _as_groups(model: nn.Module, given: Iterable[Any] | None) -> list[Mapping[st
 
 def _parameters_of(group: Mapping[str, Any], number: int) -> Iterator[Tensor]:
     params = group["params"]
-    for place, entry in enumerate([params] if isinstance(params, Tensor) else params):
+    for place, entry in enumerate(
+        [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else params
+    ):
         parameter = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
         if not isinstance(parameter, Tensor):
             raise UsageError(

@@ -1,22 +1,14 @@
-"""Errors about a name that the configuration gives and that does not exist, and about arguments that do not fit."""
+"""Errors about arguments in the configuration that the class they are for does not take."""
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from mizzen.config.names import unknown
 from mizzen.config.values import flag, real, shown
 from mizzen.errors import ConfigError
-
-
-def unknown(path: str, what: str, given: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that is not known, with the nearest one or all that are."""
-    names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(given.lower(), names, n=1)
-    way_out = f"did you mean '{names[near[0]]}'?" if near else f"known: {', '.join(sorted(names.values()))}"
-    return ConfigError(path, f"{what}; {way_out}")
 
 
 def check_arguments(section: str, kind: type, given: Mapping[str, Any]) -> None:

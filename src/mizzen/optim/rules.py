@@ -28,6 +28,7 @@ from torch.optim import (
 )
 from torch.optim import Muon as TorchMuon
 
+from mizzen.config.names import LOW_BIT
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.lion import Lion
 from mizzen.optim.muon import Muon
@@ -36,24 +37,6 @@ ELEMENTWISE: Final = (Adam, AdamW, SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam,
 
 BY_PARAMETER: Final = (Muon, TorchMuon, Adafactor)
 """Rules that treat every parameter by itself, as a whole."""
-
-LOW_BIT: Final = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
-"""Of torchao: element by element but for the scale that the states of 256 neighbours share."""
-
-_SENT: Final = "it needs compressed communication"
-_WIDTH: Final = "it needs the widths that the mup package records; give an optimizer of that package to initialize()"
-
-UNBUILT: Final = {
-    "lbfgs": "it evaluates the model several times in one step",
-    "sparseadam": "it needs sparse gradients, and gradients are kept in flat buffers",
-    "onebitadam": _SENT,
-    "zerooneadam": _SENT,
-    "onebitlamb": _SENT,
-    "muadam": _WIDTH,
-    "muadamw": _WIDTH,
-    "musgd": _WIDTH,
-}
-"""Names that users know -> why they do not work yet."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -144,11 +144,11 @@ class OneCycle(Schedule):
     cycle_first_step_size: int = 2000
     """Steps of the way up."""
     cycle_second_step_size: int | None = None
-    """Steps of the way down; absent means as many."""
+    """Steps of the way down; absent or -1 means as many."""
     cycle_first_stair_count: int = 0
-    """Go up in so many stairs; 0 goes smoothly."""
+    """Go up in so many stairs; 0 or -1 goes smoothly."""
     cycle_second_stair_count: int | None = None
-    """Go down in so many stairs; absent means as many."""
+    """Go down in so many stairs; absent means as many, 0 or -1 goes smoothly."""
     decay_step_size: int = 0
     """Steps of one interval of decay; 0 does not decay."""
     cycle_momentum: bool = True
@@ -163,9 +163,8 @@ class OneCycle(Schedule):
     def check(self) -> None:
         """The way up has steps; momentum needs betas."""
         _at_least(self, 1, "cycle_first_step_size")
-        _at_least(
-            self, 0, "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size"
-        )
+        _at_least(self, 0, "decay_step_size")
+        _at_least(self, -1, "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count")
         if self.cycle_momentum and any("betas" not in group for group in self.optimizer.param_groups):
             warn_once(f"OneCycle: {type(self.optimizer).__name__} has no betas, so its momentum is not cycled")
             self.cycle_momentum = False
@@ -195,7 +194,8 @@ class OneCycle(Schedule):
 
     @property
     def _second(self) -> int:
-        return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
+        second = self.cycle_second_step_size
+        return self.cycle_first_step_size if second is None or second < 0 else second
 
     def _height(self, step: int) -> float:
         """0 at the ends of the cycle, 1 at its top."""
@@ -206,7 +206,7 @@ class OneCycle(Schedule):
             stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
         if not climbed:
             return 0.0
-        return climbed * stairs // size / stairs if stairs else climbed / size
+        return climbed * stairs // size / stairs if stairs > 0 else climbed / size
 
     def _intervals(self, step: int) -> float:
         past = step + 1 - self.cycle_first_step_size - self._second

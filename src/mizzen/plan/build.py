@@ -11,6 +11,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.plan.cost import Cost, replicated
 from mizzen.plan.transform import Transform
 from mizzen.plan.unbuilt import refusals
+from mizzen.precision.policy import FLOATING, Policy, wider
 
 if TYPE_CHECKING:
     from mizzen.comm.mesh import Mesh
@@ -42,6 +43,18 @@ class Plan:
     def late(self) -> frozenset[str]:
         """The parameters that some transform itself brings to the device, part by part, because they may not fit."""
         return frozenset(name for step in self.steps for name in step.transform.late(step.choice))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was asked for and cannot be had of this model."""
+        policy, asked = Policy.of(self.resolved.config), self.resolved.config.data_types.grad_accum_dtype
+        trained = {policy.held(parameter.dtype) for parameter in self.sketch.parameters if parameter.is_trained}
+        sums = {dtype: wider(policy.accumulation, dtype) for dtype in sorted(trained & {*FLOATING})}
+        return tuple(
+            f"data_types.grad_accum_dtype: {asked} is too narrow for parameters in {dtype}: their sums are in {wide}"
+            for dtype, wide in sums.items()
+            if asked and wide != policy.accumulation
+        )
 
     def apply(self, parts: "Parts", mesh: "Mesh") -> "Parts":
         """Change the parts, one transform after the other, in the order that `ORDER` gives."""

@@ -18,6 +18,7 @@ def explain(plan: Plan) -> str:
             f"model   {count_of(plan.sketch.numel)} parameters, {count_of(plan.sketch.trainable_numel)} trainable"
         )
         lines.append(f"memory  {plan.cost} per rank, without activations")
+    lines += [f"note    {note}" for note in plan.notes]
     lines.append("changes" if plan.steps else "changes none: the model runs as it is")
     for number, step in enumerate(plan.steps, 1):
         lines.append(f"  {number}. {step}")

@@ -116,14 +116,17 @@ def _compile(model: nn.Module, paths: Iterable[str], options: Mapping[str, Any])
     _refuse(model, str(options.get("backend", "inductor")))
     for path in paths:
         if path in modules:
-            modules[path].compile(**options)
+            try:
+                modules[path].compile(**options)
+            except (TypeError, ValueError, AssertionError) as error:
+                raise UsageError(f"torch.compile does not take {dict(options)}: {error}") from error
 
 
 def _check_backend(backend: Any) -> None:
     """Refuse a name that torch does not know; it would say so in the first forward."""
     known = list_backends(exclude_tags=())
-    if isinstance(backend, str) and backend not in known:
-        raise PlanError(f"compile.backend: torch has no '{backend}'; known: {', '.join(sorted(known))}")
+    if backend not in known and not callable(backend):
+        raise PlanError(f"compile.backend: torch has no {backend!r}; known: {', '.join(sorted(known))}")
 
 
 def _refuse(model: nn.Module, backend: str) -> None:

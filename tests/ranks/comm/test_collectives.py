@@ -1,5 +1,6 @@
 """Every collective, message and query of `mizzen.comm` on gloo ranks, also in groups and asynchronously."""
 
+import inspect
 import time
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ import torch.distributed as torch_dist
 
 import mizzen.comm as dist
 from mizzen.ambient import AMBIENT
-from mizzen.errors import UsageError
+from mizzen.errors import CommError, NotBuilt, UsageError
 
 SUM = dist.ReduceOp.SUM
 
@@ -64,6 +65,8 @@ def every_collective(is_async):
     wholes = [torch.zeros(2 * size), torch.zeros(size)]
     work = dist.all_gather_coalesced(wholes, [mine, torch.ones(1) * rank], async_op=is_async)
     done("all_gather_coalesced", work, wholes)
+    lists = [[torch.zeros(2), torch.zeros(1)] for _ in range(size)]
+    done("in lists", dist.all_gather_coalesced(lists, [mine, mine[:1]], async_op=is_async), sum(lists, []))
     done("barrier", dist.barrier(async_op=is_async), torch.zeros(0))
     return found
 
@@ -92,6 +95,7 @@ def expected(rank, size):
         "scatter": [100.0 * rank, 10.0 + 100 * rank],
         "all_reduce_coalesced": [total, [float(sum(range(size)))] * 3],
         "all_gather_coalesced": [flat, [float(r) for r in range(size)]],
+        "in lists": [part for pair in every for part in (pair, pair[:1])],
         "barrier": [],
     }
 
@@ -289,6 +293,37 @@ def test_questions_are_answered(world, monkeypatch):
             "coalescing": False,
             "after": (False, False, None),
         }
+
+
+def by_names_of_torch():
+    rank = dist.get_rank()
+    scattered, exchanged, mine = torch.zeros(1), torch.zeros(2), torch.arange(2.0) + 10 * rank
+    dist.reduce_scatter_tensor(output=scattered, input=mine)
+    dist.all_to_all_single(output=exchanged, input=mine)
+    try:
+        ranks = dist.get_all_ranks_from_group(dist.new_group(ranks=[1, 0], sort_ranks=False))
+    except NotBuilt:
+        ranks = [1, 0] if "sort_ranks" not in inspect.signature(torch_dist.new_group).parameters else None
+    return scattered.tolist(), exchanged.tolist(), ranks
+
+
+def test_arguments_have_the_names_of_torch(world):
+    assert world(2).run(by_names_of_torch) == [([10.0], [0.0, 10.0], [1, 0]), ([12.0], [1.0, 11.0], [1, 0])]
+
+
+def a_barrier_with_a_limit():
+    store = torch_dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["told"])
+        return None
+    with pytest.raises(CommError, match=r"barrier .*the limit is 0\.3 s; 1 of 1 peers") as caught:
+        dist.barrier(timeout=timedelta(seconds=0.3))
+    store.set("told", b"")
+    return caught.type
+
+
+def test_a_barrier_waits_as_long_as_it_is_told(world):
+    assert world(2).run(a_barrier_with_a_limit) == [CommError, None]
 
 
 def barrier_devices():

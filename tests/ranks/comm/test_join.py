@@ -21,7 +21,7 @@ from mizzen.comm import join, meeting
 from mizzen.comm.join import init_distributed
 from mizzen.comm.meeting import open_store
 from mizzen.environment import World
-from mizzen.errors import CommError, DeviceError, UsageError
+from mizzen.errors import CommError, ConfigError, DeviceError, UsageError
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -150,6 +150,14 @@ def with_limit(minutes):
 
 def test_the_limit_comes_from_the_environment(world):
     assert world(2, init=False).run(with_limit, "7") == [(420.0, timedelta(minutes=7))] * 2
+
+
+@pytest.mark.parametrize("variable", ["MIZZEN_TIMEOUT", "DEEPSPEED_TIMEOUT"])
+@pytest.mark.parametrize("text", ["x", "nan", "-1", "inf"])
+def test_a_wrong_limit_is_named_by_its_variable(monkeypatch, variable, text):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=f"^{variable}: .*'{text}', which is not a number of minutes"):
+        init_distributed()
 
 
 def logging_config():

@@ -5,8 +5,8 @@ import io
 import re
 from pathlib import Path
 
+from mizzen.config.names import LOW_BIT, UNBUILT
 from mizzen.optim.build import OPTIMIZERS
-from mizzen.optim.rules import LOW_BIT, UNBUILT
 
 PAGE = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
 

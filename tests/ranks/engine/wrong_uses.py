@@ -42,6 +42,17 @@ def in_no_sync(call):
     return run
 
 
+def with_loss():
+    made = engine()
+    return made, loss_of(made)
+
+
+def buffer_without_memory():
+    made = model()
+    made.register_buffer("mask", torch.empty(3, device="meta"))
+    mizzen.initialize(model=made, config=GOOD)
+
+
 def second_owner():
     made = engine(scheduler={"type": "WarmupLR", "params": {}})
     for _ in range(2):
@@ -176,9 +187,19 @@ CASES = {
         )
     )(model()),
     "parameters are numbers": lambda: mizzen.initialize(model=model(), config=GOOD, model_parameters=[1, 2]),
+    "parameters are one number": lambda: mizzen.initialize(model=model(), config=GOOD, model_parameters=3),
+    "parameters of a group are a number": lambda: mizzen.initialize(
+        model=model(), config=GOOD, model_parameters=[{"params": 3}]
+    ),
+    "mesh is a number": lambda: mizzen.initialize(model=model(), config=GOOD, mesh_param=3),
+    "mesh of three axes": lambda: mizzen.initialize(model=model(), config=GOOD, mesh_param=(1, 1, 1)),
+    "model without memory": lambda: mizzen.initialize(model=model().to("meta"), config=GOOD),
+    "buffer without memory": buffer_without_memory,
     "nothing to train": frozen_all,
     "backward of a vector": lambda: (lambda made: made.backward(made(torch.ones(2, 4))))(engine()),
     "backward of a number": lambda: engine().backward(1.0),
+    "backward twice": lambda: (lambda made, loss: (made.backward(loss), made.backward(loss)))(*with_loss()),
+    "scale of nothing": lambda: engine().scale(None),
     "backward without graph": lambda: engine().backward(torch.tensor(1.0)),
     "backward without optimizer": lambda: (lambda made: made.backward(loss_of(made)))(
         mizzen.initialize(model=model(), config={"train_batch_size": 4})[0]
@@ -203,6 +224,8 @@ CASES = {
     "closure": lambda: engine().optimizer.step(lambda: 0.0),
     "save_checkpoint": lambda: engine().save_checkpoint("x", tag="../x"),
     "offload_states": lambda: engine().offload_states(),
+    "compile with a number": lambda: engine().compile(compile_kwargs=3),
+    "compile with an unknown argument": lambda: engine().compile("eager", {"speed": 3}),
     "compile with a schedule": lambda: engine().compile(schedule=[]),
     "unknown attribute": lambda: engine().no_such_thing,
     "state that is not kept": lambda: (

@@ -16,7 +16,7 @@ from mizzen.accelerator import (
 )
 from mizzen.accelerator.cpu import Cpu
 from mizzen.accelerator.device import TorchDevice
-from mizzen.errors import DeviceError
+from mizzen.errors import DeviceError, UsageError
 
 
 class Absent(Cpu):
@@ -44,6 +44,13 @@ def test_set_accelerator_replaces_it_and_none_lets_it_be_found_again():
     assert get_accelerator() is mine
     set_accelerator(None)
     assert get_accelerator() is not mine
+
+
+@pytest.mark.parametrize("thing", [3, "cpu", Cpu, object()], ids=repr)
+def test_only_an_accelerator_can_be_set(thing):
+    with pytest.raises(UsageError, match="is no accelerator, it has no .*create_accelerator"):
+        set_accelerator(thing)
+    assert get_accelerator() is not thing
 
 
 @pytest.mark.parametrize("variable", ["MIZZEN_ACCELERATOR", "DS_ACCELERATOR"])

@@ -51,6 +51,21 @@ def test_check_lists_every_problem(mizzen, write):
     ]
 
 
+def test_check_knows_the_names_of_optimizers_and_schedules(mizzen, write):
+    sections = {"optimizer": {"type": "AdanW"}, "scheduler": {"type": "WarmUpLinear"}}
+    ran = mizzen("config", "check", write(sections))
+    assert ran.code == 2
+    assert ran.out.splitlines()[1:] == [
+        "  optimizer.type: no optimizer is called \"AdanW\"; did you mean 'AdamW'?",
+        "  scheduler.type: no schedule is called \"WarmUpLinear\"; did you mean 'WarmupLR'?",
+    ]
+    for optimizer, schedule in (("fusedadam", "onecycle"), ("DeepSpeedCPUAdam", "StepLR"), ("adamw4bit", "linearlr")):
+        sections = {"optimizer": {"type": optimizer}, "scheduler": {"type": schedule}}
+        assert mizzen("config", "check", write(sections)).code == 0
+    ran = mizzen("config", "check", write({"optimizer": {"type": "OneBitAdam"}, "scheduler": {"type": "LambdaLR"}}))
+    assert "OneBitAdam is not built yet" in ran.out and "LambdaLR cannot come from JSON" in ran.out
+
+
 def test_check_tells_what_changes_nothing_once(mizzen, write):
     ran = mizzen("config", "check", write({"zero_optimization": {"cpu_offload": True, "reduce_scatter": False}}))
     assert ran.code == 0

@@ -48,6 +48,13 @@ def test_layout_and_batch_are_printed(plan):
     assert "16 samples" in ran.out
 
 
+def test_a_name_that_no_optimizer_has_is_one_line(plan, tmp_path):
+    (tmp_path / "slip.json").write_text('{"train_batch_size": 16, "optimizer": {"type": "AdanW"}}')
+    ran = plan("slip.json", 8)
+    assert ran.code == 2
+    assert "optimizer.type: no optimizer is called \"AdanW\"; did you mean 'AdamW'?" in ran.out + ran.err
+
+
 def test_what_is_not_built_is_refused_with_layout_and_batch(plan, monkeypatch):
     monkeypatch.setattr("mizzen.cli.plan.build", _refuse)
     ran = plan(CONFIGS / "3d.json", 512)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from mizzen.ambient import AMBIENT
 from mizzen.comm.backend import Group, Request, ranks_in_words, register_backend, registered_backend
-from mizzen.comm.torch_backend import Finished, Sliced, Streamed, Threaded, TorchBackend, make_backend
+from mizzen.comm.join import init_distributed
+from mizzen.comm.torch_backend import Finished, Sliced, Streamed, Threaded, TorchBackend, check_name, make_backend
 from mizzen.environment import World
-from mizzen.errors import NotBuilt
+from mizzen.errors import NotBuilt, UsageError
 
 
 @pytest.fixture
@@ -54,6 +55,15 @@ def test_a_registered_name_comes_before_torch(monkeypatch):
     assert isinstance(make_backend("ccl"), Mine)
     assert isinstance(make_backend(None), TorchBackend)
     assert make_backend("gloo").name == "gloo"
+
+
+@pytest.mark.parametrize("name", ["nosuch", "cpu:gloo,cuda:nosuch", 3])
+def test_a_backend_that_nobody_has_is_refused_with_those_that_are_there(monkeypatch, name):
+    monkeypatch.setattr(AMBIENT, "backends", {"ccl": object})
+    with pytest.raises(UsageError, match=f"no backend {name!r} .* have ccl, fake, gloo.*register_backend"):
+        init_distributed(dist_backend=name)
+    check_name("GLOO")
+    check_name("cpu:gloo")
 
 
 def test_a_backend_belongs_to_the_process_group_that_it_found(one_rank):

@@ -1,13 +1,16 @@
 """The log of collectives: what is wanted, the bandwidths, the tables."""
 
+import json
+import re
+
 import pytest
 import torch
 
+from mizzen.ambient import AMBIENT
 from mizzen.comm.ledger import (
     COLUMNS,
     STRAGGLER_COLUMNS,
     CommLog,
-    LogSettings,
     Timing,
     bandwidth,
     in_words,
@@ -15,9 +18,24 @@ from mizzen.comm.ledger import (
     table,
     trimmed_mean,
 )
+from mizzen.comm.report import comm_log, configure
 from mizzen.config import load
+from mizzen.config.observe import CommsLoggerConfig
+from mizzen.errors import ConfigError
 
 GIVEN = {"enabled": True, "verbose": True, "prof_all": False, "prof_ops": ["all_reduce"]}
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """What the log is told by a call of `configure`."""
+    monkeypatch.setattr(AMBIENT, "comm_log", None)
+
+    def call(*args, **kwargs):
+        configure(*args, **kwargs)
+        return comm_log().settings
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -30,25 +48,56 @@ GIVEN = {"enabled": True, "verbose": True, "prof_all": False, "prof_ops": ["all_
     ],
     ids=["section", "config", "dict", "dict of the section"],
 )
-def test_settings_come_from_a_configuration_in_any_form(config):
-    assert LogSettings.of(config) == LogSettings(True, True, False, ("all_reduce",), False)
+def test_settings_come_from_a_configuration_in_any_form(configured, config):
+    assert configured(config) == CommsLoggerConfig(**GIVEN)
+    assert configured(verbose=False, prof_ops=["barrier"]).prof_ops == ("barrier",)
+    assert configured() == CommsLoggerConfig(**GIVEN | {"verbose": False, "prof_ops": ["barrier"]})
 
 
-def test_the_section_alone_enables_nothing():
-    assert not LogSettings.of({"comms_logger": {"verbose": True}}).enabled
-    assert not LogSettings.of({"train_batch_size": 8}).enabled
-    assert not LogSettings.of(object()).enabled
+def test_settings_come_from_a_file(configured, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"train_batch_size": "auto", "comms_logger": GIVEN}))
+    assert (
+        configured(tmp_path / "config.json") == configured(str(tmp_path / "config.json")) == CommsLoggerConfig(**GIVEN)
+    )
+
+
+def test_the_section_alone_enables_nothing(configured):
+    assert not configured({"comms_logger": {"verbose": True}}).enabled
+    assert not configured({"train_batch_size": 8}).enabled
+    assert not configured({}).enabled
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"comms_logger": {"enabld": True}}, "comms_logger.enabld: unknown key; did you mean 'enabled'?"),
+        ({"comms_logger": {"enabled": "yes"}}, "comms_logger.enabled: "),
+        ({"comms_logger": True}, "comms_logger: true is not an object of keys"),
+        ({"prof_ops": "all_reduce"}, "comms_logger.prof_ops: "),
+        ({"prof_opps": ["all_reduce"]}, "comms_logger.prof_opps: unknown key; did you mean 'prof_ops'?"),
+        ("/no/such/file.json", "'/no/such/file.json' is neither an existing file"),
+        (object(), "a configuration is a dict, a path, or text; this is a object"),
+    ],
+)
+def test_wrong_settings_are_named_by_their_path(configured, config, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        configured(config)
+
+
+def test_wrong_arguments_are_named_as_keys(configured):
+    with pytest.raises(ConfigError, match=r"comms_logger\.prof_ops: 3 is not a list"):
+        configured(prof_ops=3)
 
 
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        (LogSettings(), False),
-        (LogSettings(enabled=True), True),
-        (LogSettings(enabled=True, prof_all=False), False),
-        (LogSettings(enabled=True, prof_all=False, prof_ops=("all_reduce",)), True),
-        (LogSettings(enabled=True, prof_all=False, prof_ops=("mine",)), True),
-        (LogSettings(enabled=False, prof_ops=("all_reduce",)), False),
+        (CommsLoggerConfig(), False),
+        (CommsLoggerConfig(enabled=True), True),
+        (CommsLoggerConfig(enabled=True, prof_all=False), False),
+        (CommsLoggerConfig(enabled=True, prof_all=False, prof_ops=("all_reduce",)), True),
+        (CommsLoggerConfig(enabled=True, prof_all=False, prof_ops=("mine",)), True),
+        (CommsLoggerConfig(enabled=False, prof_ops=("all_reduce",)), False),
     ],
 )
 def test_what_is_wanted(settings, wanted):
@@ -56,13 +105,13 @@ def test_what_is_wanted(settings, wanted):
 
 
 def test_one_call_can_ask_to_be_logged():
-    log = CommLog(LogSettings(enabled=True, prof_all=False))
+    log = CommLog(CommsLoggerConfig(enabled=True, prof_all=False))
     assert log.name_for("all_reduce", prof=True) == "all_reduce"
-    assert CommLog(LogSettings(enabled=False)).name_for("all_reduce", prof=True) == ""
+    assert CommLog(CommsLoggerConfig(enabled=False)).name_for("all_reduce", prof=True) == ""
 
 
 def test_debug_names_the_caller():
-    log = CommLog(LogSettings(enabled=True, debug=True))
+    log = CommLog(CommsLoggerConfig(enabled=True, debug=True))
     assert log.name_for("all_reduce") == "all_reduce | [Caller Func: test_debug_names_the_caller]"
     assert log.name_for("all_reduce", debug="the_optimizer") == "all_reduce | [Caller Func: the_optimizer]"
 
@@ -111,7 +160,7 @@ def test_sizes_in_words(size, words):
 
 
 def filled():
-    log = CommLog(LogSettings(enabled=True))
+    log = CommLog(CommsLoggerConfig(enabled=True))
     for milliseconds in (1.0, 3.0):
         log.add("all_reduce", "all_reduce", milliseconds=milliseconds, size=1_000_000, ranks=2)
     log.add("all_reduce", "all_reduce", milliseconds=0.5, size=2048, ranks=2)
@@ -167,7 +216,7 @@ def test_nothing_in_common_needs_no_reduction():
 
 
 def test_profiling_is_switched_at_any_time():
-    log = CommLog(LogSettings(enabled=True))
+    log = CommLog(CommsLoggerConfig(enabled=True))
     log.stop_profiling_comms()
     log.start_profiling_op(["barrier", "barrier", "send"])
     assert [bool(log.name_for(name)) for name in ("barrier", "all_reduce")] == [True, False]
@@ -185,7 +234,7 @@ def test_reset_forgets():
 
 
 def test_a_timing_counts_bytes_and_needs_no_payload():
-    log = CommLog(LogSettings(enabled=True))
+    log = CommLog(CommsLoggerConfig(enabled=True))
     Timing(log, "x", "all_reduce", (torch.ones(8), torch.ones(2, dtype=torch.int64)), 2).stop()
     Timing(log, "barrier", "barrier", (), 2).stop()
     assert list(log.summary()["x"]) == [48]
@@ -195,7 +244,7 @@ def test_a_timing_counts_bytes_and_needs_no_payload():
 def test_verbose_says_a_line_for_each(monkeypatch):
     said = []
     monkeypatch.setattr("mizzen.comm.ledger.log_dist", said.append)
-    log = CommLog(LogSettings(enabled=True, verbose=True))
+    log = CommLog(CommsLoggerConfig(enabled=True, verbose=True))
     log.add("all_reduce", "all_reduce", milliseconds=2.0, size=1_000_000, ranks=2)
     assert said == [
         "comm op: all_reduce | time (ms): 2.00 | msg size: 976.56 KB | algbw (Gbps): 8.00 | busbw (Gbps): 4.00"

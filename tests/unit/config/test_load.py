@@ -390,6 +390,22 @@ def test_origins():
     assert load({"bfloat16": {"enabled": True}}).is_given("bf16.enabled")
 
 
+def test_keys_of_a_precision_that_is_not_enabled_are_told(caplog):
+    AMBIENT.warned.clear()
+    idle = {"fp16": {"loss_scale": 128, "hysteresis": 2}, "torch_autocast": {"enabled": False, "dtype": "fp16"}}
+    with caplog.at_level("INFO", logger="mizzen"):
+        load(idle)
+    assert caplog.messages == [
+        "fp16.loss_scale has no effect here: fp16.enabled is false",
+        "torch_autocast.dtype has no effect here: torch_autocast.enabled is false",
+    ]
+    caplog.clear()
+    with caplog.at_level("INFO", logger="mizzen"):
+        load({"fp16": {"min_loss_scale": 2}, "torch_autocast": {"enabled": True, "dtype": "fp16"}})
+        load({"fp16": {"enabled": True, "loss_scale": 256}, "bf16": {"enabled": False}})
+    assert caplog.messages == []
+
+
 def test_a_key_without_effect_is_named_once_and_only_when_it_says_something(caplog):
     AMBIENT.warned.clear()
     with caplog.at_level("INFO", logger="mizzen"):

@@ -5,12 +5,14 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, lr_scheduler
 
+from mizzen.config import names
+from mizzen.config.names import UNBUILT
 from mizzen.errors import ConfigError
 from mizzen.optim.build import OPTIMIZERS, build_optimizer, build_scheduler
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.lion import Lion
 from mizzen.optim.muon import Muon
-from mizzen.optim.rules import ELEMENTWISE, UNBUILT
+from mizzen.optim.rules import ELEMENTWISE
 from mizzen.optim.schedules import VALID_LR_SCHEDULES, WarmupLR
 
 
@@ -61,6 +63,14 @@ class TestNames:
         ) as info:
             build(name)
         assert info.value.path == "optimizer.type"
+
+    def test_every_name_has_a_class(self):
+        assert {*OPTIMIZERS} == {name.lower() for name in names.OPTIMIZERS}
+        of_torch = {*lr_scheduler.__all__} - {"LRScheduler"}
+        assert {*names.SCHEDULES} >= {*VALID_LR_SCHEDULES}
+        assert {name.lower() for name in {*names.SCHEDULES} - {*VALID_LR_SCHEDULES}} | names.NOT_FROM_JSON.keys() == {
+            name.lower() for name in of_torch
+        }
 
     def test_no_rule_is_both(self):
         assert not OPTIMIZERS.keys() & UNBUILT.keys()

@@ -4,9 +4,11 @@ from argparse import ArgumentParser
 from dataclasses import fields
 
 import pytest
+import torch
 
+from mizzen.optim.build import build_scheduler
 from mizzen.optim.flags import FLAGS, add_tuning_arguments
-from mizzen.optim.schedules import SCHEDULES, Schedule
+from mizzen.optim.schedules import SCHEDULES, OneCycle, Schedule
 
 
 def parse(*words):
@@ -26,6 +28,20 @@ def test_defaults():
     found = parse()
     assert found.lr_schedule is None and found.lr_range_test_step_size == 1000
     assert (found.cycle_first_stair_count, found.cycle_momentum, found.warmup_type) == (-1, False, "log")
+
+
+@pytest.mark.parametrize("kind", SCHEDULES, ids=lambda kind: kind.__name__)
+def test_the_defaults_make_a_schedule(kind):
+    names = {one.name for one in fields(kind)}
+    given = {name: value for name, value in vars(parse()).items() if name in names}
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    length = {"total_num_steps": 2000} if "total_num_steps" in names else {}
+    made = build_scheduler(kind.__name__, given | length, optimizer)
+    if kind is OneCycle:
+        smooth = build_scheduler(
+            "OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 1000}, optimizer
+        )
+        assert [made.lr_at(step) for step in (0, 998, 1500)] == [smooth.lr_at(step) for step in (0, 998, 1500)]
 
 
 def test_values():

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
 from mizzen.optim.build import build_optimizer
-from mizzen.optim.groups import param_groups
+from mizzen.optim.groups import param_groups, tell_slips
 
 
 class Tied(nn.Module):
@@ -123,3 +124,13 @@ def test_one_of_another_model_is_refused(model):
 def test_what_is_no_parameters(model, give, message):
     with pytest.raises(UsageError, match=message):
         param_groups(model, give(model))
+
+
+def test_a_slip_in_a_key_of_a_group_is_told_and_a_key_of_the_user_s_is_not(model, caplog):
+    AMBIENT.warned.clear()
+    slip = {"params": [model.body.weight], "weight_decy": 0.1, "name": "body", "max_momentum": 1}
+    optimizer = torch.optim.SGD([slip, {"params": [model.body.bias], "momentum": 0.5}], lr=0.1)
+    tell_slips(optimizer)
+    tell_slips(optimizer)
+    said = "parameter group 0 has a key 'weight_decy', which SGD does not read: did you mean 'weight_decay'?"
+    assert caplog.messages == [said]

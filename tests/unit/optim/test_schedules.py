@@ -194,7 +194,7 @@ class TestState:
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: 0 is below"),
         ("LRRangeTest", {"lr_range_test_staircase": 1}, "lr_range_test_staircase: 1 is not true or false"),
         ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size: 0 is below"),
-        ("OneCycle", {"cycle_second_stair_count": -1}, "cycle_second_stair_count: -1 is below"),
+        ("OneCycle", {"cycle_second_stair_count": -2}, "cycle_second_stair_count: -2 is below"),
     ],
 )
 def test_arguments_that_do_not_fit(name, arguments, message):

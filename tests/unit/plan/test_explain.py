@@ -35,6 +35,16 @@ def test_a_model_on_many_ranks():
     )
 
 
+def test_sums_that_would_be_narrower_than_their_parameters_are_noted():
+    config = {**CONFIG, "data_types": {"grad_accum_dtype": "fp16"}}
+    text = explain(build(load(config), 8, SKETCH, ORDER))
+    said = "fp16 is too narrow for parameters in bfloat16: their sums are in float32"
+    assert f"\nnote    data_types.grad_accum_dtype: {said}\n" in text
+    assert "note" not in explain(build(load({**config, "data_types": {"grad_accum_dtype": "bf16"}}), 8, SKETCH, ORDER))
+    plan = build(load({"train_batch_size": 8, "data_types": {"grad_accum_dtype": "bf16"}}), 8, SKETCH, ORDER)
+    assert [note.split(": ")[1] for note in plan.notes] == ["bf16 is too narrow for parameters in float32"]
+
+
 def test_without_a_model_there_is_no_memory_to_print():
     config = load({**CONFIG, "deterministic": True, "communication_data_type": "bf16"})
     assert explain(build(config, 8, Sketch(()), ORDER)) == (

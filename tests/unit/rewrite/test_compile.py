@@ -137,6 +137,10 @@ def recomputed(model, keeping):
 
 
 def test_a_backend_that_torch_does_not_have_is_refused_before_the_first_forward():
+    with pytest.raises(PlanError, match="compile.backend: torch has no 3; known: .*aot_eager.*inductor"):
+        compile_blocks(nn.Linear(2, 2), {"backend": 3})
+    with pytest.raises(UsageError, match="torch.compile does not take .*'dynamic': 'x'"):
+        compile_blocks(nn.Linear(2, 2), {"backend": "eager", "dynamic": "x"})
     with pytest.raises(PlanError, match="compile.backend: torch has no 'nosuch'; known: .*aot_eager.*inductor"):
         compile_blocks(Model(), {"backend": "nosuch"})
 
