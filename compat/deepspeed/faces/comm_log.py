@@ -3,11 +3,12 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from mizzen.comm import groups
-from mizzen.comm.ledger import COLUMNS, CommLog, LogSettings, bandwidth, message_size, table
+from mizzen.comm.ledger import COLUMNS, CommLog, bandwidth, message_size, table
+from mizzen.comm.report import section_of
+from mizzen.config.observe import CommsLoggerConfig
 from mizzen.errors import NotBuilt, UsageError
 
 
@@ -20,23 +21,20 @@ def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[float, float]
 class CommsLogger(CommLog):
     """mizzen's log, with a script's own measurements in it; that of the collectives is `comm.log_summary`'s."""
 
-    def __init__(self) -> None:
-        super().__init__(LogSettings())
-
     def __getattr__(self, name: str) -> Any:
         """`enabled`, `verbose`, `prof_all`, `prof_ops`, `debug`."""
-        if name not in LogSettings.__slots__:
+        if name not in CommsLoggerConfig.model_fields:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.settings, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in LogSettings.__slots__:
-            name, value = "settings", replace(self.settings, **{name: value})
+        if name in CommsLoggerConfig.model_fields:
+            name, value = "settings", section_of({**self.settings.model_dump(), name: value})
         super().__setattr__(name, value)
 
     def configure(self, comms_config: Any) -> None:
         """Take a configuration, or its section."""
-        self.settings = LogSettings.of(comms_config)
+        self.settings = section_of(comms_config)
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
         """Record one operation, in milliseconds and bytes."""

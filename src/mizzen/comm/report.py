@@ -36,13 +36,13 @@ def configure(
 ) -> None:
     """Set what is logged: from a configuration or its section `comms_logger`, then what is given by name."""
     log = comm_log()
-    settings = log.settings if config is None else _section(config)
+    settings = log.settings if config is None else section_of(config)
     named = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     given = {name: value for name, value in named.items() if value is not None}
-    log.settings = _section({**settings.model_dump(), **given}) if given else settings
+    log.settings = section_of({**settings.model_dump(), **given}) if given else settings
 
 
-def _section(config: Any) -> CommsLoggerConfig:
+def section_of(config: Any) -> CommsLoggerConfig:
     """`comms_logger` of a configuration in any form, checked; what else is in it is for `initialize` to judge."""
     match config:
         case CommsLoggerConfig():
