@@ -82,11 +82,13 @@ def next_moment(root: Path) -> str:
     now = datetime.now(UTC)
     for folder in _tags(root):
         with suppress(FileError, CheckpointError, ValueError, TypeError, OverflowError):
-            if _claimed(folder) >= now.isoformat(
-                timespec="microseconds"
-            ):  # hardly ever; only then all of the manifest is read
+            if _claimed(folder) >= _stamp(now):  # hardly ever; only then all of the manifest is read
                 now = max(now, datetime.fromisoformat(read_manifest(folder).created) + timedelta(microseconds=1))
-    return now.isoformat(timespec="microseconds")
+    return _stamp(now)
+
+
+def _stamp(moment: datetime) -> str:
+    return moment.isoformat(timespec="microseconds")
 
 
 def _claimed(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Engines that save and load: tiny models with uneven shapes, and what they hold, gathered."""
 
+import logging
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,3 +182,16 @@ def load_all(case: Case, saves: list[tuple[str, dict[str, Tensor]]]) -> list[tup
         held, facts, losses = load_and_train(case, folder, more=1)
         found.append((folder, differences(saved, held), facts | {"losses": losses}))
     return found
+
+
+def warnings_of(call):
+    """What a call returns, and what it warns of."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("mizzen")
+    logger.addHandler(handler)
+    try:
+        return call(), records
+    finally:
+        logger.removeHandler(handler)

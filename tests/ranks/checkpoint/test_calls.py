@@ -1,10 +1,5 @@
 """`save_checkpoint` and `load_checkpoint` with their arguments, their rules, and their errors."""
 
-import logging
-import os
-import shutil
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,23 +11,8 @@ import mizzen
 from faults.malice import opened, sealed
 from mizzen.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from mizzen.checkpoint.folder import committed
-from mizzen.comm.communicator import set_patience
 from mizzen.errors import CheckpointError, MizzenError, UsageError
-from mizzen.files import watched
-from ranks.checkpoint.programs import Case, build, differences, train, whole
-
-
-def warnings_of(call):
-    """What a call returns, and what it warns of."""
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("mizzen")
-    logger.addHandler(handler)
-    try:
-        return call(), records
-    finally:
-        logger.removeHandler(handler)
+from ranks.checkpoint.programs import Case, build, differences, train, warnings_of, whole
 
 
 def nothing_there(folder):
@@ -84,25 +64,6 @@ def test_ranks_that_save_under_different_tags(world, tmp_path):
     for said in world(2).run(different_tags, str(tmp_path / "b"), "Fail"):
         assert "different tags" in said and "rank 0: tag0" in said and "rank 1: tag1" in said
     assert list((tmp_path / "b").iterdir()) == []
-
-
-def different_tags_on_nodes(root, validation):
-    engine = build(Case(checkpoint={"tag_validation": validation, "use_node_local_storage": True}))
-    engine.saving.team.node = node = f"node{engine.global_rank}"
-    folder = Path(root) / node
-    try:
-        engine.save_checkpoint(folder, tag=f"tag{engine.global_rank}")
-        found = sorted(path.name for path in folder.rglob("*") if path.suffix != ".safetensors")
-        return found, Path(engine.load_checkpoint(folder)[0]).name
-    except CheckpointError as error:
-        return str(error), list(folder.iterdir())
-
-
-def test_nodes_that_save_under_different_tags(world, tmp_path):
-    files = ["latest", "latest.json", "manifest.json", "tag0"]
-    assert world(2).run(different_tags_on_nodes, str(tmp_path / "a"), "Warn") == [(files, "tag0")] * 2
-    for said, left in world(2).run(different_tags_on_nodes, str(tmp_path / "b"), "Fail"):
-        assert "rank 0: tag0" in said and "rank 1: tag1" in said and left == []
 
 
 def bad_tags(folder):
@@ -256,173 +217,6 @@ def test_client_state(world, tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
-def beside_training(folder, policy):
-    engine = build(Case(stage=1, checkpoint={"async_save": True, "async_policy": policy}))
-    train(engine, 2)
-    held = whole(engine)
-    gate, started = threading.Event(), threading.Event()
-
-    def slow(operation, path):
-        if operation == "write" and path.suffix == ".safetensors":
-            started.set()
-            gate.wait(60)
-
-    refused = ""
-    with watched(slow):
-        engine.save_checkpoint(folder, tag="one")
-        started.wait(60)
-        seen = [each.folder.name for each in committed(Path(folder))]
-        losses = train(engine, 2)  # goes on while nothing is written
-        if policy == "refuse":
-            try:
-                engine.save_checkpoint(folder, tag="two")
-            except CheckpointError as error:
-                refused = str(error)
-        gate.set()
-        engine.save_checkpoint(folder, tag="three") if policy == "wait" else None
-        engine.finish_saving()
-    fresh = build(Case(stage=1), seed=5)
-    fresh.load_checkpoint(folder, tag="one")
-    return seen, differences(held, whole(fresh)), losses == train(fresh, 2), refused
-
-
-@pytest.mark.parametrize("policy", ["wait", "refuse"])
-def test_a_save_beside_training_holds_the_state_of_its_call(world, tmp_path, policy):
-    for seen, differing, is_same, refused in world(2).run(beside_training, str(tmp_path), policy):
-        assert seen == [] and differing == [] and is_same
-        assert bool(refused) == (policy == "refuse")
-    names = {each.folder.name for each in committed(tmp_path)}
-    assert names == ({"one", "three"} if policy == "wait" else {"one"})
-
-
-def failing(folder, on_error):
-    engine = build(Case(stage=1, checkpoint={"on_save_error": on_error}))
-    train(engine, 1)
-    engine.save_checkpoint(folder, tag="good")
-
-    def full(operation, path):
-        if operation == "write" and path.suffix == ".safetensors" and engine.global_rank == 1:
-            raise OSError(28, "No space left on device")
-
-    said = []
-    with watched(full):
-        for beside in (False, True):
-            try:
-                said.append(engine.save_checkpoint(folder, tag="bad", async_save=beside))
-                engine.saving.background._thread.join() if beside else None
-                train(engine, 1)
-                said.append("trained")
-            except CheckpointError as error:
-                said.append(str(error))
-    fresh = build(Case(stage=1), seed=5)
-    return said, fresh.load_checkpoint(folder)[0], sorted(path.name for path in Path(folder).rglob("*.safetensors"))
-
-
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_full_disk(world, tmp_path, on_error):
-    for said, path, files in world(2).run(failing, str(tmp_path), on_error):
-        assert Path(path).name == "good" and len(files) == 2
-        if on_error == "continue":
-            assert said == [False, "trained", True, "trained"]
-        else:
-            assert "rank 1" in said[0] and "bytes were still to be written" in said[0] and "free" in said[0]
-            assert said[1] is True and "was not saved" in said[2] and "No space left" in said[2]
-
-
-def one_rank_is_slower(folder):
-    """The save is over on rank 1, and not yet on rank 0."""
-    engine = build(Case(stage=1, checkpoint={"async_save": True, "async_policy": "refuse"}))
-    background, gate, said = engine.saving.background, threading.Event(), ""
-    if engine.global_rank == 0:
-        start = background.start
-        background.start = lambda do: start(lambda: (do(), gate.wait(60)))
-    engine.save_checkpoint(folder, tag="one")
-    if engine.global_rank == 1:
-        background.wait()
-    try:
-        engine.save_checkpoint(folder, tag="two")
-    except CheckpointError as error:
-        said = str(error)
-    gate.set()
-    engine.finish_saving()
-    engine.save_checkpoint(folder, tag="three")
-    engine.finish_saving()
-    return said
-
-
-def test_ranks_refuse_a_second_save_together(world, tmp_path):
-    for said in world(2).run(one_rank_is_slower, str(tmp_path)):
-        assert said.startswith("rank 0: a save is still being written") and "async_policy" in said
-    assert {each.folder.name for each in committed(tmp_path)} == {"one", "three"}
-
-
-def one_rank_has_heard(folder, on_error):
-    """A save beside training has failed; rank 1 has been told of it, and rank 0 has not yet."""
-    engine, said = build(Case(stage=1, checkpoint={"on_save_error": on_error})), []
-
-    def full(operation, path):
-        if operation == "write" and path.suffix == ".safetensors":
-            raise OSError(28, "No space left on device")
-
-    with watched(full):
-        engine.save_checkpoint(folder, tag="bad", async_save=True)
-        engine.saving.background._thread.join()
-    for call in (engine.finish_saving, lambda: engine.save_checkpoint(folder, tag="next")):
-        try:
-            said.append(call() if engine.global_rank or call != engine.finish_saving else None)
-        except CheckpointError as error:
-            said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_ranks_act_together_on_a_save_that_failed(world, tmp_path, on_error):
-    for _, said in world(2).run(one_rank_has_heard, str(tmp_path), on_error):
-        assert said is True if on_error == "continue" else "rank 0: the last checkpoint was not saved" in said
-
-
-def without_memory(folder):
-    engine = build(Case(stage=1))
-    if engine.global_rank == 1:
-        engine.saving.background.staging.copies = lambda items: [].remove("room for a copy")
-    try:
-        engine.save_checkpoint(folder, async_save=True)
-        engine.finish_saving()
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_a_rank_without_memory_for_its_copies_tells_the_others(world, tmp_path):
-    for said in world(2).run(without_memory, str(tmp_path)):
-        assert "nothing was saved: rank 1: ValueError" in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def surprised(folder):
-    engine = build(Case(stage=1))
-
-    def broken(operation, path):
-        if operation == "write" and path.suffix == ".safetensors" and engine.global_rank == 1:
-            raise KeyError("surprise")
-
-    said = []
-    with watched(broken):
-        for beside in (False, True):
-            try:
-                engine.save_checkpoint(folder, tag="bad", async_save=beside)
-                engine.saving.background._thread.join()
-                train(engine, 1)
-            except CheckpointError as error:
-                said.append(str(error))
-    return said
-
-
-def test_an_error_that_nobody_expects_is_told_to_all_ranks(world, tmp_path):
-    for said in world(2).run(surprised, str(tmp_path)):
-        assert len(said) == 2 and all("rank 1: KeyError: 'surprise'" in words for words in said)
-    assert not (tmp_path / "bad").exists()
-
-
 def retained(folder):
     other = build(Case())
     other.save_checkpoint(folder, tag="of-another-run")
@@ -457,146 +251,6 @@ def from_other_weights(folder, options):
 def test_only_a_run_that_goes_on_deletes_what_it_has_saved(world, tmp_path, option):
     others = ["other0", "other1", "other2"] if option else []
     assert world(1).run(from_other_weights, str(tmp_path), option)[0] == [*others, "own1"]
-
-
-def alone(folder):
-    set_patience(look=0.5, beat=0.2)
-    engine = build(Case(stage=1))
-    train(engine, 1)
-    if engine.global_rank == 0:
-        engine.save_checkpoint(folder)
-    else:
-        train(engine, 1)
-
-
-def test_a_save_on_one_rank_only_is_named(world, tmp_path):
-    ended = world(2).run(alone, str(tmp_path), expect_failure=True, grace=20)
-    said = next(outcome.traceback for outcome in ended if outcome.rank == 0)
-    assert "save_checkpoint(): every rank has to make this call" in said
-    assert "rank 1" in said
-
-
-def alone_beside_a_barrier(folder):
-    set_patience(look=0.5, beat=0.2)
-    engine = build(Case(stage=1))
-    if engine.global_rank == 0:
-        engine.save_checkpoint(folder)
-    else:
-        torch.distributed.barrier()
-
-
-def test_a_save_on_one_rank_only_beside_a_barrier_of_the_script(world, tmp_path):
-    ended = world(2).run(alone_beside_a_barrier, str(tmp_path), expect_failure=True, grace=20)
-    said = next(outcome.traceback for outcome in ended if outcome.rank == 0)
-    assert "save_checkpoint(): every rank has to make this call" in said
-    assert "rank 1 waits for rank 0 in torch.distributed.barrier()" in said
-
-
-def late(folder):
-    set_patience(look=0.5, beat=0.2)
-    engine = build(Case(stage=1))
-    if engine.global_rank == 1:
-        time.sleep(2)
-    return engine.save_checkpoint(folder)
-
-
-def test_a_rank_that_is_late_is_no_error(world, tmp_path):
-    assert world(2).run(late, str(tmp_path)) == [True, True]
-
-
-def on_nodes(root, stage, lose):
-    engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
-    node = f"node{engine.global_rank // 2}"
-    engine.saving.team.node = node
-    folder = Path(root) / node
-    train(engine, 1)
-    engine.save_checkpoint(folder)
-    held = whole(engine)
-    fresh = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}), seed=3)
-    fresh.saving.team.node = node
-    if lose and engine.global_rank == 2:
-        os.unlink(folder / "global_step1" / "manifest.json")
-    mizzen.comm.barrier()
-    try:
-        fresh.load_checkpoint(folder)
-    except CheckpointError as error:
-        return str(error)
-    return differences(held, whole(fresh))
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_every_node_keeps_its_own(world, tmp_path, stage):
-    assert world(4).run(on_nodes, str(tmp_path), stage, False) == [[]] * 4
-    assert {path.name for path in tmp_path.iterdir()} == {"node0", "node1"}
-
-
-def test_a_node_without_its_part_is_named(world, tmp_path):
-    for said in world(4).run(on_nodes, str(tmp_path), 2, True):
-        assert "node node1" in said and "no checkpoint is committed here" in said
-
-
-def node_without_folder(root, lost):
-    case = Case(stage=1, checkpoint={"use_node_local_storage": True})
-    engine = build(case)
-    engine.saving.team.node = node = f"node{engine.global_rank}"
-    folder = Path(root) / node
-    engine.save_checkpoint(folder)
-    if node in lost:
-        shutil.rmtree(folder)
-    mizzen.comm.barrier()
-    try:
-        return engine.resume_if_possible(folder)
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_a_node_without_its_folder_is_named(world, tmp_path):
-    for lost, other in (("node0", "node1"), ("node1", "node0")):
-        for said in world(2).run(node_without_folder, str(tmp_path / lost), [lost]):
-            assert f"node {lost}: no checkpoint is committed here, but there is on node {other}" in said
-    assert world(2).run(node_without_folder, str(tmp_path), ["node0", "node1"]) == [(None, None)] * 2
-
-
-def node_without_its_newest(root, lost):
-    engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True}))
-    engine.saving.team.node = node = f"node{engine.global_rank}"
-    folder = Path(root) / node
-    engine.save_checkpoint(folder, tag="one")
-    engine.save_checkpoint(folder, tag="two")
-    if node == lost:
-        os.unlink(folder / "two" / "manifest.json")
-    mizzen.comm.barrier()
-    (path, _), said = warnings_of(lambda: engine.load_checkpoint(folder))
-    return Path(path).name, said
-
-
-@pytest.mark.parametrize("lost", ["node0", "node1"])
-def test_a_node_without_its_newest_is_named(world, tmp_path, lost):
-    found = world(2).run(node_without_its_newest, str(tmp_path), lost)
-    assert [name for name, _ in found] == ["one", "one"]
-    newest = {"node0": "two", "node1": "two"} | {lost: "one"}
-    words = f"their newest are node node0 '{newest['node0']}', node node1 '{newest['node1']}'. 'one' is taken"
-    assert any(words in line for line in found[0][1])
-
-
-def other_layout(root, stage, turned):
-    """Saved by ranks 0 and 1 on one node, 2 and 3 on the other; loaded by 0 and 2, 1 and 3."""
-    engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
-    places = [f"node{rank % 2 if turned else rank // 2}" for rank in range(4)]
-    engine.saving.team.node = node = places[engine.global_rank]
-    if not turned:
-        train(engine, 1)
-        return engine.save_checkpoint(Path(root) / node)
-    try:
-        engine.load_checkpoint(Path(root) / node)
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_another_layout_without_a_shared_filesystem_is_named(world, tmp_path):
-    assert world(4).run(other_layout, str(tmp_path), 2, False) == [True] * 4
-    for said in world(4).run(other_layout, str(tmp_path), 2, True):
-        assert "needs the layout that it was saved with, or a shared filesystem" in said and "on node node0" in said
 
 
 def not_committed(folder):
@@ -827,25 +481,6 @@ def configured_folder(folder):
 def test_the_folder_may_come_from_the_configuration(world, tmp_path):
     path, said = world(1).run(configured_folder, str(tmp_path))[0]
     assert Path(path) == tmp_path / "global_step1" and "checkpoint.dir" in said
-
-
-def without_room(folder):
-    import mizzen.files
-
-    mizzen.files._room = lambda path: 1000
-    said = warnings_of(lambda: build(Case(checkpoint={"dir": folder})))[1]
-    engine = build(Case())
-    try:
-        engine.save_checkpoint(folder)
-    except CheckpointError as error:
-        return said, str(error)
-
-
-def test_room_is_looked_at_before_the_first_save(world, tmp_path):
-    said, error = world(1).run(without_room, str(tmp_path))[0]
-    assert len(said) == 1 and "has 1,000 bytes free" in said[0]
-    assert "needs" in error and "has 1,000 free" in error
-    assert list(tmp_path.iterdir()) == []
 
 
 def whole_units(folder):

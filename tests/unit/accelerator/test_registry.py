@@ -46,7 +46,7 @@ def test_set_accelerator_replaces_it_and_none_lets_it_be_found_again():
     assert get_accelerator() is not mine
 
 
-@pytest.mark.parametrize("thing", [3, "cpu", Cpu, object()], ids=repr)
+@pytest.mark.parametrize("thing", [3, "cpu", Cpu, object()], ids=["a number", "a name", "a class", "an object"])
 def test_only_an_accelerator_can_be_set(thing):
     with pytest.raises(UsageError, match="is no accelerator, it has no .*create_accelerator"):
         set_accelerator(thing)

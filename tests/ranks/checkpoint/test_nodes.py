@@ -1,0 +1,125 @@
+"""Nodes without a shared filesystem: each keeps its own part, and who lacks what is named."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import mizzen
+from mizzen.errors import CheckpointError
+from ranks.checkpoint.programs import Case, build, differences, train, warnings_of, whole
+
+
+def different_tags_on_nodes(root, validation):
+    engine = build(Case(checkpoint={"tag_validation": validation, "use_node_local_storage": True}))
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder = Path(root) / node
+    try:
+        engine.save_checkpoint(folder, tag=f"tag{engine.global_rank}")
+        found = sorted(path.name for path in folder.rglob("*") if path.suffix != ".safetensors")
+        return found, Path(engine.load_checkpoint(folder)[0]).name
+    except CheckpointError as error:
+        return str(error), list(folder.iterdir())
+
+
+def test_nodes_that_save_under_different_tags(world, tmp_path):
+    files = ["latest", "latest.json", "manifest.json", "tag0"]
+    assert world(2).run(different_tags_on_nodes, str(tmp_path / "a"), "Warn") == [(files, "tag0")] * 2
+    for said, left in world(2).run(different_tags_on_nodes, str(tmp_path / "b"), "Fail"):
+        assert "rank 0: tag0" in said and "rank 1: tag1" in said and left == []
+
+
+def on_nodes(root, stage, lose):
+    engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
+    node = f"node{engine.global_rank // 2}"
+    engine.saving.team.node = node
+    folder = Path(root) / node
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    held = whole(engine)
+    fresh = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}), seed=3)
+    fresh.saving.team.node = node
+    if lose and engine.global_rank == 2:
+        os.unlink(folder / "global_step1" / "manifest.json")
+    mizzen.comm.barrier()
+    try:
+        fresh.load_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error)
+    return differences(held, whole(fresh))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_node_keeps_its_own(world, tmp_path, stage):
+    assert world(4).run(on_nodes, str(tmp_path), stage, False) == [[]] * 4
+    assert {path.name for path in tmp_path.iterdir()} == {"node0", "node1"}
+
+
+def test_a_node_without_its_part_is_named(world, tmp_path):
+    for said in world(4).run(on_nodes, str(tmp_path), 2, True):
+        assert "node node1" in said and "no checkpoint is committed here" in said
+
+
+def node_without_folder(root, lost):
+    case = Case(stage=1, checkpoint={"use_node_local_storage": True})
+    engine = build(case)
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder = Path(root) / node
+    engine.save_checkpoint(folder)
+    if node in lost:
+        shutil.rmtree(folder)
+    mizzen.comm.barrier()
+    try:
+        return engine.resume_if_possible(folder)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_node_without_its_folder_is_named(world, tmp_path):
+    for lost, other in (("node0", "node1"), ("node1", "node0")):
+        for said in world(2).run(node_without_folder, str(tmp_path / lost), [lost]):
+            assert f"node {lost}: no checkpoint is committed here, but there is on node {other}" in said
+    assert world(2).run(node_without_folder, str(tmp_path), ["node0", "node1"]) == [(None, None)] * 2
+
+
+def node_without_its_newest(root, lost):
+    engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True}))
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder = Path(root) / node
+    engine.save_checkpoint(folder, tag="one")
+    engine.save_checkpoint(folder, tag="two")
+    if node == lost:
+        os.unlink(folder / "two" / "manifest.json")
+    mizzen.comm.barrier()
+    (path, _), said = warnings_of(lambda: engine.load_checkpoint(folder))
+    return Path(path).name, said
+
+
+@pytest.mark.parametrize("lost", ["node0", "node1"])
+def test_a_node_without_its_newest_is_named(world, tmp_path, lost):
+    found = world(2).run(node_without_its_newest, str(tmp_path), lost)
+    assert [name for name, _ in found] == ["one", "one"]
+    newest = {"node0": "two", "node1": "two"} | {lost: "one"}
+    words = f"their newest are node node0 '{newest['node0']}', node node1 '{newest['node1']}'. 'one' is taken"
+    assert any(words in line for line in found[0][1])
+
+
+def other_layout(root, stage, turned):
+    """Saved by ranks 0 and 1 on one node, 2 and 3 on the other; loaded by 0 and 2, 1 and 3."""
+    engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
+    places = [f"node{rank % 2 if turned else rank // 2}" for rank in range(4)]
+    engine.saving.team.node = node = places[engine.global_rank]
+    if not turned:
+        train(engine, 1)
+        return engine.save_checkpoint(Path(root) / node)
+    try:
+        engine.load_checkpoint(Path(root) / node)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_another_layout_without_a_shared_filesystem_is_named(world, tmp_path):
+    assert world(4).run(other_layout, str(tmp_path), 2, False) == [True] * 4
+    for said in world(4).run(other_layout, str(tmp_path), 2, True):
+        assert "needs the layout that it was saved with, or a shared filesystem" in said and "on node node0" in said
