@@ -100,6 +100,10 @@ def facts():
         inside = {p.ds_status for p in model.parameters()} == {status.AVAILABLE}
     assert len(set(numbers)) == len(own) and numbers == [p.ds_id for p in model.parameters()]
     assert not hasattr(torch.ones(2), "ds_numel") and not hasattr(nn.Parameter(torch.ones(2)), "ds_id")
+    adapted = Model().requires_grad_(False)
+    adapted.layers[0].weight.requires_grad_()
+    package.initialize(model=adapted, config=config(3))
+    assert all(p.ds_status in status and p.ds_numel for p in adapted.parameters())
     other = build(package, 2).module
     assert not any(hasattr(p, "ds_id") or hasattr(p, "ds_numel") for p in other.parameters())
     summary = own[0].ds_summary()

@@ -254,7 +254,7 @@ def dress(engine: Engine) -> None:
     if type(engine.lr_scheduler) in KINDS:
         engine.lr_scheduler.__class__ = KINDS[type(engine.lr_scheduler)]
     if stage == 3:
-        parameters.install()
+        parameters.install(engine.module)
         engine.module.register_state_dict_post_hook(empty_shards)  # type: ignore[no-untyped-call]
 
 

@@ -3,7 +3,8 @@
 [Note: properties of every tensor]
 mizzen hangs nothing on tensors, and objects that stand for a parameter come and go with gathering. So the facts are
 properties that ask mizzen when they are read. They are put on `torch.Tensor` once stage 3 is in use in this process,
-and only parameters at stage 3 answer: `hasattr(tensor, "ds_id")` is false for all else, as clients expect.
+and only parameters at stage 3 answer: `hasattr(tensor, "ds_id")` is false for all else, as clients expect. Small frozen
+parameters stay as they are, and mizzen knows nothing of them: these are marked, since clients ask all of a model.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from mizzen.parallel.zero.full.early import Early
 from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.live import local
 from mizzen.parallel.zero.full.sharded import WAYS, Elsewhere, Moved, Sharded
+
+MARK: Final = "_is_at_stage_3"
 
 
 class ZeroParamStatus(Enum):
@@ -109,13 +112,17 @@ def is_zero_param(parameter: Any) -> bool:
     if not isinstance(parameter, nn.Parameter):
         return False
     owner = owner_of(parameter)
-    return isinstance(parameter, Sharded | Early | Moved) or (owner is not None and owner.stage == 3)
+    is_known = isinstance(parameter, Sharded | Early | Moved) or (owner is not None and owner.stage == 3)
+    return is_known or MARK in vars(parameter)
 
 
-def install() -> None:
-    """See [Note: properties of every tensor]."""
+def install(module: nn.Module | None = None) -> None:
+    """See [Note: properties of every tensor]. All parameters of this module are at stage 3."""
     for name, read in FACTS.items():
         setattr(Tensor, name, _Fact(name, read))
+    for parameter in module.parameters() if module is not None else ():
+        if owner_of(parameter) is None:
+            vars(parameter)[MARK] = True
 
 
 class _Fact(property):
