@@ -140,7 +140,7 @@ class Updater:
                 self._step(rest)
         if not (is_published and is_right and self._all_ahead):
             self._publish()
-        self.clear()
+        self.clear(taken=True)
         return Outcome(True, norm, mean)
 
     def _step_ahead(self, sums: Sums, norm: Tensor, factor: Tensor) -> None:
@@ -180,11 +180,11 @@ class Updater:
             factor = factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm, factor
 
-    def clear(self) -> None:
-        """Forget all gradients."""
+    def clear(self, *, taken: bool = False) -> None:
+        """Forget all gradients; `taken` says that a step was taken with them."""
         self.scaler.has_scaled = False
         for store in self.stores:
-            store.gradients.clear()
+            store.gradients.clear(taken=taken)
 
     def _sum_over_ranks(self, tally: Tally, *, is_ahead: bool) -> Sums:
         """The one reduction of a step, and what its one wait is for. Numbers get to the device without a copy."""

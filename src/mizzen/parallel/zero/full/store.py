@@ -162,12 +162,11 @@ class FullStore:
     def publish(self) -> None:
         """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
         for share in self.shares:
-            if share.stepped is not share.master:
+            if share.stepped is not share.master and share.stepped.numel():  # nothing is new of what is at rest
                 share.master.copy_(share.stepped)
         self.wholes.publish()
         self.rest()
         self._forget()
-        self.place.step += 1
 
     def refresh(self) -> None:
         """Somebody has written to the shards: forget what was gathered of them."""
