@@ -23,6 +23,7 @@ SCALE = 1024.0
 PRECISION = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
+    "low": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
     "autocast16": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": SCALE}},
@@ -33,6 +34,7 @@ FAMILY = {
     "hpz": {"zero_hpz_partition_size": 2},
     "qwz": {"zero_quantized_weights": True},
     "qgz": {"zero_quantized_gradients": True},
+    "loco": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 3}},
     "zeropp": {
         "zero_hpz_partition_size": 2,
         "zero_quantized_weights": True,

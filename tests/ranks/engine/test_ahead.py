@@ -112,9 +112,9 @@ def test_hooks_are_called_for_steps_that_are_taken(world, kind):
     assert world(2).run(with_a_hook, kind) == [(2, 2)] * 2
 
 
-def with_a_hook_here_only(stage: int, ahead: bool) -> list:
+def with_a_hook_here_only(stage: int, ahead: bool, family: str, dtype: str) -> list:
     """Rank 1 gets a hook after two steps: it cannot go ahead with the third, which is broken, nor with the fourth."""
-    case = Case(stage, 2, samples=8)
+    case = Case(stage, 2, samples=8, family=family, dtype=dtype)
     engine = start(case, ahead=ahead)
     armed = {"on": False}
     dict(engine.module.named_parameters())["norm.weight"].register_hook(lambda g: g / 0 if armed["on"] else g)
@@ -129,9 +129,10 @@ def with_a_hook_here_only(stage: int, ahead: bool) -> list:
     return [told, kept(engine) | {name: value.clone() for name, value in values.items()}]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_hook_on_one_rank_only(world, stage):
-    plain, ahead = (world(2).run(with_a_hook_here_only, stage, way) for way in (False, True))
+@pytest.mark.parametrize(("stage", "family"), [(1, "alone"), (3, "alone"), (3, "loco")])
+@pytest.mark.parametrize("dtype", ["fp32", "low"])
+def test_a_hook_on_one_rank_only(world, stage, family, dtype):
+    plain, ahead = (world(2).run(with_a_hook_here_only, stage, way, family, dtype) for way in (False, True))
     for (told, state), (told_ahead, state_ahead) in zip(plain, ahead, strict=True):
         assert told_ahead == told == [True, True, False, True, True]
         assert is_same(state_ahead, state)
