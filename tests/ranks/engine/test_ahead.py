@@ -76,23 +76,26 @@ def test_a_limit_that_is_met_in_some_steps_only(world, stage):
         assert is_same(state_ahead, state)
 
 
-def one_rank_is_idle(stage: int, ahead: bool) -> list:
+def one_rank_is_idle(ahead: bool, is_bare: bool) -> list:
     """Rank 0 computes nothing in the first step, and so guesses wrong what the others have seen."""
-    case = Case(stage, 2, samples=8)
+    case = Case(0, 2, 2, samples=8)
     engine = start(case, ahead=ahead)
     for step in range(2):
-        (tokens,) = micro_batches(case, step, engine.global_rank)
-        if step or engine.global_rank:
-            engine.backward(engine(tokens))
-        engine.step()
+        for tokens in micro_batches(case, step, engine.global_rank):
+            if step or engine.global_rank:
+                loss = engine(tokens)
+                engine.scale(loss).backward() if is_bare else engine.backward(loss)
+            engine.step()
     return [engine.last_step.grad_norm, kept(engine)]
 
 
 def test_a_rank_that_has_seen_something_else_takes_the_step_after_all(world):
-    plain, ahead = (world(2).run(one_rank_is_idle, 0, way) for way in (False, True))
-    for (norm, state), (norm_ahead, state_ahead) in zip(plain, ahead, strict=True):
-        assert norm_ahead == norm
-        assert is_same(state_ahead, state)
+    runs = [world(2).run(one_rank_is_idle, ahead, is_bare) for is_bare in (False, True) for ahead in (False, True)]
+    norm, state = runs[0][0]
+    for run in runs:
+        for other_norm, other_state in run:
+            assert other_norm == norm
+            assert is_same(other_state, state)
 
 
 def with_a_hook(kind: str) -> tuple[int, int]:
@@ -172,3 +175,20 @@ def kinds_of_losses() -> str:
 
 def test_ranks_whose_losses_are_of_different_kinds_are_told(world):
     assert all("as (sum, count) and others as one number" in said for said in world(2).run(kinds_of_losses))
+
+
+def some_are_scaled(ahead: bool) -> str:
+    case = Case(0, 2, 2, samples=8)
+    engine = start(case, ahead=ahead)
+    for tokens in micro_batches(case, 0, engine.global_rank):
+        loss = engine(tokens)
+        (engine.scale(loss) if engine.global_rank else loss).backward()
+    engine.set_gradient_accumulation_boundary(True)
+    with pytest.raises(mizzen.errors.UsageError) as found:
+        engine.step()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ranks_of_which_some_scale_their_losses_are_told(world, ahead):
+    assert all("engine.scale(loss).backward() in this step" in said for said in world(2).run(some_are_scaled, ahead))
