@@ -5,6 +5,7 @@ On a CPU the engine does not do it, since there is nothing to gain; here it is t
 
 import pytest
 import torch
+from torch.optim import optimizer
 
 import mizzen
 from parity.programs import Case, build, micro_batches
@@ -98,21 +99,24 @@ def test_a_rank_that_has_seen_something_else_takes_the_step_after_all(world):
             assert is_same(other_state, state)
 
 
-def with_a_hook(kind: str) -> tuple[int, int]:
+def with_a_hook(kind: str, is_global: bool) -> tuple[int, int]:
     case = Case(2, 2, samples=8)
     engine = start(case, ahead=True)
     calls = []
-    getattr(engine.basic_optimizer, f"register_step_{kind}_hook")(lambda *_: calls.append(1))
+    place, name = (optimizer, "optimizer_step") if is_global else (engine.basic_optimizer, "step")
+    handle = getattr(place, f"register_{name}_{kind}_hook")(lambda *_: calls.append(1))
     engine.module.norm.weight.register_hook(lambda g: g * float("inf") if not calls and not engine.skipped_steps else g)
     for step in range(3):
         engine.backward(engine(micro_batches(case, step, engine.global_rank)[0]))
         engine.step()
+    handle.remove()
     return len(calls), engine.global_steps
 
 
+@pytest.mark.parametrize("is_global", [False, True])
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_hooks_are_called_for_steps_that_are_taken(world, kind):
-    assert world(2).run(with_a_hook, kind) == [(2, 2)] * 2
+def test_hooks_are_called_for_steps_that_are_taken(world, kind, is_global):
+    assert world(2).run(with_a_hook, kind, is_global) == [(2, 2)] * 2
 
 
 def with_a_hook_here_only(stage: int, ahead: bool, family: str, dtype: str) -> list:
