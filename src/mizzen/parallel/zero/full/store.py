@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import groups
 from mizzen.comm.communicator import take_parted
+from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece
@@ -21,11 +22,11 @@ from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
 from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local
+from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, gather_shards, local
 from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
 from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark, write_shard
 from mizzen.parallel.zero.full.touch import Touch
-from mizzen.parallel.zero.full.units import Unit
+from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.whole import Wholes
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
 from mizzen.parallel.zero.full.wrap import connect, forget, held_open, recover, start, unwrap, whole
@@ -268,13 +269,19 @@ class FullStore:
         for unit in reversed(self.units):
             for handle in unit.handles:
                 handle.remove()
-            plain = {name: _gathered(parameter) for name, parameter in unit.parameters.items()}
+            plain = {name: self._gathered(name, parameter) for name, parameter in unit.parameters.items()}
             names = {id(parameter): name for name, parameter in unit.parameters.items()}
             unwrap(unit.module, _replacement(unit, plain, names))
         self.units = self.gradients.units = self.wholes.all = ()
         self.parameters, self.everything = {}, {}
         self.replaced = ()
         self.stock.clear()
+
+    def _gathered(self, name: str, parameter: DTensor) -> Tensor:
+        unmark(parameter)
+        tag, shape = Tag(self.place.step, name, "giving back"), parameter.shape
+        dim = shard_dim(shape, groups.get_world_size(self.sharing))
+        return gather_shards(local(parameter), shape, dim, self.sharing, tag=tag)
 
 
 def _replacement(
@@ -326,12 +333,6 @@ def _plain(parameter: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor = parameter.detach()
     return found
-
-
-def _gathered(parameter: DTensor) -> Tensor:
-    unmark(parameter)
-    with torch.no_grad():
-        return parameter.full_tensor().clone()
 
 
 def _piece(each: Trained, data: Tensor) -> Piece:
