@@ -84,21 +84,27 @@ class Case:
             "deterministic": self.deterministic,
             "progress": {"enabled": False},
         }
+        if self.variant == "recompute":
+            found["activation_checkpointing"] = {"mode": "full"}
         if self.optimizer == "SGD":
             found["optimizer"]["params"]["momentum"] = 0.9
         return found | PRECISION[self.dtype]
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, adapted: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
         self.gain = nn.Parameter(torch.tensor(1.0))  # 0-d, as real models have them
+        self.requires_grad_(not adapted)
+        low = (nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)) if adapted else ()
+        self.adapter = nn.Sequential(*low)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.gain * self.down(functional.gelu(self.up(self.norm(hidden))))
+        added = self.gain * self.down(functional.gelu(self.up(self.norm(hidden))))
+        return hidden + (added + self.adapter(hidden) if len(self.adapter) else added)
 
 
 class TinyLanguageModel(nn.Module):
@@ -109,7 +115,7 @@ class TinyLanguageModel(nn.Module):
         self.variant = variant
         self.calls = 0
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, adapted=variant == "lora") for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.register_buffer("scale", torch.full((1,), 0.5))

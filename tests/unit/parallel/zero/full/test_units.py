@@ -96,6 +96,15 @@ def test_small_0d_and_empty_parameters_stay_whole():
     assert sum(parameter.numel for parameter in few) <= 10
 
 
+def test_beside_a_second_copy_what_is_not_cut_by_rows_stays_whole():
+    model = Stack()
+    for block in model.blocks:
+        block.append(nn.Linear(8, 2, bias=False))  # of fewer rows than there are ranks
+    whole = ["blocks.0.2.weight", "blocks.1.2.weight", "blocks.2.2.weight"]
+    assert [p.name for p in units(model, 4, zero_hpz_partition_size=2).whole] == whole
+    assert units(model, 4).whole == ()
+
+
 def test_what_has_another_dtype_than_its_unit_stays_whole():
     model = Stack()
     model.blocks[0][1].double()
