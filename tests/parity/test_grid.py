@@ -51,7 +51,8 @@ COPIES = [
         (1, 0.5, "frozen", "fp16", "SGD"),
         (4, 0.0, "unused", "fp32", "Muon"),
         (1, 0.5, "groups", "autocast", "AdamW"),
-        (1, 0.5, "lora", "bf16", "AdamW"),
+        (1, 0.5, "lora", "bf16", "Lamb"),
+        (1, 0.0, "plain", "fp32", "Lamb"),
         (4, 0.5, "recompute", "fp32", "AdamW"),
     )
 ]
