@@ -5,11 +5,13 @@ import torch
 from torch import nn
 
 from mizzen import zero
+from mizzen.config.layout import Layout
 from mizzen.config.load import load
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.marks import pin
+from mizzen.parallel.zero.full.shard import ZeroFull
 from mizzen.parallel.zero.full.units import divide, shard_dim
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
@@ -144,6 +146,16 @@ def test_the_plan_prints_units_and_prices_them():
     assert plan.cost.gradients == 4 * n // 4 + 2 * 2 * 4 * 65536
     alone = build(config, 1, Sketch.of(big), ORDER)
     assert "nothing to shard" in explain(alone)
+
+
+@pytest.mark.parametrize("key", ["reduce_bucket_size", "allgather_bucket_size"])
+def test_what_stays_whole_travels_in_buckets_of_the_size_that_is_asked_for(key):
+    config = settings(stage3_param_persistence_threshold=1000, **{key: 40})
+    names = dict.fromkeys((name for name, _ in Stack().named_parameters()), 0)
+    choice = ZeroFull().wants(config, Layout.fit(world=2), Sketch.of(Stack()).with_groups(names))
+    buckets = [bucket for buffer in choice.buffers for bucket in buffer.buckets]
+    assert len(buckets) > 1
+    assert all(sum(slot.stop - slot.start for slot in bucket.slots) <= 40 for bucket in buckets)
 
 
 def test_what_cannot_be_is_refused():
