@@ -269,19 +269,16 @@ class FullStore:
         for unit in reversed(self.units):
             for handle in unit.handles:
                 handle.remove()
-            plain = {name: self._gathered(name, parameter) for name, parameter in unit.parameters.items()}
+            plain = {
+                name: _gathered(parameter, self.sharing, Tag(self.place.step, name, "giving back"))
+                for name, parameter in unit.parameters.items()
+            }
             names = {id(parameter): name for name, parameter in unit.parameters.items()}
             unwrap(unit.module, _replacement(unit, plain, names))
         self.units = self.gradients.units = self.wholes.all = ()
         self.parameters, self.everything = {}, {}
         self.replaced = ()
         self.stock.clear()
-
-    def _gathered(self, name: str, parameter: DTensor) -> Tensor:
-        unmark(parameter)
-        tag, shape = Tag(self.place.step, name, "giving back"), parameter.shape
-        dim = shard_dim(shape, groups.get_world_size(self.sharing))
-        return gather_shards(local(parameter), shape, dim, self.sharing, tag=tag)
 
 
 def _replacement(
@@ -333,6 +330,12 @@ def _plain(parameter: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor = parameter.detach()
     return found
+
+
+def _gathered(parameter: DTensor, group: ProcessGroup, tag: Tag) -> Tensor:
+    unmark(parameter)
+    dim = shard_dim(parameter.shape, groups.get_world_size(group))
+    return gather_shards(local(parameter), parameter.shape, dim, group, tag=tag)
 
 
 def _piece(each: Trained, data: Tensor) -> Piece:
