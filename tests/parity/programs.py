@@ -23,6 +23,7 @@ SCALE = 1024.0
 PRECISION = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
+    "low": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
     "autocast16": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": SCALE}},
@@ -33,6 +34,7 @@ FAMILY = {
     "hpz": {"zero_hpz_partition_size": 2},
     "qwz": {"zero_quantized_weights": True},
     "qgz": {"zero_quantized_gradients": True},
+    "loco": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 3}},
     "zeropp": {
         "zero_hpz_partition_size": 2,
         "zero_quantized_weights": True,
@@ -82,21 +84,27 @@ class Case:
             "deterministic": self.deterministic,
             "progress": {"enabled": False},
         }
+        if self.variant == "recompute":
+            found["activation_checkpointing"] = {"mode": "full"}
         if self.optimizer == "SGD":
             found["optimizer"]["params"]["momentum"] = 0.9
         return found | PRECISION[self.dtype]
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, adapted: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
         self.gain = nn.Parameter(torch.tensor(1.0))  # 0-d, as real models have them
+        self.requires_grad_(not adapted)
+        low = (nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)) if adapted else ()
+        self.adapter = nn.Sequential(*low)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.gain * self.down(functional.gelu(self.up(self.norm(hidden))))
+        added = self.gain * self.down(functional.gelu(self.up(self.norm(hidden))))
+        return hidden + (added + self.adapter(hidden) if len(self.adapter) else added)
 
 
 class TinyLanguageModel(nn.Module):
@@ -107,7 +115,7 @@ class TinyLanguageModel(nn.Module):
         self.variant = variant
         self.calls = 0
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, adapted=variant == "lora") for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.register_buffer("scale", torch.full((1,), 0.5))

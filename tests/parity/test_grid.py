@@ -10,7 +10,8 @@ import torch
 from parity.programs import Case, reference, train
 
 STAGES, WORLDS, ACCUMULATIONS, CLIPS = (0, 1, 2, 3), (1, 2, 4), (1, 4), (0.0, 0.5)
-VARIANTS, OPTIMIZERS = ("plain", "tied", "frozen", "unused", "groups"), ("AdamW", "SGD", "Lamb", "Muon")
+VARIANTS = ("plain", "tied", "frozen", "unused", "groups", "lora", "recompute")
+OPTIMIZERS = ("AdamW", "SGD", "Lamb", "Muon")
 DTYPES = ("fp32", "bf16", "fp16", "autocast")
 TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3, "fp16": 1e-3, "autocast": 4e-3, "autocast16": 1e-3}
 AXES = (STAGES, WORLDS, ACCUMULATIONS, CLIPS, VARIANTS, DTYPES, OPTIMIZERS)
@@ -50,6 +51,9 @@ COPIES = [
         (1, 0.5, "frozen", "fp16", "SGD"),
         (4, 0.0, "unused", "fp32", "Muon"),
         (1, 0.5, "groups", "autocast", "AdamW"),
+        (1, 0.5, "lora", "bf16", "Lamb"),
+        (1, 0.0, "plain", "fp32", "Lamb"),
+        (4, 0.5, "recompute", "fp32", "AdamW"),
     )
 ]
 QUANTIZED = [
@@ -61,6 +65,8 @@ QUANTIZED = [
         ("qgz", 2, (4, 0.5, "tied", "bf16", "AdamW")),
         ("zeropp", 4, (1, 0.5, "plain", "fp32", "AdamW")),
         ("zeropp", 4, (4, 0.5, "tied", "bf16", "AdamW")),
+        ("zeropp", 4, (1, 0.5, "lora", "fp32", "AdamW")),
+        ("zeropp", 4, (1, 0.5, "recompute", "bf16", "AdamW")),
     )
 ]
 BAND = 1e-2

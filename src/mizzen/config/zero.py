@@ -128,9 +128,12 @@ class ZeroConfig(Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(integral)] = 0
     """0 replicates all, 1 shards optimizer states, 2 also gradients, 3 also parameters."""
     reduce_bucket_size: BucketSize = 500_000_000
-    """Largest number of elements reduced at once; small models get smaller buckets, so that reduction overlaps."""
+    """Largest number of elements reduced at once, of what is not sharded: a unit of stage 3 is reduced as a whole.
+
+    Small models get smaller buckets, so that reduction overlaps.
+    """
     allgather_bucket_size: BucketSize = 500_000_000
-    """Largest number of elements gathered at once; an upper bound, as for reduction."""
+    """Largest number of elements gathered at once; an upper bound, as for reduction, and of the same parameters."""
     overlap_comm: Annotated[Flag, BeforeValidator(_true_if_null)] = True
     """Communicate while the backward pass still computes."""
     offload_optimizer: Annotated[OffloadOptimizerConfig | None, AfterValidator(_absent_if_none)] = None
@@ -141,7 +144,7 @@ class ZeroConfig(Section):
     """Step important columns at once and the others on the host, later; absent steps everything together."""
 
     stage3_prefetch_bucket_size: Size = also_spelled(50_000_000, "prefetch_bucket_size")
-    """Elements gathered ahead of their use; 0 gathers each block when it is needed."""
+    """Elements gathered ahead of their use in forward; 0 gathers each when needed. Backward is one block ahead."""
     stage3_param_persistence_threshold: Size = also_spelled(100_000, "param_persistence_threshold")
     """Parameters with fewer elements stay whole on every rank."""
     stage3_model_persistence_threshold: Size = also_spelled(sys.maxsize, "model_persistence_threshold")

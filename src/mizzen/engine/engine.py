@@ -89,7 +89,6 @@ class Engine(Face):
         if not isinstance(loss, Tensor):
             raise UsageError(f"scale takes a loss, which is a tensor; this one is {type(loss).__name__}")
         scaler = self._require_updater("scale").scaler
-        self.window.has_scaled = True
         return scaler.scaled(loss) / self.batch.accumulation
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepReport:
@@ -252,7 +251,7 @@ class Engine(Face):
             read_norm=lambda: outcome.norm if outcome else None,
         )
 
-    def _factor_of(self, has_losses: bool, has_strangers: bool) -> float:
+    def _factor_of(self, has_losses: bool, has_strangers: bool, has_scaled: bool) -> float:
         """What gradients are still to be multiplied with: those of a bare `loss.backward()` were not divided."""
         if not has_losses and not has_strangers:
             raise UsageError("step() without a backward() since the last step: there is no gradient to step with")
@@ -260,7 +259,7 @@ class Engine(Face):
             return 1.0
         if has_losses:
             raise UsageError("engine.backward(loss) and a bare loss.backward() in one step: use one of the two")
-        if self.window.has_scaled:
+        if has_scaled:
             return 1.0
         scaler = self._require_updater("step").scaler
         if scaler.is_on:

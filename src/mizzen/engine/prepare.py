@@ -19,12 +19,11 @@ from mizzen.config.names import UNBUILT
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
-from mizzen.errors import ConfigError, PlanError, UsageError
+from mizzen.errors import ConfigError, UsageError
 from mizzen.log import info_once
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups, tell_slips
-from mizzen.optim.lamb import Lamb
 from mizzen.optim.rules import is_known, whole_groups
 from mizzen.parallel.zero.full.early import make_whole
 from mizzen.parallel.zero.reduce import torch_dtype
@@ -240,11 +239,6 @@ def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
     if optimizer is not None:
         tell_slips(optimizer)
     config, layout = plan.resolved.config, plan.resolved.layout
-    if isinstance(optimizer, Lamb) and layout.dp_replicate > 1:
-        raise PlanError(
-            f"Lamb with parameters in {layout.dp_replicate} copies: the norms of whole parameters are added up over "
-            "all ranks; leave mics_shard_size and data_parallel_replicate_size out"
-        )
     is_shared = config.zero_optimization.stage > 0 and layout.dp * layout.sp > 1
     if optimizer is None or not is_shared or is_known(optimizer) or config.zero_allow_untested_optimizer:
         return

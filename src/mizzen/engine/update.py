@@ -19,6 +19,9 @@ from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 
 MANY_KINDS: Final = "some losses of this step came as (sum, count) and others as one number: return one kind"
+SOME_SCALED: Final = (
+    "some ranks called engine.scale(loss).backward() in this step and others a bare loss.backward(): use one of the two"
+)
 
 
 class Sums(NamedTuple):
@@ -33,6 +36,8 @@ class Sums(NamedTuple):
     """Ranks whose losses came as `(sum, count)`."""
     strangers: Any
     """Ranks that have gradients from a backward that nobody announced."""
+    scaled: Any
+    """Ranks whose losses were scaled, by `backward` or by the user."""
     requests: Any
     """Ranks that were asked to stop."""
     ahead: Any
@@ -97,17 +102,18 @@ class Updater:
         self._all_ahead = False
         """Whether every rank has launched the last step ahead."""
 
-    def update(self, tally: Tally, factor_of: Callable[[bool, bool], float]) -> Outcome:
+    def update(self, tally: Tally, factor_of: Callable[[bool, bool, bool], float]) -> Outcome:
         """Take the step, unless a gradient is not finite. One factor for all gradients.
 
         The loss scale is taken out, the mean over what was counted is taken, and the norm clipped.
-        `factor_of(has_losses, has_strangers)` is given what any rank has seen, so that all get one answer or error.
+        `factor_of(has_losses, has_strangers, has_scaled)` is given what any rank has seen, so that all get one answer
+        or error.
         """
         for store in self.stores:
             store.gradients.collect()
         is_ahead = self.goes_ahead and decides(self.optimizer)
         sums = self._sum_over_ranks(tally, is_ahead=is_ahead)
-        share = _or_nan(factor_of, tally.loss is not None, self._has_strangers())
+        share = _or_nan(factor_of, tally.loss is not None, self._has_strangers(), self.scaler.has_scaled)
         verdict = self._judge(sums, tally.is_counted, share)
         coming = Fetch(torch.stack([*sums, *verdict]), get_accelerator())
         if is_ahead:
@@ -118,15 +124,17 @@ class Updater:
         values = coming.read()
         *numbers, norm, factor = values.tolist()
         total = Sums(*numbers)
+        self._all_ahead = total.ahead == self.ranks
         self.stopping.agree(total.requests > 0)
         if 0 < total.counted < total.losses:
             raise UsageError(MANY_KINDS)
-        share = factor_of(total.losses > 0, total.strangers > 0)
+        share = factor_of(total.losses > 0, total.strangers > 0, total.scaled > 0)
+        if 0 < total.scaled < total.strangers:
+            raise UsageError(SOME_SCALED)
         is_right = not self._is_mixed(total)
         if not is_right:
             norm, factor = (value.item() for value in self._judge(Sums(*values[:-2]), total.counted > 0, share))
         mean = total.loss / total.count if total.count else None
-        self._all_ahead = total.ahead == self.ranks
         if not math.isfinite(norm):
             reason = self._culprits()
             for store in self.stores:
@@ -140,7 +148,7 @@ class Updater:
                 self._step(rest)
         if not (is_published and is_right and self._all_ahead):
             self._publish()
-        self.clear()
+        self.clear(taken=True)
         return Outcome(True, norm, mean)
 
     def _step_ahead(self, sums: Sums, norm: Tensor, factor: Tensor) -> None:
@@ -156,9 +164,9 @@ class Updater:
 
     def _is_mixed(self, sums: Sums) -> Any:
         """Whether some ranks have seen losses, a kind of them, or gradients from elsewhere, and others have not."""
-        seen = (sums.losses, sums.counted, sums.strangers)
-        some, kind, strange = ((count > 0) & (count < self.ranks) for count in seen)
-        return some | kind | strange
+        seen = (sums.losses, sums.counted, sums.strangers, sums.scaled)
+        some, kind, strange, scaled = ((count > 0) & (count < self.ranks) for count in seen)
+        return some | kind | strange | scaled
 
     def _publish(self) -> None:
         for store in self.stores:
@@ -180,11 +188,11 @@ class Updater:
             factor = factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm, factor
 
-    def clear(self) -> None:
-        """Forget all gradients."""
+    def clear(self, *, taken: bool = False) -> None:
+        """Forget all gradients; `taken` says that a step was taken with them."""
         self.scaler.has_scaled = False
         for store in self.stores:
-            store.gradients.clear()
+            store.gradients.clear(taken=taken)
 
     def _sum_over_ranks(self, tally: Tally, *, is_ahead: bool) -> Sums:
         """The one reduction of a step, and what its one wait is for. Numbers get to the device without a copy."""
@@ -196,6 +204,7 @@ class Updater:
             losses=tally.loss is not None,
             counted=tally.is_counted,
             strangers=self._has_strangers(),
+            scaled=self.scaler.has_scaled,
             requests=self.stopping.is_asked,
             ahead=is_ahead,
         )
@@ -231,7 +240,7 @@ class Updater:
         return "gradient not finite on " + "; ".join(found)
 
 
-def _or_nan(factor_of: Callable[[bool, bool], float], *seen: bool) -> float:
+def _or_nan(factor_of: Callable[[bool, bool, bool], float], *seen: bool) -> float:
     """The answer for what this rank has seen; where there is none, the step is not taken by it."""
     try:
         return factor_of(*seen)

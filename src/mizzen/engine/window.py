@@ -18,8 +18,6 @@ class Window:
         self.tally = Tally()
         self.tokens: int | None = None
         """What this rank's inputs showed; None while they showed no tokens."""
-        self.has_scaled = False
-        """Whether the user asked for a scaled loss, to call its `.backward()`."""
         self.boundary: bool | None = None
         """The user's word on whether the next step updates; None leaves it to counting."""
         self.held_by: str | None = None
@@ -38,7 +36,7 @@ class Window:
 
     def close(self) -> None:
         """A step was taken or skipped: start again."""
-        self.tally, self.tokens, self.has_scaled = Tally(), None, False
+        self.tally, self.tokens = Tally(), None
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:

@@ -28,8 +28,8 @@ class Lamb(Optimizer):
     p <- p - lr sqrt(1 - b2^t) / (1 - b1^t) c u,  c = |p| / |u| within [min_coeff, max_coeff], or 1 where a norm is 0
 
     Norms are those of whole parameters: `share` says which ranges of the tensors belong to which, and how to add up
-    over the ranks that hold the rest. Until then every tensor is a parameter of its own. The memory of gradients is
-    used for u.
+    over the ranks that hold the rest; where several hold the same, both norms of c grow alike. Until then every tensor
+    is a parameter of its own. The memory of gradients is used for u.
     """
 
     def __init__(

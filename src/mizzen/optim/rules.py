@@ -27,6 +27,7 @@ from torch.optim import (
     Rprop,
 )
 from torch.optim import Muon as TorchMuon
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mizzen.config.names import LOW_BIT
 from mizzen.optim.lamb import Lamb
@@ -85,7 +86,8 @@ def decides(optimizer: Optimizer) -> bool:
     """
     if not _has_kernel(optimizer, (Adam, AdamW)):
         return False
-    return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return not (own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 @contextmanager

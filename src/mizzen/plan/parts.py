@@ -35,8 +35,8 @@ class Collector(Protocol):
     def collect(self) -> None:
         """Complete every owned gradient, however it came in."""
 
-    def clear(self) -> None:
-        """Start again from zero."""
+    def clear(self, *, taken: bool = False) -> None:
+        """Start again from zero; `taken` says that a step was taken with what was there."""
 
 
 class Store(Protocol):
@@ -46,7 +46,7 @@ class Store(Protocol):
     each backward     gradients.arm(last) ... gradients.settle(); or neither, and the gradients stay local
     once              masters() for the optimizer, then rest()
     at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients
-    after the step    publish(), gradients.clear()
+    after the step    publish(), once or twice, then gradients.clear(taken=True)
     any time          pieces(), state_pieces(), not_finite(); spread() after pieces("master") were written to
     """
 

@@ -5,6 +5,7 @@ On a CPU the engine does not do it, since there is nothing to gain; here it is t
 
 import pytest
 import torch
+from torch.optim import optimizer
 
 import mizzen
 from parity.programs import Case, build, micro_batches
@@ -76,45 +77,51 @@ def test_a_limit_that_is_met_in_some_steps_only(world, stage):
         assert is_same(state_ahead, state)
 
 
-def one_rank_is_idle(stage: int, ahead: bool) -> list:
+def one_rank_is_idle(ahead: bool, is_bare: bool) -> list:
     """Rank 0 computes nothing in the first step, and so guesses wrong what the others have seen."""
-    case = Case(stage, 2, samples=8)
+    case = Case(0, 2, 2, samples=8)
     engine = start(case, ahead=ahead)
     for step in range(2):
-        (tokens,) = micro_batches(case, step, engine.global_rank)
-        if step or engine.global_rank:
-            engine.backward(engine(tokens))
-        engine.step()
+        for tokens in micro_batches(case, step, engine.global_rank):
+            if step or engine.global_rank:
+                loss = engine(tokens)
+                engine.scale(loss).backward() if is_bare else engine.backward(loss)
+            engine.step()
     return [engine.last_step.grad_norm, kept(engine)]
 
 
 def test_a_rank_that_has_seen_something_else_takes_the_step_after_all(world):
-    plain, ahead = (world(2).run(one_rank_is_idle, 0, way) for way in (False, True))
-    for (norm, state), (norm_ahead, state_ahead) in zip(plain, ahead, strict=True):
-        assert norm_ahead == norm
-        assert is_same(state_ahead, state)
+    runs = [world(2).run(one_rank_is_idle, ahead, is_bare) for is_bare in (False, True) for ahead in (False, True)]
+    norm, state = runs[0][0]
+    for run in runs:
+        for other_norm, other_state in run:
+            assert other_norm == norm
+            assert is_same(other_state, state)
 
 
-def with_a_hook(kind: str) -> tuple[int, int]:
+def with_a_hook(kind: str, is_global: bool) -> tuple[int, int]:
     case = Case(2, 2, samples=8)
     engine = start(case, ahead=True)
     calls = []
-    getattr(engine.basic_optimizer, f"register_step_{kind}_hook")(lambda *_: calls.append(1))
+    place, name = (optimizer, "optimizer_step") if is_global else (engine.basic_optimizer, "step")
+    handle = getattr(place, f"register_{name}_{kind}_hook")(lambda *_: calls.append(1))
     engine.module.norm.weight.register_hook(lambda g: g * float("inf") if not calls and not engine.skipped_steps else g)
     for step in range(3):
         engine.backward(engine(micro_batches(case, step, engine.global_rank)[0]))
         engine.step()
+    handle.remove()
     return len(calls), engine.global_steps
 
 
+@pytest.mark.parametrize("is_global", [False, True])
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_hooks_are_called_for_steps_that_are_taken(world, kind):
-    assert world(2).run(with_a_hook, kind) == [(2, 2)] * 2
+def test_hooks_are_called_for_steps_that_are_taken(world, kind, is_global):
+    assert world(2).run(with_a_hook, kind, is_global) == [(2, 2)] * 2
 
 
-def with_a_hook_here_only(stage: int, ahead: bool) -> list:
+def with_a_hook_here_only(stage: int, ahead: bool, family: str, dtype: str) -> list:
     """Rank 1 gets a hook after two steps: it cannot go ahead with the third, which is broken, nor with the fourth."""
-    case = Case(stage, 2, samples=8)
+    case = Case(stage, 2, samples=8, family=family, dtype=dtype)
     engine = start(case, ahead=ahead)
     armed = {"on": False}
     dict(engine.module.named_parameters())["norm.weight"].register_hook(lambda g: g / 0 if armed["on"] else g)
@@ -129,9 +136,10 @@ def with_a_hook_here_only(stage: int, ahead: bool) -> list:
     return [told, kept(engine) | {name: value.clone() for name, value in values.items()}]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_hook_on_one_rank_only(world, stage):
-    plain, ahead = (world(2).run(with_a_hook_here_only, stage, way) for way in (False, True))
+@pytest.mark.parametrize(("stage", "family"), [(1, "alone"), (3, "alone"), (3, "loco")])
+@pytest.mark.parametrize("dtype", ["fp32", "low"])
+def test_a_hook_on_one_rank_only(world, stage, family, dtype):
+    plain, ahead = (world(2).run(with_a_hook_here_only, stage, way, family, dtype) for way in (False, True))
     for (told, state), (told_ahead, state_ahead) in zip(plain, ahead, strict=True):
         assert told_ahead == told == [True, True, False, True, True]
         assert is_same(state_ahead, state)
@@ -171,3 +179,20 @@ def kinds_of_losses() -> str:
 
 def test_ranks_whose_losses_are_of_different_kinds_are_told(world):
     assert all("as (sum, count) and others as one number" in said for said in world(2).run(kinds_of_losses))
+
+
+def some_are_scaled(ahead: bool) -> str:
+    case = Case(0, 2, 2, samples=8)
+    engine = start(case, ahead=ahead)
+    for tokens in micro_batches(case, 0, engine.global_rank):
+        loss = engine(tokens)
+        (engine.scale(loss) if engine.global_rank else loss).backward()
+    engine.set_gradient_accumulation_boundary(True)
+    with pytest.raises(mizzen.errors.UsageError) as found:
+        engine.step()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ranks_of_which_some_scale_their_losses_are_told(world, ahead):
+    assert all("engine.scale(loss).backward() in this step" in said for said in world(2).run(some_are_scaled, ahead))

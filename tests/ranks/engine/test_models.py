@@ -6,7 +6,7 @@ from torch import nn
 
 import mizzen
 from mizzen.engine.prepare import check_equal
-from parity.programs import Case, TinyLanguageModel, build, micro_batches
+from parity.programs import Case, TinyLanguageModel, build, micro_batches, reference
 from ranks.engine.test_training import start
 
 
@@ -272,3 +272,27 @@ def test_a_model_belongs_to_its_latest_engine(world, stage):
         assert later[0] != first[0]  # it goes on from where the first engine left it
         assert len(set(later)) == 3
         assert "given to a later engine" in message
+
+
+VARIANTS = ("plain", "tied", "frozen", "unused")
+
+
+def side_by_side(stages: list[int]) -> list[list[float]]:
+    """Losses of models at these stages, which take turns in one process, step by step."""
+    cases = [Case(stage, 2, 1, 0.5, variant) for stage, variant in zip(stages, VARIANTS, strict=True)]
+    engines = [mizzen.initialize(model=build(case), config=case.config)[0] for case in cases]
+    losses = [[] for _ in cases]
+    for step in range(3):
+        outputs = [e(micro_batches(case, step, e.global_rank)[0]) for e, case in zip(engines, cases, strict=True)]
+        for engine, loss, seen in zip(engines, outputs, losses, strict=True):
+            engine.backward(loss)
+            seen.append(engine.step().loss)
+    for engine in engines:
+        engine.destroy()
+    return losses
+
+
+def test_four_models_at_mixed_stages_in_one_process(world):
+    expected = [reference(Case(0, 2, 1, 0.5, variant), steps=3)[0] for variant in VARIANTS]
+    for found in world(2).run(side_by_side, [3, 1, 3, 2]):
+        assert found == [pytest.approx(losses, rel=1e-5) for losses in expected]

@@ -20,7 +20,7 @@ def test_one_key():
     )
     assert str(explain("zero_optimization.prefetch_bucket_size")) == (
         "zero_optimization.stage3_prefetch_bucket_size\n"
-        "  Elements gathered ahead of their use; 0 gathers each block when it is needed.\n"
+        "  Elements gathered ahead of their use in forward; 0 gathers each when needed. Backward is one block ahead.\n"
         "  type:    size >= 0\n"
         "  default: 50000000\n"
         "  fate:    read\n"

@@ -83,7 +83,7 @@ class Gradients:
             self.arm(True)
             self.settle()
 
-    def clear(self) -> None:
+    def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
         self.is_armed = self.is_open = self.has_strangers = self._is_complete = False
@@ -262,9 +262,9 @@ class PassingGradients(Gradients):
         bucket.gradient.add_(bucket.mine(flat))
         bucket.stock.give(flat)
 
-    def clear(self) -> None:
+    def clear(self, *, taken: bool = False) -> None:
         """Nothing is left on any rank."""
-        super().clear()
+        super().clear(taken=taken)
         self._has_sum = False
 
 

@@ -42,6 +42,9 @@ class Reducer:
         self.group = group
         self.stock = stock
 
+    def forget(self) -> None:
+        """What was sent since the last step is not stepped with. Only messages that lose something remember it."""
+
     def to_all(self, bucket: Tensor) -> Finish:
         """Every rank gets the sum, in place."""
         if self.reduction.ranks == 1:

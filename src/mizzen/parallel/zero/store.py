@@ -182,7 +182,8 @@ class FlatStore:
         """Bring the new master values to the parameters of every rank."""
         for bucket in self.buckets:
             for target in bucket.targets if bucket.is_widened else ():
-                target.place(bucket.master).copy_(target.tensor)
+                if target.tensor.numel():  # nothing is new of what is at rest
+                    target.place(bucket.master).copy_(target.tensor)
         works = self._send_all()
         self.rest()
         wait_for(*works)

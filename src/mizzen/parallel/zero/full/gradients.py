@@ -101,9 +101,12 @@ class UnitGradients:
             finish()
         self._is_complete = True
 
-    def clear(self) -> None:
-        """Forget all gradients."""
+    def clear(self, *, taken: bool = False) -> None:
+        """Forget all gradients, and what was lost on their way where nobody steps with them."""
         self._wait()
+        self.place.step += taken
+        if not taken and any(not unit.sums.is_empty for unit in self.units):
+            self.reducer.forget()
         self.has_strangers = self._is_open = self._is_complete = self.place.is_backward = False
         for unit in self.units:
             unit.forget()

@@ -88,6 +88,10 @@ class QuantizedReducer(Reducer):
         self.errors: dict[tuple[str, int], Tensor] = {}
         """What was lost of the messages of each chunk, by the title of the chunk and the hop."""
 
+    def forget(self) -> None:
+        """Owe nothing: what was lost of gradients that are not stepped with, and of any that are not finite."""
+        self.errors.clear()
+
     def to_owner(
         self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None, title: str = ""
     ) -> Finish:

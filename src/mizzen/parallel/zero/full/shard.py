@@ -79,7 +79,8 @@ class ZeroFull(Transform):
             for p in division.whole
             if p.is_trained and p.group is not None
         ]
-        limit = bucket_limit(sum(tenant.numel for tenant in tenants), zero.reduce_bucket_size)
+        asked = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+        limit = bucket_limit(sum(tenant.numel for tenant in tenants), asked)
         gain = float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0
         return FullChoice(
             division=division,

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import groups
 from mizzen.comm.communicator import take_parted
+from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece
@@ -21,11 +22,11 @@ from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
 from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local
+from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, gather_shards, local
 from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
 from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark, write_shard
 from mizzen.parallel.zero.full.touch import Touch
-from mizzen.parallel.zero.full.units import Unit
+from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.whole import Wholes
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
 from mizzen.parallel.zero.full.wrap import connect, forget, held_open, recover, start, unwrap, whole
@@ -162,12 +163,11 @@ class FullStore:
     def publish(self) -> None:
         """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
         for share in self.shares:
-            if share.stepped is not share.master:
+            if share.stepped is not share.master and share.stepped.numel():  # nothing is new of what is at rest
                 share.master.copy_(share.stepped)
         self.wholes.publish()
         self.rest()
         self._forget()
-        self.place.step += 1
 
     def refresh(self) -> None:
         """Somebody has written to the shards: forget what was gathered of them."""
@@ -269,7 +269,10 @@ class FullStore:
         for unit in reversed(self.units):
             for handle in unit.handles:
                 handle.remove()
-            plain = {name: _gathered(parameter) for name, parameter in unit.parameters.items()}
+            plain = {
+                name: _gathered(parameter, self.sharing, Tag(self.place.step, name, "giving back"))
+                for name, parameter in unit.parameters.items()
+            }
             names = {id(parameter): name for name, parameter in unit.parameters.items()}
             unwrap(unit.module, _replacement(unit, plain, names))
         self.units = self.gradients.units = self.wholes.all = ()
@@ -329,10 +332,10 @@ def _plain(parameter: Tensor) -> Tensor:
     return found
 
 
-def _gathered(parameter: DTensor) -> Tensor:
+def _gathered(parameter: DTensor, group: ProcessGroup, tag: Tag) -> Tensor:
     unmark(parameter)
-    with torch.no_grad():
-        return parameter.full_tensor().clone()
+    dim = shard_dim(parameter.shape, groups.get_world_size(group))
+    return gather_shards(local(parameter), parameter.shape, dim, group, tag=tag)
 
 
 def _piece(each: Trained, data: Tensor) -> Piece:

@@ -76,7 +76,8 @@ class Division:
 def divide(sketch: Sketch, zero: ZeroConfig, policy: Policy, ranks: int) -> Division:
     """Decide the units of a model: its blocks, or what the user has pinned; and what persists.
 
-    Whole stay parameters below the threshold, 0-d and empty ones, and those whose dtype differs from their unit's.
+    Whole stay parameters below the threshold, 0-d and empty ones, and those whose dtype differs from their unit's. So
+    do, beside a second copy, those of blocks that are not cut by rows: torch cuts such a copy by rows alone.
     """
     paths = _paths(sketch, zero.leaf_module)
     kinds = {module.path: module.kind for module in sketch.modules}
@@ -92,7 +93,10 @@ def divide(sketch: Sketch, zero: ZeroConfig, policy: Policy, ranks: int) -> Divi
     for path, inside in found.items():
         held = _majority(inside, policy)
         master = wider(policy.masters, held) if held else None
-        fitting = tuple(p for p in inside if _fits(p, held, master, policy))
+        by_rows = path != ROOT and zero.zero_hpz_partition_size > 1
+        fitting = tuple(
+            p for p in inside if _fits(p, held, master, policy) and not (by_rows and shard_dim(p.shape, ranks))
+        )
         whole |= {parameter.name for parameter in inside if parameter not in fitting}
         if fitting or path == ROOT:
             units.append(Unit(path, kinds.get(path, "Module"), fitting, held, master))

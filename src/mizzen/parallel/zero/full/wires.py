@@ -27,9 +27,13 @@ class Place:
     is_backward: bool = False
     calls: int = field(default=0)
     """How many forward passes, and calls of other methods of the model, are on the stack."""
+    phase: str = "forward"
+    """What the outermost of them is: torch gathers units without gradients, so it cannot be seen later."""
 
     def __enter__(self) -> None:
         """Code of the model runs, inside of which a sharded parameter is gathered where it is touched."""
+        if not self.calls:
+            self.phase = "forward" if torch.is_grad_enabled() else "evaluation"
         self.calls += 1
 
     def __exit__(self, *_: object) -> None:
@@ -38,8 +42,8 @@ class Place:
 
     def tag(self, unit: str) -> Tag:
         """The tag of a collective for a unit."""
-        phase = "backward" if self.is_backward else "forward" if torch.is_grad_enabled() else "evaluation"
-        return Tag(self.step, unit, phase)
+        phase = self.phase if self.calls else "outside of forward"
+        return Tag(self.step, unit, "backward" if self.is_backward else phase)
 
 
 def explained(error: CommError) -> CommError:

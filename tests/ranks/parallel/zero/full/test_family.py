@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mizzen.comm import collectives
-from ranks.parallel.zero.full.models import start, train, values_of
+from ranks.parallel.zero.full.models import rows, start, train, values_of
 
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64}}
 
@@ -115,6 +115,28 @@ def test_every_row_finds_its_owner_in_two_hops(world):
     for found, expected in zip(world(4).run(exact, keys), world(4).run(exact, {}), strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
+
+
+def with_a_broken_step(is_dropped):
+    """Whether steps are taken where the second gradient is not finite; it is dropped by the user, or left to us."""
+    engine = start("Base", 3, zero=LOCO)
+    taken = []
+    for step in range(4):
+        loss = engine(rows(step, engine.global_rank))
+        engine.backward(loss * torch.inf if step == 1 else loss)
+        if step == 1 and is_dropped:
+            engine.zero_grad()
+            assert not engine.stores[0].gradients.reducer.errors
+            continue
+        taken.append(engine.step().applied)
+        engine.zero_grad()  # as many do after each step; what was lost is still owed
+        assert bool(engine.stores[0].gradients.reducer.errors) == taken[-1]
+    return taken
+
+
+@pytest.mark.parametrize(("is_dropped", "taken"), [(True, [True] * 3), (False, [True, False, True, True])])
+def test_what_was_lost_of_a_broken_gradient_is_not_added_to_the_next(world, is_dropped, taken):
+    assert world(2).run(with_a_broken_step, is_dropped) == [taken] * 2
 
 
 def long_run(keys):

@@ -3,6 +3,8 @@
 Twelve programs. None of them may hang, abort, or go on with wrong numbers.
 """
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -165,13 +167,36 @@ def saves_alone():
     engine.step()
 
 
-@pytest.mark.parametrize("program", [uneven_validation, generate_alone, one_fails, no_backward, saves_alone])
-def test_ranks_that_go_elsewhere_are_named_in_seconds(world, program):
-    ended = world(RANKS).run(program, expect_failure=True, timeout=30, grace=10)
-    kinds = [outcome.error_type for outcome in ended]
-    assert "CommError" in kinds
-    assert set(kinds) <= {"CommError", "ValueError"}
-    assert all(outcome.error_type for outcome in ended)
+def gives_back_alone():
+    engine = start("Base", 3)
+    if rank() == 0:
+        engine.destroy()
+    engine(rows(0, rank()))
+
+
+@pytest.mark.parametrize(
+    ("program", "first", "second"),
+    [
+        (uneven_validation, "evaluation", "forward"),
+        (generate_alone, "evaluation", "forward"),
+        (no_backward, "backward", "forward"),
+        (saves_alone, "outside of forward", "forward"),
+        (gives_back_alone, "giving back", "forward"),
+    ],
+)
+def test_ranks_that_go_elsewhere_are_named_in_seconds(world, program, first, second):
+    for outcome in world(RANKS).run(program, expect_failure=True, timeout=30, grace=10):
+        assert outcome.error_type == "CommError"
+        said = outcome.traceback.partition("the ranks have parted ways")[2]
+        places = re.findall(r"rank (\d) at step \d, unit '[^']+', phase '([^']+)'", said)
+        assert places == [("0", first), ("1", second)]
+
+
+def test_a_rank_that_fails_is_named_by_the_others(world):
+    waiting, failing = world(RANKS).run(one_fails, expect_failure=True, timeout=30, grace=10)
+    assert failing.error_type == "ValueError"
+    assert waiting.error_type == "CommError"
+    assert "rank 1 " in waiting.traceback.rpartition("CommError: rank 0 ")[2]
 
 
 class Sometimes(Base):

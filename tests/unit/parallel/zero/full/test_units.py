@@ -5,11 +5,13 @@ import torch
 from torch import nn
 
 from mizzen import zero
+from mizzen.config.layout import Layout
 from mizzen.config.load import load
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.marks import pin
+from mizzen.parallel.zero.full.shard import ZeroFull
 from mizzen.parallel.zero.full.units import divide, shard_dim
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
@@ -96,6 +98,15 @@ def test_small_0d_and_empty_parameters_stay_whole():
     assert sum(parameter.numel for parameter in few) <= 10
 
 
+def test_beside_a_second_copy_what_is_not_cut_by_rows_stays_whole():
+    model = Stack()
+    for block in model.blocks:
+        block.append(nn.Linear(8, 2, bias=False))  # of fewer rows than there are ranks
+    whole = ["blocks.0.2.weight", "blocks.1.2.weight", "blocks.2.2.weight"]
+    assert [p.name for p in units(model, 4, zero_hpz_partition_size=2).whole] == whole
+    assert units(model, 4).whole == ()
+
+
 def test_what_has_another_dtype_than_its_unit_stays_whole():
     model = Stack()
     model.blocks[0][1].double()
@@ -135,6 +146,16 @@ def test_the_plan_prints_units_and_prices_them():
     assert plan.cost.gradients == 4 * n // 4 + 2 * 2 * 4 * 65536
     alone = build(config, 1, Sketch.of(big), ORDER)
     assert "nothing to shard" in explain(alone)
+
+
+@pytest.mark.parametrize("key", ["reduce_bucket_size", "allgather_bucket_size"])
+def test_what_stays_whole_travels_in_buckets_of_the_size_that_is_asked_for(key):
+    config = settings(stage3_param_persistence_threshold=1000, **{key: 40})
+    names = dict.fromkeys((name for name, _ in Stack().named_parameters()), 0)
+    choice = ZeroFull().wants(config, Layout.fit(world=2), Sketch.of(Stack()).with_groups(names))
+    buckets = [bucket for buffer in choice.buffers for bucket in buffer.buckets]
+    assert len(buckets) > 1
+    assert all(sum(slot.stop - slot.start for slot in bucket.slots) <= 40 for bucket in buckets)
 
 
 def test_what_cannot_be_is_refused():
