@@ -17,6 +17,8 @@ MizzenError
 Each says what was asked, the numbers, and the way out. Errors of other libraries are not wrapped here.
 """
 
+import types
+
 
 class MizzenError(Exception):
     """The root of the tree."""
@@ -78,3 +80,9 @@ class MissingExtra(MizzenError, ImportError):
         super().__init__(f"{purpose} needs '{package}', which is not installed: pip install 'mizzen[{extra}]'")
         self.package = package
         self.extra = extra
+
+
+def expect(value: object, kind: type | types.UnionType, what: str) -> None:
+    """Refuse a value of another kind than the one that a call takes."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{what} is wanted; this is a {type(value).__name__}")

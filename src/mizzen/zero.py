@@ -24,7 +24,8 @@ from mizzen.engine.access import (
     set_local_value,
     update_gradients,
 )
-from mizzen.errors import UsageError
+from mizzen.engine.engine import Engine
+from mizzen.errors import UsageError, expect
 from mizzen.log import warn_once
 from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.init import Init as _Init
@@ -112,6 +113,7 @@ class TiledLinear(Tiled):
 
     def copy_params_from(self, other: nn.Module) -> None:
         """Take the weight and bias of a layer that is not in tiles, sharded or not."""
+        expect(other, nn.Module, "a layer with a weight")
         with gathered(list(other.parameters()), None):
             super().copy_params_from(other)
 
@@ -147,7 +149,8 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """Inside, all parameters are whole and nothing is communicated: what runs there may differ between the ranks."""
-    inner = getattr(model, "module", model)
+    expect(model, nn.Module, "an engine or a model")
+    inner = model.module if isinstance(model, Engine) else model
     with gathered(list(inner.parameters()), None):
         yield inner
 
@@ -197,6 +200,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """All pinned modules of a model."""
+    expect(model, nn.Module, "a module")
     return [module for module in model.modules() if is_pinned(module)]
 
 
@@ -210,9 +214,14 @@ def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> 
         yield
         return
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        torch.set_default_dtype(dtype)
+        place = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        torch.set_default_dtype(before)
+        raise UsageError(f"OnDevice(dtype={dtype!r}, device={device!r}) cannot be: {error}") from error
+    try:
+        with place:
             yield
     finally:
         torch.set_default_dtype(before)

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare
 from mizzen.engine.prepare import sum_of_bits
-from mizzen.errors import CheckpointError, UsageError
+from mizzen.errors import CheckpointError, UsageError, expect
 from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
 from mizzen.parallel.zero.full.early import held
+from mizzen.parallel.zero.full.sharded import Gone
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 from mizzen.rewrite.standing import restore
@@ -42,9 +44,10 @@ class Owner:
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
     """The engine state behind a parameter; None when no engine trains it."""
-    if not isinstance(parameter, Tensor):
-        raise UsageError(f"a parameter is wanted; this is a {type(parameter).__name__}")
+    expect(parameter, Tensor, "a parameter")
     found = AMBIENT.owners.get(parameter)
+    if found is None and isinstance(parameter, Gone):
+        raise parameter.refusal()
     return found if isinstance(found, Owner) else None
 
 
@@ -79,21 +82,21 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
-    """One optimizer state of a parameter, whole, on every rank; None before the first step."""
+    """One optimizer state of a parameter, whole, on every rank; None before the first step, or if it has none."""
     owner = _trainer_of(parameter)
     if owner is None or owner.optimizer is None:
         return None
-    known = {name for state in owner.optimizer.state.values() for name in state}
+    known, pieces = _states(owner, key)
+    held = sum(piece.numel for piece in pieces if piece.name == owner.name)
     if owner.store.sharers is not None and owner.store.is_sharded:
         # A rank that owns no whole parameter has not seen the states of those that others own.
-        every: list[set[str]] = [set() for _ in range(groups.get_world_size(owner.store.sharers))]
-        collectives.all_gather_object(every, known, group=owner.store.sharers)
-        known = set().union(*every)
+        every: list[Any] = [None] * groups.get_world_size(owner.store.sharers)
+        collectives.all_gather_object(every, (known, held), group=owner.store.sharers)
+        known, held = set().union(*(names for names, _ in every)), sum(count for _, count in every)
     if not known:
         return None
-    if key not in known:
-        raise UsageError(f"the optimizer keeps no state '{key}'; it keeps {', '.join(sorted(known))}")
-    return _gather(owner, owner.store.state_pieces(owner.optimizer.state, key))
+    _check_key(known, key)
+    return _gather(owner, pieces) if held == owner.store.everything[owner.name].numel() else None
 
 
 def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
@@ -107,14 +110,16 @@ def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write the reduced gradient of a parameter from a whole tensor that every rank gives."""
     owner = _require(parameter)
     owner.store.gradients.collect()
-    _scatter(owner, value * owner.scaler.scale, owner.store.pieces("gradient"))
+    _scatter(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
 
 
 def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
     """Write one optimizer state of a parameter from a whole tensor that every rank gives."""
     owner = _require(parameter)
     if full_state(parameter, key) is None or owner.optimizer is None:
-        raise UsageError(f"the optimizer has no states before its first step: '{key}' cannot be set yet")
+        raise UsageError(
+            f"the optimizer has no state '{key}' of the shape of '{owner.name}' to be set, or not before its first step"
+        )
     _scatter(owner, value, owner.store.state_pieces(owner.optimizer.state, key))
 
 
@@ -138,7 +143,9 @@ def local_state(parameter: nn.Parameter, key: str) -> Tensor | None:
     owner = _trainer_of(parameter)
     if owner is None or owner.optimizer is None or not owner.optimizer.state:
         return None
-    return _local(owner, owner.store.state_pieces(owner.optimizer.state, key))
+    known, pieces = _states(owner, key)
+    _check_key(known, key)
+    return _local(owner, pieces)
 
 
 def set_local_value(parameter: nn.Parameter, value: Tensor) -> None:
@@ -152,7 +159,7 @@ def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write this rank's own part of the reduced gradient."""
     owner = _require(parameter)
     owner.store.gradients.collect()
-    _write(owner, value * owner.scaler.scale, owner.store.pieces("gradient"))
+    _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
 
 
 def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -160,27 +167,58 @@ def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
     owner = _require(parameter)
     if owner.optimizer is None or not owner.optimizer.state:
         raise UsageError(f"the optimizer has no states before its first step: '{key}' cannot be set yet")
-    _write(owner, value, owner.store.state_pieces(owner.optimizer.state, key))
+    known, pieces = _states(owner, key)
+    _check_key(known, key)
+    _write(owner, value, pieces)
+
+
+def _states(owner: Owner, key: str) -> tuple[set[str], list[Piece]]:
+    """The names of the states that this rank has, and the one that is asked for."""
+    expect(key, str, "the name of an optimizer state, such as 'exp_avg',")
+    states = owner.optimizer.state if owner.optimizer is not None else {}
+    return {name for state in states.values() for name in state}, owner.store.state_pieces(states, key)
+
+
+def _check_key(known: set[str], key: str) -> None:
+    if key not in known:
+        raise UsageError(f"the optimizer keeps no state '{key}'; it keeps {', '.join(sorted(known))}")
 
 
 def _local(owner: Owner, pieces: list[Piece]) -> Tensor:
+    parameter = owner.store.everything[owner.name]
     mine = [piece.data for piece in pieces if piece.name == owner.name]
-    return mine[0].clone() if mine else owner.store.everything[owner.name].new_empty(0)
+    return mine[0].clone() if mine else torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def _write(owner: Owner, value: Tensor, pieces: list[Piece]) -> None:
-    for piece in pieces:
-        if piece.name == owner.name:
-            if piece.numel != value.numel():
-                raise UsageError(
-                    f"this rank holds {piece.numel} elements of '{owner.name}'; the value given has {value.numel()}"
-                )
-            piece.data.copy_(value.reshape(piece.data.shape))
+def _write(owner: Owner, value: Tensor, pieces: list[Piece], factor: float = 1.0) -> None:
+    _check_value(owner, value)
+    mine = [piece.data for piece in pieces if piece.name == owner.name]
+    count = sum(data.numel() for data in mine)
+    if count != value.numel():
+        raise UsageError(f"this rank holds {count} elements of '{owner.name}'; the value given has {value.numel()}")
+    for data in mine:
+        data.copy_((value * factor if factor != 1 else value).reshape(data.shape))
+
+
+def _check_value(owner: Owner, value: Any) -> None:
+    """What is written to a parameter, its gradient or a state is a plain tensor that has values of such a kind."""
+    wanted = owner.store.everything[owner.name]
+    if not isinstance(value, Tensor):
+        given = f"a {type(value).__name__}"
+    elif isinstance(value, DTensor):
+        given = "a shard, of which full_tensor() is the whole"
+    elif value.is_meta or (value.is_complex() and not wanted.is_complex()):
+        given = f"one of {value.dtype} on {value.device}"
+    else:
+        return
+    raise UsageError(f"'{owner.name}' takes a plain tensor with values of {wanted.dtype}; this is {given}")
 
 
 def update_gradients(parameters: Iterable[nn.Parameter], change: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
     """Replace the reduced gradient of each parameter by what `change(gradient, parameter)` returns."""
-    for parameter in parameters:
+    if not callable(change):
+        raise UsageError(f"a function of (gradient, parameter) is wanted; this is a {type(change).__name__}")
+    for parameter in _listed(parameters):
         gradient = full_gradient(parameter)
         if gradient is not None:
             set_full_gradient(parameter, change(gradient, parameter))
@@ -246,14 +284,23 @@ def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
     return whole
 
 
-def _scatter(owner: Owner, value: Tensor, pieces: list[Piece]) -> None:
+def _scatter(owner: Owner, value: Tensor, pieces: list[Piece], factor: float = 1.0) -> None:
+    _check_value(owner, value)
     expected = owner.store.everything[owner.name].shape
     if value.shape != expected:
         raise UsageError(f"'{owner.name}' has shape {list(expected)}; the value given has {list(value.shape)}")
-    source = piece_of_whole(owner.name, value)
+    source = piece_of_whole(owner.name, value * factor if factor != 1 else value)
     for piece in pieces:
         if piece.name == owner.name:
             copy_overlap(source, piece)
+
+
+def _listed(parameters: Any) -> list[nn.Parameter]:
+    if isinstance(parameters, nn.Parameter):
+        return [parameters]
+    if isinstance(parameters, Tensor | nn.Module) or not isinstance(parameters, Iterable):
+        raise UsageError(f"parameters are wanted, one or several in a list; this is a {type(parameters).__name__}")
+    return list(parameters)
 
 
 @contextmanager
@@ -263,7 +310,9 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
     Without a modifier rank what is written stays a local matter, as in a forward pass. Parameters that no engine trains
     and that were not sharded while they were built are left alone.
     """
-    wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    wanted, ranks = _listed(parameters), groups.get_world_size() if groups.is_initialized() else 1
+    if modifier_rank is not None and (type(modifier_rank) is not int or not 0 <= modifier_rank < ranks):
+        raise UsageError(f"modifier_rank={modifier_rank!r} is no rank: there are {ranks}, counted from 0")
     owned = {(id(owner.store), owner.name): owner for each in wanted if (owner := owner_of(each)) is not None}
     stores = {id(owner.store): owner.store for owner in owned.values()}
     with ExitStack() as stack:

@@ -1,6 +1,7 @@
 """Forward and backward of micro-batches on a model that is whole on this rank."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, Protocol
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from mizzen.engine.phases import Phases
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.update import Tally
-from mizzen.errors import UsageError
+from mizzen.errors import CommError, UsageError
+from mizzen.log import get_logger
 from mizzen.model.inputs import change_tensors
 from mizzen.plan.parts import Store
 from mizzen.precision.arithmetic import Arithmetic
@@ -57,7 +59,10 @@ class Accumulate:
                 store.gradients.arm(last)
             try:
                 self.arithmetic.scaler.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
+            except CommError:
+                raise
+            except Exception as error:
+                self._drop()
                 if "through the graph a second time" not in str(error):
                     raise
                 raise UsageError(
@@ -66,6 +71,13 @@ class Accumulate:
                 ) from error
             for store in self.stores:
                 store.gradients.settle()
+
+    def _drop(self) -> None:
+        """What a backward has left that did not come to its end is not half of a gradient: forget all of this step."""
+        get_logger().warning("a backward did not come to its end: the gradients of this step so far are dropped")
+        with suppress(CommError):  # the error that is on its way says more
+            for store in self.stores:
+                store.gradients.clear()
 
     def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
         """Forward and backward of all of them; the gradient is that of their mean, or of their sum when counted."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mizzen.errors import UsageError
+from mizzen.errors import UsageError, expect
 
 
 class Tiled(nn.Module):
@@ -63,9 +63,11 @@ class Tiled(nn.Module):
 
     def _inputs(self, given: Any) -> Sequence[Tensor]:
         if not self.input_is_already_split:
+            expect(given, Tensor, "TiledLinear: one input, unless input_is_already_split,")
             if given.shape[-1] != self.in_features:
                 raise UsageError(f"TiledLinear has {self.in_features} input features; this input has {given.shape[-1]}")
             return list(torch.split(given, self.in_parts, dim=-1))
+        expect(given, list | tuple, "TiledLinear: a list of the parts of the input")
         widths = [part.shape[-1] for part in given]
         if widths != self.in_parts:
             raise UsageError(f"TiledLinear takes its input in parts of {self.in_parts} features; these have {widths}")
@@ -85,7 +87,8 @@ class Tiled(nn.Module):
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
         """Take the weight and bias of a layer that is not in tiles."""
-        weight, bias = other.get_parameter("weight"), vars(other)["_parameters"].get("bias")
+        weight, bias = (vars(other)["_parameters"].get(name) for name in ("weight", "bias"))
+        expect(weight, Tensor, f"TiledLinear: a {type(other).__name__} with a weight")
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise UsageError(
                 f"TiledLinear has a weight of {[self.out_features, self.in_features]}; the other layer has one of "
@@ -112,6 +115,8 @@ class Tiled(nn.Module):
 
 def parts_of(features: int, splits: int, side: str) -> list[int]:
     """The sizes of so many parts, of which the first are larger by one where they have to be."""
+    for value in (features, splits):
+        expect(value, int, f"TiledLinear: a whole number of {side}_features and {side}_splits")
     if not 1 <= splits <= features:
         raise UsageError(f"TiledLinear with {side}_splits={splits}: give a number from 1 to {side}_features={features}")
     least, more = divmod(features, splits)

@@ -16,7 +16,7 @@ from mizzen.parallel.zero.full.frozen import is_packed
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
 from mizzen.parallel.zero.full.owners import Owners
 from mizzen.parallel.zero.full.quantized import Quantizing
-from mizzen.parallel.zero.full.sharded import carry, move, unmark
+from mizzen.parallel.zero.full.sharded import carry, move
 from mizzen.parallel.zero.full.units import Unit
 from mizzen.parallel.zero.full.wrap import (
     Wrapping,
@@ -105,14 +105,11 @@ def _wrap(
     put_back(model, module, shards, ranks.mesh)
     if holding.quantizing.frozen:
         pack_frozen(model, module, {each.name for each in unit.parameters if is_packed(each, ranks.mesh.size())})
-    for name, parameter in early.items():
-        unmark(parameter)
-        wanted[name] = nn.Parameter(torch.empty(0))  # a DTensor cannot be emptied; who holds it holds an old shard
     there = dict(model.named_parameters())
-    for name, parameter in wanted.items():
-        carry(early.get(name, parameter), there[name])
+    for name, parameter in (wanted | early).items():
+        carry(parameter, there[name])
         move(parameter, name)
-    return [(parameter, name) for name, parameter in wanted.items()]
+    return [(parameter, name) for name, parameter in (wanted | early).items()]
 
 
 def _dtype(parameter: ParameterSketch, unit: Unit, policy: Policy) -> torch.dtype:

@@ -21,9 +21,12 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import collectives
+from mizzen.errors import UsageError
+from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in
 from mizzen.parallel.zero.full.live import gather_shards, local
 from mizzen.parallel.zero.full.sharded import CALLS, FACTS, HOOKS, Moved, carry, move, property_of
@@ -60,7 +63,7 @@ class Early(DTensor):
             found.__class__ = type(args[0])
             return found
         if name == "data" and len(args) == 2:
-            bench.whole(args[0]).copy_(args[1])
+            bench.replace(args[0], args[1])
             return None
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [value for value in tensors_in((args, kwargs)) if isinstance(value, Early)]
@@ -102,7 +105,7 @@ class Bench:
         carry(parameter, early)
         early.__class__ = self.kind
         if isinstance(parameter, nn.Parameter):
-            move(parameter, label)
+            move(parameter, label, "zero.Init sharded it")
         self.known[id(parameter)] = parameter, early
         return early
 
@@ -113,6 +116,16 @@ class Bench:
         if id(early) not in self.open:
             self.open[id(early)] = early, gathered(early)
         return self.open[id(early)][1]
+
+    def replace(self, early: Any, value: Tensor) -> None:
+        """Set the data of a parameter, which keeps its shape and dtype."""
+        if value.shape != early.shape:
+            raise UsageError(
+                f"a parameter that zero.Init has cut has shape {list(early.shape)}; the data given {list(value.shape)}"
+            )
+        if value.dtype != early.dtype and self.dtype is None:
+            warn_once(f"parameters that zero.Init has sharded stay {early.dtype}: give zero.Init(dtype={value.dtype})")
+        self.whole(early).copy_(value)
 
     def in_place_of(self, tensor: Tensor) -> Tensor:
         """The whole one for an early one."""
@@ -200,7 +213,10 @@ class Building:
 def fits(parameter: Tensor) -> bool:
     """Whether a parameter can be cut: it has dimensions and memory, and is whole."""
     return bool(
-        not isinstance(parameter, DTensor | Moved) and parameter.dim() and parameter.numel() and not parameter.is_meta
+        not isinstance(parameter, DTensor | Moved | UninitializedParameter)
+        and parameter.dim()
+        and parameter.numel()
+        and not parameter.is_meta
     )
 
 

@@ -6,8 +6,9 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mizzen.errors import expect
 from mizzen.parallel.zero.full.live import local
-from mizzen.parallel.zero.full.sharded import Elsewhere, Moved
+from mizzen.parallel.zero.full.sharded import Elsewhere, Gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Facts:
 
 def facts_of(parameter: Tensor) -> Facts:
     """Ask without touching its values."""
-    if isinstance(parameter, Moved):
+    expect(parameter, Tensor, "a parameter")
+    if isinstance(parameter, Gone):
         return Facts((), 0, "replaced", 0)
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):

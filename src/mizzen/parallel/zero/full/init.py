@@ -1,18 +1,21 @@
 """`zero.Init`: models that are sharded while they are built. What happens to a parameter is in `early.py`."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.comm import groups
 from mizzen.comm.join import init_distributed
+from mizzen.config.load import load
 from mizzen.config.source import Source, read_source
-from mizzen.errors import NotBuilt
+from mizzen.errors import NotBuilt, UsageError, expect
 from mizzen.parallel.zero.full.early import Bench, Building
 
 
@@ -39,11 +42,23 @@ class Init:
                 f"zero.Init(remote_device={remote_device!r}): parameters rest on the {accelerator.name} device; "
                 "offload is not built yet, so leave the argument out"
             )
-        stage = read_source(config).get("zero_optimization", {}).get("stage", 3) if config is not None else 3
+        if remote_device not in (None, "none", "cpu", "nvme", accelerator.name):
+            raise UsageError(f"zero.Init(remote_device={remote_device!r}): known are none, cpu and nvme")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UsageError(
+                f"zero.Init(dtype={dtype!r}): give a torch dtype of floating point, such as torch.bfloat16"
+            )
+        expect(group, ProcessGroup | None, "a process group")
+        expect(module, nn.Module | None, "a module")
+        given = read_source(config) if config is not None else {}
+        load(given)
+        section = given.get("zero_optimization")
+        stage = section.get("stage", 3) if isinstance(section, Mapping) else 3
         self.is_wanted = enabled and stage in (3, "auto")
         self.dtype = dtype
         self.group = group
         self.building: Building | None = None
+        self.depth = 0
         if module is not None and self.is_wanted:
             with self:
                 if self.building is not None:
@@ -51,6 +66,7 @@ class Init:
 
     def __enter__(self) -> "Init":
         """Modules that are built from here on are sharded."""
+        self.depth += 1
         if self.is_wanted and AMBIENT.building is None:
             init_distributed(verbose=False)
             if groups.get_world_size(self.group) > 1:
@@ -65,7 +81,7 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Whatever is not sharded yet is; after an error everything stays as it is."""
-        building, self.building = self.building, None
-        if building is not None:
-            AMBIENT.building = None
+        self.depth -= 1
+        if self.building is not None and not self.depth:
+            building, self.building, AMBIENT.building = self.building, None, None
             building.stop(finish=error is None)

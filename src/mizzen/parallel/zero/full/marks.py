@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from mizzen.ambient import AMBIENT
-from mizzen.errors import UsageError
+from mizzen.errors import UsageError, expect
+from mizzen.log import warn_once
 from mizzen.parallel.zero.full.sharded import Sharded
 
 
 def register_use(module: nn.Module, parameter: Tensor) -> None:
     """Note that a module uses a parameter that it does not hold."""
-    if not isinstance(parameter, nn.Parameter):
-        raise UsageError(f"a parameter is wanted; this is a {type(parameter).__name__}")
+    expect(module, nn.Module, "a module")
+    expect(parameter, nn.Parameter, "a parameter")
     if isinstance(parameter, Sharded):
         raise UsageError(
             f"'{type(parameter).label}' is sharded already: register_external_parameter comes before initialize, best "
@@ -28,6 +29,9 @@ def unregister_use(parameter: Tensor) -> None:
 
 def pin(module: nn.Module, is_pinned: bool = True) -> None:
     """Let a module be one unit of gathering, or not."""
+    expect(module, nn.Module, "a module")
+    if any(isinstance(parameter, Sharded) for parameter in module.parameters()):
+        warn_once("modules that are pinned as units, or no longer, after initialize() are heeded by the next one only")
     if is_pinned:
         AMBIENT.leaves.set(module, module)
     else:
@@ -48,8 +52,11 @@ def find(
     model: nn.Module, wanted: Sequence[type | str], *, how: str = "class", must_be_there: bool = True
 ) -> list[nn.Module]:
     """The modules of these classes, or of these names or ends of names, each once."""
+    expect(model, nn.Module, "a module")
+    expect(wanted, list | tuple | set, f"a list of {how}es" if how == "class" else f"a list of {how}s")
     found: dict[int, nn.Module] = {}
     for entry in wanted:
+        expect(entry, type | str, f"a {how}")
         matches = [module for name, module in model.named_modules() if _matches(name, module, entry, how)]
         if not matches and must_be_there:
             raise UsageError(f"no module of {type(model).__name__} has the {how} {_words(entry)}")

@@ -5,7 +5,9 @@ torch.Tensor and DTensor". Here touching it is answered with its name and a way 
 gathering it.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -103,6 +105,8 @@ VIEWS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "expand_as": Tensor.expand,
 }
 """What only asks for a shape."""
+WRITES: Final = re.compile(r"[a-z]\w*[a-z0-9]_|__setitem__")
+"""What changes its first tensor; `copy_` is answered before that."""
 
 
 class Sharded(DTensor):
@@ -129,10 +133,12 @@ class Sharded(DTensor):
                     f"'{cls.label}' is sharded, and so is its gradient, which is not kept in .grad: set it with "
                     "mizzen.zero.safe_set_full_grad, between backward and step"
                 )
+            if name == "__reduce_ex__":  # as a DTensor, without the memory of its neighbours
+                return func(DTensor.clone(args[0].detach()), *args[1:])
+            if name in ("detach", "data"):
+                return _same(func, args)
             if name in FACTS or name in CALLS:
                 return func(*args, **kwargs)
-            if name == "data":
-                return _get_or_set_data(func, args)
             if name in VIEWS and not isinstance(args[0], Sharded):
                 return VIEWS[name](args[0], args[1].shape)
             tensors = [value for value in args if isinstance(value, Tensor)]
@@ -140,33 +146,44 @@ class Sharded(DTensor):
                 return _copy(*args, **kwargs)
             if all(isinstance(value, DTensor) for value in tensors) and name in ALIKE:
                 return func(*args, **kwargs)
-
-            def whole(value: Any) -> Any:
-                if not isinstance(value, Sharded):
-                    return value
-                gather = type(value).make_whole
-                if gather is None:
-                    raise refusal(type(value).label, name)
-                return gather(value, name)
-
-            args, kwargs = change_tensors(tuple(args), whole), change_tensors(dict(kwargs), whole)
+            if WRITES.fullmatch(name) or "out" in kwargs:
+                written = kwargs.get("out", next(iter([*args, kwargs.get("tensor")])))
+                if isinstance(written, Sharded):
+                    raise write_refusal(type(written).label, name)
+                if all(isinstance(value, DTensor) for value in tensors):  # an average of shards that somebody keeps
+                    return func(*args, **kwargs)
+            args, kwargs = change_tensors((tuple(args), dict(kwargs)), partial(_whole, name))
         return func(*args, **kwargs)
 
 
-class Moved(nn.Parameter):
-    """A parameter object that is no longer the model's: it is empty, and touching it says what to use instead."""
+class Gone:
+    """A parameter object that is no longer the model's: touching it says what to use instead."""
 
     label: ClassVar[str] = ""
+    event: ClassVar[str] = ""
+
+    @classmethod
+    def refusal(cls) -> UsageError:
+        """What it says."""
+        return UsageError(
+            f"this object was the parameter '{cls.label}' before {cls.event}, and is empty now: take it from the model "
+            f"again. To use its values, {WAYS}"
+        )
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Refuse."""
-        raise UsageError(
-            f"this object was the parameter '{cls.label}' before mizzen.initialize sharded it, and is empty now: take "
-            f"it from the model again. To use its values, {WAYS}"
-        )
+        raise cls.refusal()
+
+
+class Moved(Gone, nn.Parameter):
+    """One that was whole, and is empty."""
+
+
+class MovedShard(Gone, DTensor):
+    """One that was a shard."""
 
 
 class Elsewhere(Sharded):
@@ -178,7 +195,7 @@ class Elsewhere(Sharded):
     ) -> Any:
         """Answer facts, refuse the rest."""
         name = property_of(func)
-        if name in FACTS or name in CALLS:
+        if name in FACTS or name in CALLS - {"detach"}:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise UsageError(
@@ -190,6 +207,24 @@ class Elsewhere(Sharded):
 def refusal(label: str, name: str) -> UsageError:
     """What is said of an operation on a sharded parameter."""
     return UsageError(f"{name}() on '{label}', of which this rank holds a shard, outside of a forward pass: {WAYS}")
+
+
+def write_refusal(label: str, name: str) -> UsageError:
+    """What is said of an operation that would write to a copy of a parameter, gathered for it alone."""
+    return UsageError(
+        f"{name}() on '{label}', of which this rank holds a shard: write to the parameters of its module inside "
+        "mizzen.zero.GatheredParameters(..., modifier_rank=0), or use mizzen.zero.safe_set_full_fp32_param"
+    )
+
+
+def _whole(name: str, value: Tensor) -> Tensor:
+    """A whole parameter for a shard, where an operation may have it."""
+    if not isinstance(value, Sharded):
+        return value
+    gather = type(value).make_whole
+    if gather is None:
+        raise AssertionError(f"'{type(value).label}' was marked without a way to gather it")
+    return gather(value, name)
 
 
 def mark(parameter: Tensor, label: str, gather: Callable[[Tensor, str], Tensor], stand_in: Tensor) -> None:
@@ -214,11 +249,15 @@ def unmark(parameter: Tensor) -> None:
     parameter.__class__ = DTensor
 
 
-def move(parameter: nn.Parameter, label: str) -> None:
-    """Empty a parameter that was replaced."""
+def move(parameter: Tensor, label: str, event: str = "mizzen.initialize sharded it") -> None:
+    """Empty a parameter that was replaced; a shard cannot be emptied."""
+    facts = {"label": label, "event": event}
+    if isinstance(parameter, DTensor):
+        parameter.__class__ = type("MovedShard", (MovedShard,), facts)
+        return
     parameter.grad = None
     parameter.data = parameter.data.new_empty(0)
-    parameter.__class__ = type("Moved", (Moved,), {"label": label})
+    parameter.__class__ = type("Moved", (Moved,), facts)
 
 
 def property_of(func: Any) -> str:
@@ -229,10 +268,13 @@ def property_of(func: Any) -> str:
     return str(getattr(func, "__name__", ""))
 
 
-def _get_or_set_data(func: Any, args: Sequence[Any]) -> Any:
+def _same(func: Any, args: Sequence[Any]) -> Any:
+    """The same shard as another object; torch would reduce a plain DTensor to the number of this rank alone."""
+    if len(args) == 2 and not isinstance(args[1], DTensor):
+        raise write_refusal(type(args[0]).label, "data")
     found = func(*args)
     if len(args) == 1 and isinstance(found, DTensor):
-        found.__class__ = type("Sharded", (Sharded,), {"label": type(args[0]).label, "make_whole": None})
+        found.__class__ = type(args[0])
     return found
 
 

@@ -34,6 +34,17 @@ class Staying:
             )
         return self
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """What `copy.deepcopy` calls."""
+        raise UsageError(
+            "a model whose parameters are sharded cannot be copied or pickled: copy it before initialize(), take whole "
+            "values with mizzen.zero.safe_get_full_fp32_param, or save with engine.save_16bit_model or save_checkpoint"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What `torch.save` and `pickle` call."""
+        return self.__deepcopy__(None)
+
 
 def stay(module: nn.Module) -> None:
     """Let a module that FSDP2 has wrapped stay; its name is the one that FSDP2 gave it.

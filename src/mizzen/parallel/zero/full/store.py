@@ -24,12 +24,12 @@ from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, gather_shards, local
 from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
-from mizzen.parallel.zero.full.sharded import bring_back, mark, set_aside, unmark, write_shard
+from mizzen.parallel.zero.full.sharded import bring_back, mark, move, set_aside, unmark, write_shard
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.whole import Wholes
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
-from mizzen.parallel.zero.full.wrap import connect, forget, held_open, recover, start, unwrap, whole
+from mizzen.parallel.zero.full.wrap import connect, forget, held_open, put_right, recover, start, unwrap, whole
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 
@@ -107,6 +107,8 @@ class FullStore:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.place.calls and not self.place.is_backward and recover(self.model):
             self.gradients.clear()  # what an exception has left is not half of a gradient
+        if not self.place.calls:
+            _check_places(self.units)
         self.place.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -136,6 +138,8 @@ class FullStore:
 
     def attach(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
+        if any(unit.open for unit in self.units):
+            raise UsageError("step() inside GatheredParameters, where parameters would keep their old values: leave it")
         self.wholes.attach(factor)
         for unit in self.units:
             for share in unit.shares:
@@ -172,14 +176,7 @@ class FullStore:
     def refresh(self) -> None:
         """Somebody has written to the shards: forget what was gathered of them."""
         self._forget()
-        there = dict(self.model.named_parameters())
-        for unit in self.units:
-            for name, parameter in unit.parameters.items():
-                if not unit.open and there.get(name) is not parameter:
-                    raise UsageError(
-                        f"'{name}' is not the model's sharded parameter any more: load_state_dict with assign=True, or "
-                        "an assignment, has replaced it. Copy values instead, with load_state_dict alone"
-                    )
+        _check_places(self.units)
 
     spread = refresh
     """The masters are the shards: who has written to them has written to these."""
@@ -259,6 +256,7 @@ class FullStore:
                 set_aside(parameter)
             try:
                 yield
+                _check_places([unit])
             finally:
                 unit.open = 0
                 for parameter in unit.parameters.values():
@@ -275,10 +273,22 @@ class FullStore:
             }
             names = {id(parameter): name for name, parameter in unit.parameters.items()}
             unwrap(unit.module, _replacement(unit, plain, names))
+            for name, parameter in unit.parameters.items():
+                move(parameter, name, "its engine gave it back")
         self.units = self.gradients.units = self.wholes.all = ()
         self.parameters, self.everything = {}, {}
         self.replaced = ()
         self.stock.clear()
+
+
+def _check_places(units: Iterable[LiveUnit]) -> None:
+    places = [place for unit in units for place in zip(unit.parameters, put_right(unit.module), strict=True)]
+    if wrong := [name for name, is_there in places if not is_there]:
+        raise UsageError(
+            f"'{wrong[0]}' was replaced in the model, by load_state_dict with assign=True or an assignment, and nobody "
+            "would train what came: the sharded parameter is there again. Copy values instead, with load_state_dict "
+            "alone, or into what GatheredParameters(..., modifier_rank=0) has gathered"
+        )
 
 
 def _replacement(

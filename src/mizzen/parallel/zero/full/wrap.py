@@ -225,19 +225,33 @@ def whole(module: nn.Module) -> list[nn.Parameter]:
     return [each.unsharded_param for group in fsdp_groups(state_of(module)) for each in group.fsdp_params]
 
 
+def put_right(module: nn.Module) -> list[bool]:
+    """Whether each parameter stood in its module, in the same order; where another one did, it stands there again."""
+    found = []
+    for group in fsdp_groups(state_of(module)):
+        for each in group.fsdp_params:
+            form = {"SHARDED": "sharded_param", "UNSHARDED": "_unsharded_param"}.get(each.sharded_state.name)
+            expected = vars(each)[form or "_sharded_post_forward_param"]
+            there = vars(each._module_info.module)["_parameters"].get(each._module_info.param_name)
+            found.append(there is expected)
+            if there is not expected:
+                each._setattr_on_modules(expected)
+    return found
+
+
 @contextmanager
 def held_open(module: Any) -> Iterator[None]:
     """Gather a module, and leave it gathered whatever runs inside."""
     groups = fsdp_groups(state_of(module))
-    before = [group.post_forward_mesh_info for group in groups]
+    before = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
     module.unshard()
     for group in groups:
-        group.post_forward_mesh_info = None
+        group.post_forward_mesh_info, group.reshard_after_backward = None, False
     try:
         yield
     finally:
         for group, kept in zip(groups, before, strict=True):
-            group.post_forward_mesh_info = kept
+            group.post_forward_mesh_info, group.reshard_after_backward = kept
         module.reshard()
 
 

@@ -1,0 +1,38 @@
+"""A backward that fails in the middle leaves nothing behind: the next one gives the gradients of a fresh engine."""
+
+import pytest
+import torch
+
+import mizzen
+from mizzen import zero
+from ranks.parallel.zero.full.models import rows, start
+
+
+def fail(*_):
+    raise ValueError("in the middle of backward")
+
+
+def gradients(stage, *, fails):
+    engine = start("Base", stage)
+    if fails:
+        handle = engine.module.blocks[1].register_full_backward_hook(fail)
+        with pytest.raises(ValueError, match="in the middle"):
+            engine.backward(engine(rows(1, engine.global_rank)))
+        handle.remove()
+        if stage == 3:
+            with pytest.raises(mizzen.UsageError, match="outside of a forward pass"):
+                engine.module.blocks[0].up.weight.sum()
+    engine.backward(engine(rows(0, engine.global_rank)))
+    return [zero.safe_get_full_grad(parameter) for parameter in engine.module.parameters()]
+
+
+def fail_and_go_on():
+    return [
+        stage
+        for stage in range(4)
+        if not all(map(torch.equal, gradients(stage, fails=True), gradients(stage, fails=False)))
+    ]
+
+
+def test_after_a_backward_that_failed_gradients_are_those_of_the_next_one(world):
+    assert world(2).run(fail_and_go_on) == [[], []]
