@@ -14,7 +14,7 @@ from mizzen import api
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.zero import Init as MizzenInit
 
-SOURCES: Final = ("config", "config_params")
+SOURCES: Final = ("config", "config_params", "config_dict_or_path")
 """Arguments that are a configuration."""
 FLAGS: Final = ("deepspeed_config", "deepscale_config")
 """Flags of scripts that name its file, the second by its old name."""
@@ -73,7 +73,8 @@ class Init(MizzenInit):
                 f"zero.Init(tensor_overrides={tensor_overrides}): what is built inside gets the dtype and the device "
                 "of the configuration; only both together are built: leave the argument out"
             )
-        super().__init__(*args, **kwargs)
+        bound = _without_hints(signature(MizzenInit).bind(*args, **kwargs))
+        super().__init__(*bound.args, **bound.kwargs)
 
     def __enter__(self) -> "Init":
         """Modules that are built from here on are sharded."""
