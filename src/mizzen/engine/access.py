@@ -255,6 +255,16 @@ def _trainer_of(parameter: nn.Parameter) -> Owner | None:
     return owner if owner is not None and owner.name in owner.store.parameters else None
 
 
+def refuse_stranger(optimizer: Optimizer, *_: object) -> None:
+    """Before any optimizer steps: one that was built on an engine's parameters would find no gradient there."""
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if (owner := _trainer_of(parameter)) is not None:
+            raise UsageError(
+                f"this {type(optimizer).__name__} was built on '{owner.name}', which an engine trains, and would find "
+                "no gradient there: give it to initialize(optimizer=...), and call engine.step()"
+            )
+
+
 def _compare(owned: Mapping[tuple[int, str], Owner], whole: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Find parameters that were edited on some ranks and not on others, where that was asked for."""
     checked = {place: owner for place, owner in owned.items() if owner.checks and owner.store.group is not None}

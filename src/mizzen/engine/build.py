@@ -4,10 +4,11 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
-from mizzen.engine.access import Owner
+from mizzen.engine.access import Owner, refuse_stranger
 from mizzen.engine.engine import Driving, Engine
 from mizzen.engine.face import Surroundings
 from mizzen.engine.optimizer import repoint
@@ -60,6 +61,7 @@ def build_engine(
         for store in stores
         for name in store.everything
     ]
+    engine.guard = register_optimizer_step_pre_hook(refuse_stranger)
     for owner in engine.owners:
         AMBIENT.owners.set(owner.store.everything[owner.name], owner)
     known = {(id(owner.store), owner.name): owner for owner in engine.owners}

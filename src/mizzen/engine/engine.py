@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from mizzen.engine.face import Face, Surroundings
 from mizzen.engine.optimizer import EngineOptimizer
@@ -50,6 +51,8 @@ class Engine(Face):
         self.stopping = driving.stopping
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
+        self.guard: RemovableHandle | None = None
+        """Sees other optimizers step."""
         self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
             self.optimizer = EngineOptimizer(
@@ -180,6 +183,8 @@ class Engine(Face):
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
         super().destroy()
         self.updater = None
+        if self.guard is not None:
+            self.guard.remove()
 
     # What both end with
 

@@ -1,4 +1,4 @@
-"""A backward that fails in the middle leaves nothing behind: the next one gives the gradients of a fresh engine."""
+"""What fails in the middle leaves nothing behind, and an optimizer that could only do nothing says so."""
 
 import pytest
 import torch
@@ -36,3 +36,21 @@ def fail_and_go_on():
 
 def test_after_a_backward_that_failed_gradients_are_those_of_the_next_one(world):
     assert world(2).run(fail_and_go_on) == [[], []]
+
+
+def step_a_stranger(stage):
+    engine = start("Base", stage)
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    engine.backward(engine(rows(0, engine.global_rank)))
+    with pytest.raises(mizzen.UsageError, match="SGD was built on 'first.weight'"):
+        optimizer.step()
+    applied = engine.step().applied
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    engine.destroy()
+    torch.optim.SGD(engine.module.parameters(), lr=0.1).step()
+    return applied
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_optimizer_that_was_built_too_late_does_not_step_in_silence(world, stage):
+    assert world(2).run(step_a_stranger, stage) == [True, True]
