@@ -255,14 +255,10 @@ def _trainer_of(parameter: nn.Parameter) -> Owner | None:
     return owner if owner is not None and owner.name in owner.store.parameters else None
 
 
-def refuse_stranger(optimizer: Optimizer, *_: object) -> None:
-    """Before any optimizer steps: one that was built on an engine's parameters would find no gradient there."""
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if (owner := _trainer_of(parameter)) is not None:
-            raise UsageError(
-                f"this {type(optimizer).__name__} was built on '{owner.name}', which an engine trains, and would find "
-                "no gradient there: give it to initialize(optimizer=...), and call engine.step()"
-            )
+def trained_name(parameter: nn.Parameter) -> str | None:
+    """The name of a parameter that an engine trains."""
+    owner = _trainer_of(parameter)
+    return owner.name if owner is not None else None
 
 
 def _compare(owned: Mapping[tuple[int, str], Owner], whole: Mapping[int, Mapping[str, Tensor]]) -> None:

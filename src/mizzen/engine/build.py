@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
-from mizzen.engine.access import Owner, refuse_stranger
+from mizzen.engine.access import Owner, trained_name
 from mizzen.engine.engine import Driving, Engine
 from mizzen.engine.face import Surroundings
 from mizzen.engine.optimizer import repoint
@@ -18,6 +18,7 @@ from mizzen.engine.saving import Saving, folder_of, preflight, team_of
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.monitor.report import Observer
+from mizzen.optim.guard import Guard
 from mizzen.plan.parts import Parts, Store
 from mizzen.precision.arithmetic import Arithmetic
 from mizzen.progress import get_progress
@@ -61,7 +62,7 @@ def build_engine(
         for store in stores
         for name in store.everything
     ]
-    engine.guard = register_optimizer_step_pre_hook(refuse_stranger)
+    engine.guard = register_optimizer_step_pre_hook(Guard(trained_name))
     for owner in engine.owners:
         AMBIENT.owners.set(owner.store.everything[owner.name], owner)
     known = {(id(owner.store), owner.name): owner for owner in engine.owners}

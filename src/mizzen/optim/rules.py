@@ -30,6 +30,7 @@ from torch.optim import Muon as TorchMuon
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mizzen.config.names import LOW_BIT
+from mizzen.optim.guard import Guard
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.lion import Lion
 from mizzen.optim.muon import Muon
@@ -87,7 +88,8 @@ def decides(optimizer: Optimizer) -> bool:
     if not _has_kernel(optimizer, (Adam, AdamW)):
         return False
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return not (own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    others = [hook for hook in _global_optimizer_pre_hooks.values() if not isinstance(hook, Guard)]
+    return not (own or others or _global_optimizer_post_hooks)
 
 
 @contextmanager
