@@ -246,7 +246,9 @@ def load_state_dict(module: nn.Module, owners: Iterable[Owner], state: Any, *, s
     except RuntimeError as error:
         raise CheckpointError(f"the state dict does not fit the model: {error}") from error
     for owner in owners:
-        if owner.name in owner.store.parameters and isinstance(value := state.get(owner.name), Tensor):
+        value = state.get(owner.name)
+        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)  # shards are masters already
+        if owner.name in owner.store.parameters and is_whole:
             set_full_value(owner.store.parameters[owner.name], value)
 
 

@@ -77,6 +77,7 @@ CALLS: Final = frozenset(
         "redistribute",
         "__hash__",
         "__repr__",
+        "__dir__",
         "__len__",
         "untyped_storage",
         "storage_offset",
