@@ -46,9 +46,11 @@ def owner_of(parameter: nn.Parameter) -> Owner | None:
     """The engine state behind a parameter; None when no engine trains it."""
     expect(parameter, Tensor, "a parameter")
     found = AMBIENT.owners.get(parameter)
-    if found is None and isinstance(parameter, Gone):
+    if isinstance(found, Owner) and found.name in found.store.everything:  # one that has given it back may still live
+        return found
+    if isinstance(parameter, Gone):
         raise parameter.refusal()
-    return found if isinstance(found, Owner) else None
+    return None
 
 
 def retire(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -247,8 +249,9 @@ def load_state_dict(module: nn.Module, owners: Iterable[Owner], state: Any, *, s
         raise CheckpointError(f"the state dict does not fit the model: {error}") from error
     for owner in owners:
         value = state.get(owner.name)
-        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)  # shards are masters already
-        if owner.name in owner.store.parameters and is_whole:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):  # shards are masters already
+            continue
+        if owner.name in owner.store.parameters:
             set_full_value(owner.store.parameters[owner.name], value)
 
 
