@@ -60,10 +60,9 @@ def retire(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """
     restore(model)
     before = dict(model.named_parameters())
-    for parameter in before.values():
-        owner = owner_of(parameter)
-        if owner is not None:
-            owner.store.detach()
+    owners = [owner for parameter in before.values() if (owner := owner_of(parameter)) is not None]
+    for store in {id(owner.store): owner.store for owner in owners}.values():
+        store.detach()
     after = dict(model.named_parameters())
     return [(old, after[name]) for name, old in before.items() if after[name] is not old]
 
