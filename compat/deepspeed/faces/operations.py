@@ -75,6 +75,10 @@ class _Numbered:
         self._made[number] = what
         return 0
 
+    def _create(self, optimizer_id: int, *_: Any) -> int:
+        """Nothing is kept: all is told with each step."""
+        return self._make(optimizer_id, None)
+
     def _destroy(self, number: int) -> int:
         self._made.pop(number, None)
         return 0
@@ -123,11 +127,7 @@ class CpuAdam(_Numbered):
 class CpuAdagrad(_Numbered):
     """Adagrad over one tensor."""
 
-    destroy_adagrad = _Numbered._destroy
-
-    def create_adagrad(self, optimizer_id: int, *_: Any) -> int:
-        """Nothing is kept: all is told with each step."""
-        return self._make(optimizer_id, None)
+    create_adagrad, destroy_adagrad = _Numbered._create, _Numbered._destroy
 
     def adagrad_update(self, optimizer_id: int, step: int, lr: float, *others: Any) -> int:
         """The step of that number: epsilon, decay, parameter, gradient and the sum of squares follow."""
@@ -148,11 +148,7 @@ class CpuAdagrad(_Numbered):
 class Lion(_Numbered):
     """Lion over one tensor, or lists of them."""
 
-    destroy_lion = _Numbered._destroy
-
-    def create_lion(self, optimizer_id: int, *_: Any) -> int:
-        """Nothing is kept: all is told with each step."""
-        return self._make(optimizer_id, None)
+    create_lion, destroy_lion = _Numbered._create, _Numbered._destroy
 
     def lion_update(self, optimizer_id: int, step: int, lr: float, *others: Any) -> int:
         """One step: betas, decay, parameter, gradient and momentum follow."""

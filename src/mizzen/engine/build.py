@@ -1,6 +1,7 @@
 """From an applied plan to an engine: the only place where a run's variants are chosen."""
 
 from typing import Any
+from weakref import finalize
 
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -62,7 +63,7 @@ def build_engine(
         for store in stores
         for name in store.everything
     ]
-    engine.guard = register_optimizer_step_pre_hook(Guard(trained_name))
+    engine.guard = finalize(engine, register_optimizer_step_pre_hook(Guard(trained_name)).remove)
     for owner in engine.owners:
         AMBIENT.owners.set(owner.store.everything[owner.name], owner)
     known = {(id(owner.store), owner.name): owner for owner in engine.owners}

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import finalize
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from mizzen.engine.face import Face, Surroundings
 from mizzen.engine.optimizer import EngineOptimizer
@@ -51,8 +51,8 @@ class Engine(Face):
         self.stopping = driving.stopping
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
-        self.guard: RemovableHandle | None = None
-        """Sees other optimizers step."""
+        self.guard: finalize[[], Engine] | None = None
+        """Takes away what sees other optimizers step."""
         self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
             self.optimizer = EngineOptimizer(
@@ -184,7 +184,7 @@ class Engine(Face):
         super().destroy()
         self.updater = None
         if self.guard is not None:
-            self.guard.remove()
+            self.guard()
 
     # What both end with
 

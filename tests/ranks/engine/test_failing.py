@@ -1,7 +1,10 @@
 """What fails in the middle leaves nothing behind, and an optimizer that could only do nothing says so."""
 
+import gc
+
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import mizzen
 from mizzen import zero
@@ -49,6 +52,19 @@ def step_a_stranger(stage):
     engine.destroy()
     torch.optim.SGD(engine.module.parameters(), lr=0.1).step()
     return applied
+
+
+def forget_an_engine():
+    hooks = _global_optimizer_pre_hooks
+    before, engine = len(hooks), start("Base", 2)
+    during = len(hooks)
+    del engine
+    gc.collect()
+    return during - before, len(hooks) - before
+
+
+def test_an_engine_that_is_gone_sees_nobody_step(world):
+    assert world(2).run(forget_an_engine) == [(1, 0)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
