@@ -184,20 +184,27 @@ def _make_it_exist(
 
 
 def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
-    """What follows a commit; that it fails does not undo the commit."""
-    failure = None
+    """What follows a commit; that it fails does not undo the commit.
+
+    While `latest` may name an older checkpoint, none is removed.
+    """
+    log, failure = get_logger(), None
     if terms.latest:
         _, failure = attempt(lambda: set_latest(ticket.root, ticket.tag))
+        if failure:
+            advice = f"load it with tag='{ticket.tag}' until a later save writes it"
+            log.warning("%s is saved, but 'latest' may not name it: %s; %s", ticket.folder, failure, advice)
     unmark(ticket.folder, ticket.id)
 
     def tidy() -> None:
         sweep(ticket.folder, manifest, terms.run)
-        retain(ticket.root, terms.run, last=terms.keep_last, every=terms.keep_every, newest=ticket.tag)
+        if not failure:
+            retain(ticket.root, terms.run, last=terms.keep_last, every=terms.keep_every, newest=ticket.tag)
         sweep_all(ticket.root, terms.run)
 
     _, untidy = attempt(tidy)
-    if failure := failure or untidy:
-        get_logger().warning("%s is saved, but tidying up after it failed: %s", ticket.folder, failure)
+    if untidy:
+        log.warning("%s is saved, but tidying up after it failed: %s", ticket.folder, untidy)
 
 
 def merge(written: Sequence[Written], *, once: bool = False) -> tuple[tuple[TensorEntry, ...], tuple[FileEntry, ...]]:

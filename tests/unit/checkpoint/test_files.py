@@ -1,5 +1,6 @@
 """Manifests, data files and the reader, without ranks."""
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -25,6 +26,7 @@ from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.tensors import bytes_of
 from mizzen.checkpoint.write import ChunkHasher, Item, write_items
 from mizzen.errors import CheckpointError
+from mizzen.files import watched
 from mizzen.model.box import Box, boxes_of_range
 from mizzen.model.piece import Piece, piece_of_range, piece_of_whole
 
@@ -202,6 +204,21 @@ def test_retention_counts_its_own_run(tmp_path):
     names = [each.folder.name for each in committed(tmp_path)]
     assert [name for name in names if name.startswith("s")] == ["s2", "s4", "s5"]
     assert len([name for name in names if name.startswith("other")]) == 5
+
+
+def test_what_latest_still_names_is_not_removed(tmp_path, caplog):
+    save(tmp_path, {"a": torch.zeros(1)}, tag="s1", step=1, keep_last=1)
+
+    def fail(operation, path):
+        if path.name.startswith("latest"):
+            raise OSError(errno.EIO, "Input/output error")
+
+    with watched(fail):
+        save(tmp_path, {"a": torch.zeros(1)}, tag="s2", step=2, keep_last=1)
+    assert latest(tmp_path) == "s1" and [each.folder.name for each in committed(tmp_path)] == ["s1", "s2"]
+    assert "s2 is saved, but 'latest' may not name it" in caplog.text and "load it with tag='s2'" in caplog.text
+    save(tmp_path, {"a": torch.zeros(1)}, tag="s3", step=3, keep_last=1)
+    assert latest(tmp_path) == "s3" and [each.folder.name for each in committed(tmp_path)] == ["s3"]
 
 
 def save_and_go_back(root, **terms):
