@@ -23,6 +23,9 @@ SOME_SCALED: Final = (
     "some ranks called engine.scale(loss).backward() in this step and others a bare loss.backward(): use one of the two"
 )
 
+STEADY: Final = 8
+"""Steps in a row without a factor after which the next is launched as if it had none: near the limit they alternate."""
+
 
 class Sums(NamedTuple):
     """What is summed over all ranks: 0-d fp64 tensors on the device, then numbers."""
@@ -97,8 +100,8 @@ class Updater:
         self.ranks = groups.get_world_size(group) if group is not None else 1
         self.goes_ahead = self.stores[0].device.type != "cpu"
         """Whether a step is launched before its norm is known here: what a CPU computes, it has computed."""
-        self._is_free = False
-        """Whether the gradients of the last step were stepped with as they were."""
+        self._unclipped = 0
+        """The last steps in a row whose gradients were stepped with as they were."""
         self._all_ahead = False
         """Whether every rank has launched the last step ahead."""
 
@@ -141,8 +144,8 @@ class Updater:
                 store.rest()
             self.clear()
             return Outcome(False, norm, mean, reason)
-        is_right = is_right and (factor == 1 or not self._is_free)
-        self._is_free = factor == 1
+        is_right = is_right and (factor == 1 or self._unclipped < STEADY)
+        self._unclipped = self._unclipped + 1 if factor == 1 else 0
         if not (is_ahead and is_right):
             with scaled(self.optimizer, factor, self.stores[0].device) as rest:
                 self._step(rest)
@@ -155,11 +158,12 @@ class Updater:
         """Launch the step before the host knows of its norm, so that the device has work while the host catches up.
 
         The device leaves it out where the norm is not finite, where ranks have seen different things, and where
-        gradients turn out to need a factor that the last step did not: its kernel would write to all of them.
+        gradients turn out to need a factor that the last ones did not: its kernel would write to all of them.
         """
         is_off = ~norm.isfinite() | self._is_mixed(sums)
-        is_off = is_off | (factor != 1) if self._is_free else is_off
-        with decided(self.optimizer, None if self._is_free else factor, is_off):
+        is_free = self._unclipped >= STEADY
+        is_off = is_off | (factor != 1) if is_free else is_off
+        with decided(self.optimizer, None if is_free else factor, is_off):
             self._step(1.0)
 
     def _is_mixed(self, sums: Sums) -> Any:

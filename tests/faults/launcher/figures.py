@@ -139,7 +139,8 @@ def hung(chance, count):
             said = time.time()
             assert job.end(120) == 0, job.text[-500:]
             who = fault.partition("@")[2].partition(":")[0]
-            assert f"mizzen: rank {who} on localhost hung" in job.text, job.text[-500:]
+            said_so = [line for line in job.text.splitlines() if "hung: rank" in line]
+            assert any(f"mizzen: rank {who} on localhost hung" in line for line in said_so), said_so
             return said - float((folder / "fault.txt").read_text())
 
         row.case(f"#{number} --faults {fault}", run)

@@ -230,9 +230,13 @@ def put_right(module: nn.Module) -> list[bool]:
     found = []
     for group in fsdp_groups(state_of(module)):
         for each in group.fsdp_params:
-            form = {"SHARDED": "sharded_param", "UNSHARDED": "_unsharded_param"}.get(each.sharded_state.name)
-            expected = vars(each)[form or "_sharded_post_forward_param"]
-            there = vars(each._module_info.module)["_parameters"].get(each._module_info.param_name)
+            kind, place = type(each.sharded_state), each._module_info
+            if each.sharded_state is kind.SHARDED:
+                expected = each.sharded_param
+            else:
+                is_whole = each.sharded_state is kind.UNSHARDED
+                expected = each._unsharded_param if is_whole else each._sharded_post_forward_param
+            there = vars(place.module)["_parameters"].get(place.param_name)
             found.append(there is expected)
             if there is not expected:
                 each._setattr_on_modules(expected)
