@@ -25,6 +25,9 @@ STARTED: Final = time.time()
 BEATS_PER_SECOND: Final = 256
 """How many records all ranks of a job together publish per second at most."""
 
+PARTS: Final = 20
+"""Of the time that the last word of this rank may take."""
+
 
 class Lookout:
     """The thread of one rank, from the day it joins to the end of the process."""
@@ -58,7 +61,10 @@ class Lookout:
         atexit.unregister(self._at_exit)
         self._account.left = reason
         self._wake.set()
-        self._thread.join(2 * self.beat)
+        # In parts: a machine that was paused must not use up all of the time at once. A thread that comes back from the
+        # store while the interpreter ends would be ended inside C++, and the process with it.
+        for _ in range(PARTS):
+            self._thread.join(2 * self.beat / PARTS)
 
     @property
     def has_lost_the_store(self) -> bool:

@@ -1,6 +1,7 @@
 """Waits on handles that a test controls: slices, limits, failures and what is accounted."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -276,3 +277,27 @@ def test_a_process_that_has_ended_is_gone():
 )
 def test_the_first_sentence_of_an_error(text, sentence):
     assert first_sentence(RuntimeError(text)) == sentence
+
+
+LEAVING = """
+import os, signal, time
+from mizzen.comm.account import Account
+from mizzen.comm.lookout import Lookout
+
+class Store:
+    def set(self, key, value):
+        if "its process ended" in str(value):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.3)
+            print("told", flush=True)
+
+Lookout(Account(0), Store(), size=2, beat=0.5)
+"""
+
+
+def test_a_machine_that_is_paused_at_the_end_does_not_cut_the_last_word_short():
+    process = subprocess.Popen([sys.executable, "-c", LEAVING], stdout=subprocess.PIPE, text=True)
+    os.waitpid(process.pid, os.WUNTRACED)
+    time.sleep(1.2)  # longer than the last word may take
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60)[0] == "told\n" and process.returncode == 0
