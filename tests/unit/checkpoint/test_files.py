@@ -164,6 +164,7 @@ def test_dead_saves_are_swept_and_live_ones_are_not(tmp_path):
     assert {"notes.txt", "manifest.json", f"{'b' * 16}.saving", f"{'b' * 16}-00000.safetensors"} < names
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / f"{'d' * 16}-00000.safetensors").write_bytes(b"never committed")
+    (tmp_path / "half" / f"{'d' * 16}.saving").write_bytes(b"torn")
     sweep_all(tmp_path)
     assert not (tmp_path / "half").exists() and (folder / "notes.txt").exists()
 
@@ -173,6 +174,7 @@ def test_a_save_removes_what_dead_ones_left_under_other_tags(tmp_path):
     for tag, name in (("first", "a"), ("dead", "b"), ("alive", "c")):
         (tmp_path / tag).mkdir(exist_ok=True)
         (tmp_path / tag / f"{name * 16}-00000.safetensors").write_bytes(b"not committed")
+    (tmp_path / "dead" / f"{'b' * 16}.saving").write_bytes(b"torn")
     mark(tmp_path / "alive", "c" * 16)
     save(tmp_path, EVERY, tag="second")
     assert not (tmp_path / "dead").exists() and len(list((tmp_path / "alive").iterdir())) == 2
