@@ -36,9 +36,9 @@ from mizzen.log import get_logger
 LEASE: Final = 3600.0
 """Seconds after which a save on another machine, of the run that saves now, is one of an attempt that died."""
 _DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
-_CREATED: Final = re.compile(rb'"created":"([^"]+)"')
+_CLAIMS: Final = re.compile(rb'"run":"([^"]+)","tag":"[^"]*","step":\d+,"created":"([^"]+)"')
 _HEAD: Final = 1 << 14
-"""Bytes of a manifest in which that is found."""
+"""Bytes of a manifest in which these are found."""
 _MARK: Final = re.compile(r"([0-9a-f]{16})\.saving")
 _BESIDE: Final = re.compile(rf"{re.escape(MANIFEST)}\.[0-9a-f]+{re.escape(BESIDE)}")
 
@@ -86,7 +86,7 @@ def next_moment(root: Path) -> str:
     with suppress(FileError):
         for folder in _tags(root):
             with suppress(FileError, CheckpointError, ValueError, TypeError, OverflowError):
-                if _claimed(folder) >= _stamp(now):  # hardly ever; only then all of the manifest is read
+                if claims(folder)[1] >= _stamp(now):  # hardly ever; only then all of the manifest is read
                     now = max(now, datetime.fromisoformat(read_manifest(folder).created) + timedelta(microseconds=1))
     return _stamp(now)
 
@@ -95,10 +95,10 @@ def _stamp(moment: datetime) -> str:
     return moment.isoformat(timespec="microseconds")
 
 
-def _claimed(folder: Path) -> str:
-    """When a manifest says that it was committed, by its first bytes, whose hash nobody has looked at."""
-    match = _CREATED.search(read_head(folder / MANIFEST, _HEAD))
-    return match[1].decode() if match else ""
+def claims(folder: Path) -> tuple[str, str]:
+    """The run of a manifest and the time of its commit, by its first bytes, whose hash nobody has looked at."""
+    match = _CLAIMS.search(read_head(folder / MANIFEST, _HEAD))
+    return (match[1].decode(), match[2].decode()) if match else ("", "")
 
 
 def _tags(root: Path) -> list[Path]:

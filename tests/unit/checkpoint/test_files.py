@@ -251,6 +251,18 @@ def test_before_a_checkpoint_that_cannot_be_read_is_what_was_committed_last(tmp_
     assert candidates(tmp_path, None, with_older=True) == ["new3", "new2", "s1"]
 
 
+def test_before_a_checkpoint_with_a_damaged_manifest_are_those_of_its_run(tmp_path):
+    save(tmp_path, {"a": torch.zeros(1)}, tag="alone", run="third", step=1)
+    save_and_go_back(tmp_path)
+    save(tmp_path, {"a": torch.zeros(1)}, tag="later", run="another", step=2)
+    for tag, expected in (("new3", ["new2", "s1"]), ("s3", ["s2", "s1"]), ("alone", [])):
+        path = tmp_path / tag / "manifest.json"
+        path.write_bytes((good := path.read_bytes())[:-8] + b"damaged\n")
+        set_latest(tmp_path, tag)
+        assert candidates(tmp_path, None, with_older=True) == [tag, *expected]
+        path.write_bytes(good)
+
+
 def test_the_same_step_twice_is_no_way_back(tmp_path):
     for tag, step in (("s1", 1), ("s2", 2), ("best", 2)):
         save(tmp_path, {"a": torch.zeros(1)}, tag=tag, step=step)
