@@ -206,7 +206,7 @@ def watch(good: str, place: str) -> tuple[int, list[str], int]:
     def load(folder: Path) -> None:
         with Reader(folder) as reader:
             source = Committed(reader)
-            source.facts()
+            dict(source.facts())
             for entry in source.names():
                 source.read(entry)
 

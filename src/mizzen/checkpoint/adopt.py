@@ -18,7 +18,7 @@ from mizzen.checkpoint.sources import weights_of
 from mizzen.checkpoint.tagged import Encoder
 from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.tensors import name_of
-from mizzen.checkpoint.write import Boxed, write_boxes
+from mizzen.checkpoint.write import Boxed, check_dtype, write_boxes
 from mizzen.errors import CheckpointError
 from mizzen.files import fsync_folder
 from mizzen.model.box import Box
@@ -32,11 +32,12 @@ def adopt(source: Source, root: Path, tag: str, *, on_tensor: Any = None) -> Man
     entries = [replace(entry, kind="model") for entry in weights.values()]
     readers: dict[Entry, Entry] = dict(zip(entries, weights.values(), strict=True))
     states = [entry for entry in source.names() if entry.kind not in ("model", "master")]
+    for entry in (*entries, *states):
+        check_dtype(entry.kind, entry.name, entry.dtype)
     tensors = [TensorEntry(e.kind, e.name, e.shape, name_of(e.dtype)) for e in (*entries, *states)]
     boxes = [
         Boxed(tensor, Box.whole(tensor.shape), partial(_read, source, readers.get(entry, entry), on_tensor))
         for tensor, entry in zip(tensors, (*entries, *states), strict=True)
-        if tensor.nbytes
     ]
     encoder = Encoder("facts")
     facts = facts_of(source.facts(), encoder)
@@ -77,7 +78,7 @@ def facts_of(found: Mapping[str, object], encoder: Encoder) -> dict[str, Any]:
         "client": encoder.encode(dict(_mapping(found.get("client_state"))), "client_state"),
         "aliases": dict(_mapping(found.get("aliases"))),
         "frozen": [str(name) for name in frozen] if isinstance(frozen := found.get("frozen"), list | tuple) else [],
-        "imported": encoder.encode({key: value for key, value in found.items() if key != "client_state"}, "imported"),
+        "imported": encoder.encode({key: found[key] for key in found if key != "client_state"}, "imported"),
     }
     if isinstance(found.get("lr_scheduler"), Mapping):
         state = encoder.encode(dict(_mapping(found["lr_scheduler"])), "lr_scheduler")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from mizzen.checkpoint.folder import Committed, check_tag, committed
+from mizzen.checkpoint.folder import Committed, check_tag, claims, committed
 from mizzen.checkpoint.latest import LATEST, RECORD, is_one_bit_away, latest, recorded
 from mizzen.checkpoint.manifest import is_plain
 from mizzen.checkpoint.read import MANIFEST, Reader, read_manifest
@@ -33,6 +33,7 @@ def candidates(root: Path, tag: str | None, *, with_older: bool, is_patient: boo
         newest = found[-1].folder.name
         get_logger().warning("%s/latest %s: the newest committed checkpoint, '%s', is taken", root, what, newest)
     tags = [named] if named is not None and is_there else []
+    found = _before(found, root / tags[0]) if tags else found
     tags += [tag for each in _line(found, named) if (tag := each.folder.name) != named]
     return tags if with_older else tags[:1]
 
@@ -130,6 +131,14 @@ def _refuse_others(root: Path, tag: str | None) -> None:
                 f"{folder} was saved by DeepSpeed. Make a checkpoint of mizzen's out of it, once, and load that: "
                 f"mizzen checkpoint import {root}{which} --to FOLDER"
             )
+
+
+def _before(found: list[Committed], folder: Path) -> list[Committed]:
+    """Of a checkpoint that cannot be read, those that its run has committed earlier, as far as it still says."""
+    claimed, _ = attempt(lambda: claims(folder))
+    if not claimed or not claimed[0] or any(each.folder == folder for each in found):
+        return found
+    return [each for each in found if each.manifest.run == claimed[0] and each.manifest.created < claimed[1]]
 
 
 def _line(found: list[Committed], named: str | None) -> list[Committed]:

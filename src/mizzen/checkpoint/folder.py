@@ -3,7 +3,9 @@
 Only files whose names this library gives are ever removed, and only here.
 """
 
+import errno
 import json
+import os
 import re
 import time
 from collections.abc import Collection, Iterator
@@ -26,6 +28,7 @@ from mizzen.files import (
     read_bytes,
     read_head,
     remove,
+    replace,
     write_bytes,
 )
 from mizzen.log import get_logger
@@ -33,9 +36,9 @@ from mizzen.log import get_logger
 LEASE: Final = 3600.0
 """Seconds after which a save on another machine, of the run that saves now, is one of an attempt that died."""
 _DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
-_CREATED: Final = re.compile(rb'"created":"([^"]+)"')
+_CLAIMS: Final = re.compile(rb'"run":"([^"]+)","tag":"[^"]*","step":\d+,"created":"([^"]+)"')
 _HEAD: Final = 1 << 14
-"""Bytes of a manifest in which that is found."""
+"""Bytes of a manifest in which these are found."""
 _MARK: Final = re.compile(r"([0-9a-f]{16})\.saving")
 _BESIDE: Final = re.compile(rf"{re.escape(MANIFEST)}\.[0-9a-f]+{re.escape(BESIDE)}")
 
@@ -80,10 +83,11 @@ def committed(root: Path) -> list[Committed]:
 def next_moment(root: Path) -> str:
     """The time for a commit: now, or right after the newest checkpoint of a folder where the clock went backwards."""
     now = datetime.now(UTC)
-    for folder in _tags(root):
-        with suppress(FileError, CheckpointError, ValueError, TypeError, OverflowError):
-            if _claimed(folder) >= _stamp(now):  # hardly ever; only then all of the manifest is read
-                now = max(now, datetime.fromisoformat(read_manifest(folder).created) + timedelta(microseconds=1))
+    with suppress(FileError):
+        for folder in _tags(root):
+            with suppress(FileError, CheckpointError, ValueError, TypeError, OverflowError):
+                if claims(folder)[1] >= _stamp(now):  # hardly ever; only then all of the manifest is read
+                    now = max(now, datetime.fromisoformat(read_manifest(folder).created) + timedelta(microseconds=1))
     return _stamp(now)
 
 
@@ -91,17 +95,27 @@ def _stamp(moment: datetime) -> str:
     return moment.isoformat(timespec="microseconds")
 
 
-def _claimed(folder: Path) -> str:
-    """When a manifest says that it was committed, by its first bytes, whose hash nobody has looked at."""
-    match = _CREATED.search(read_head(folder / MANIFEST, _HEAD))
-    return match[1].decode() if match else ""
+def claims(folder: Path) -> tuple[str, str]:
+    """The run of a manifest and the time of its commit, by its first bytes, whose hash nobody has looked at."""
+    match = _CLAIMS.search(read_head(folder / MANIFEST, _HEAD))
+    return (match[1].decode(), match[2].decode()) if match else ("", "")
 
 
 def _tags(root: Path) -> list[Path]:
+    """The folders that seem committed. That they cannot be listed is an error: a run would take it for a new start."""
     try:
-        return [path for path in list_folder(root) if is_plain(path.name) and (path / MANIFEST).exists()]
-    except FileError:
-        return []
+        listed = list_folder(root)
+    except FileError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return []
+        raise
+    return [path for path in listed if is_plain(path.name) and _has_manifest(path)]
+
+
+def _has_manifest(folder: Path) -> bool:
+    with suppress(OSError):  # what others have may be closed to us
+        return (folder / MANIFEST).exists()
+    return False
 
 
 def mark(folder: Path, save: str, run: str = "") -> None:
@@ -142,11 +156,13 @@ def sweep_all(root: Path, run: str = "") -> list[Path]:
     gone: list[Path] = []
     for folder in _folders(root):
         found = _not_live(folder, run)  # before the manifest is read: what a save commits in between is then in that
+        if not found:
+            continue
         is_committed = (folder / MANIFEST).exists()
-        if is_committed and _are_of_one_save(found):
+        if _are_of_one_save(found) if is_committed else _may_arrive(found):
             continue  # as nearly always; the manifest of a large model takes a while to read
         try:
-            keep = read_manifest(folder) if found and is_committed else None
+            keep = read_manifest(folder) if is_committed else None
         except CheckpointError:
             continue  # damaged: somebody may still want to look at it
         removed = _remove_all(found, keep)
@@ -182,9 +198,19 @@ def _are_of_one_save(paths: list[Path]) -> bool:
     return len({match[1] if match else None for match in data}) <= 1 and None not in data
 
 
+def _may_arrive(paths: list[Path]) -> bool:
+    """Whether these may be a checkpoint that somebody copies here: a save, or what is left of one, has a mark."""
+    if any(_MARK.fullmatch(path.name) for path in paths):
+        return False
+    with suppress(OSError):
+        return time.time() - max(path.stat().st_ctime for path in paths) < LEASE
+    return True
+
+
 def _remove_all(paths: list[Path], keep: Manifest | None) -> list[Path]:
     kept = {file.name for file in keep.files} if keep else set()
     doomed = [path for path in paths if path.name not in kept]
+    doomed.sort(key=lambda path: bool(_MARK.fullmatch(path.name)))  # whoever comes after a crash knows by the mark
     for path in doomed:
         remove(path, missing_ok=True)
     return doomed
@@ -216,9 +242,11 @@ def _is_live(path: Path, run: str) -> bool:
 
 
 def delete(each: Committed) -> None:
-    """Remove a checkpoint: first it does not exist any more, then its files go."""
-    remove(each.folder / MANIFEST)
-    fsync_folder(each.folder)
+    """Remove a checkpoint: first it does not exist any more, then its files go.
+
+    The manifest becomes the mark of a save that is dead, by which the rest is known after a crash.
+    """
+    replace(each.folder / MANIFEST, each.folder / f"{os.urandom(8).hex()}.saving")
     for file in each.manifest.files:
         remove(each.folder / file.name, missing_ok=True)
     sweep(each.folder, None, each.manifest.run)
@@ -252,5 +280,11 @@ def retain(root: Path, run: str, *, last: int | None, every: int | None, newest:
     own = [each for each in committed(root) if each.manifest.run == run]
     spare = {newest, latest(root) or newest, recorded(root) or newest}
     for each in surplus(own, last=last, every=every, spare=spare):
-        delete(each)
+        try:
+            delete(each)
+        except FileError as error:
+            get_logger().warning(
+                "%s was not deleted, or not all of it, although keep_last is %d: %s", each.folder, last, error
+            )
+            continue
         get_logger().info("checkpoint %s was deleted: keep_last is %d", each.folder, last)

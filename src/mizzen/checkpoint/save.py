@@ -7,15 +7,19 @@
 `begin` is called where training stands still. `write` and `commit` may run in a thread beside it, on copies.
 """
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from mizzen.checkpoint.folder import (
+    Committed,
     check_tag,
     data_name,
+    delete,
     discard,
     mark,
     next_moment,
@@ -30,7 +34,7 @@ from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, is_plai
 from mizzen.checkpoint.read import MANIFEST
 from mizzen.checkpoint.team import Team, attempt, in_words
 from mizzen.checkpoint.write import Item, Written, write_items
-from mizzen.errors import CheckpointError, MizzenError
+from mizzen.errors import CheckpointError, FileError, MizzenError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
 from mizzen.log import get_logger
 
@@ -77,7 +81,7 @@ def begin(root: Path, tag: str, team: Team, terms: Terms, *, needed: int = 0, fa
         said = team.everyone((ticket.id, ticket.tag, team.node), CALL)
         ticket = replace(ticket, id=said[0][0], tag=said[0][1], nodes=tuple(node for _, _, node in said))
     if _leads(ticket, team) and failure is None and is_plain(ticket.tag):
-        _, failure = attempt(lambda: mark(ticket.folder, ticket.id, terms.run))
+        _, failure = attempt(lambda: _mark(ticket, terms))
     free, _ = attempt(lambda: free_bytes(root))
     offers = team.everyone((tag, ticket.id, failure, needed, free), CALL)
     try:
@@ -85,6 +89,18 @@ def begin(root: Path, tag: str, team: Team, terms: Terms, *, needed: int = 0, fa
     except MizzenError:
         if is_plain(ticket.tag):
             give_up(ticket, team)
+        raise
+
+
+def _mark(ticket: Ticket, terms: Terms) -> None:
+    try:
+        mark(ticket.folder, ticket.id, terms.run)
+    except FileError as error:
+        if terms.is_local and error.errno == errno.EEXIST:
+            words = (
+                "another node saves here too, and checkpoint.use_node_local_storage is for nodes that share no folder"
+            )
+            raise CheckpointError(f"{ticket.folder}: {words}") from error
         raise
 
 
@@ -133,11 +149,15 @@ def commit(
     failure = None
     if leads:
         manifest, failure = attempt(lambda: _make_it_exist(ticket, votes, facts, team, terms))
-    if manifest is not None:
-        _tidy(ticket, manifest, terms)
     try:
+        if ticket.nodes:  # nothing older goes before the save is on every node
+            team.all_well(failure, CALL)
+        if manifest is not None:
+            _tidy(ticket, manifest, terms)
         team.all_well(failure, CALL)
     except CheckpointError:
+        if manifest is not None:  # another node has failed, so that it is none here either
+            attempt(partial(delete, Committed(ticket.folder, manifest)))
         give_up(ticket, team)
         raise
     return manifest

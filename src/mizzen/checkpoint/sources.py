@@ -1,12 +1,13 @@
 """Our own checkpoints as Sources, and what can be asked of any Source."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
 from mizzen.checkpoint.choose import candidates
+from mizzen.checkpoint.manifest import is_plain
 from mizzen.checkpoint.read import MANIFEST, Reader
 from mizzen.checkpoint.source import Entry, Source
 from mizzen.checkpoint.tagged import decode
@@ -36,16 +37,34 @@ class Committed:
 
     def facts(self) -> Mapping[str, object]:
         """The facts of the manifest, and the client state as it was given."""
-        facts: dict[str, Any] = dict(self.reader.manifest.facts)
-        facts["client_state"] = decode(facts.pop("client", {}), lambda name: self.reader.whole("client", name))
-        return facts | {"format": "mizzen", "tag": self.reader.manifest.tag}
+        return _Facts(self.reader)
+
+
+class _Facts(Mapping[str, object]):
+    """Facts of which the client state is read when it is asked for: weights do not depend on it."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        facts = dict(reader.manifest.facts)
+        own = {"client_state": facts.pop("client", {}), "format": "mizzen", "tag": reader.manifest.tag}
+        self._found: dict[str, object] = facts | own
+
+    def __getitem__(self, key: str) -> object:
+        found = self._found[key]
+        return decode(found, lambda name: self._reader.whole("client", name)) if key == "client_state" else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
 def open_own(path: Path, tag: str | None) -> Source | None:
     """A checkpoint of ours: the folder of a tag, or the folder of folders; None when there is none."""
     if tag is None and (path / MANIFEST).exists():
         return Committed(Reader(path))
-    tags = candidates(path, tag, with_older=False)
+    tags = candidates(path, tag, with_older=False) if tag is None or is_plain(tag) else []
     if tags and (path / tags[0] / MANIFEST).exists():
         return Committed(Reader(path / tags[0]))
     return None

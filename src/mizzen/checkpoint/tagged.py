@@ -33,6 +33,23 @@ _BITS: Final = 14_000
 _DICTS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 
+PICKLED: Final = (
+    "the client state has a pickled value, and reading one runs whatever it says: set checkpoint.pickled_client_state "
+    "to true if you trust whoever wrote this checkpoint"
+)
+
+
+def has_pickles(value: Any) -> bool:
+    """Whether some of what was encoded is pickled."""
+    rest = [value]
+    while rest:
+        found = rest.pop()
+        if isinstance(found, dict) and len(found) == 1 and "$pickle" in found:
+            return True
+        rest += found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return False
+
+
 class Encoder:
     """Turns values into JSON, and collects their arrays by name."""
 
@@ -215,14 +232,12 @@ class _Decoder:
             return tensor if word == "tensor" else tensor.numpy()
         if word == "pickle":
             if not self._pickles:
-                raise CheckpointError(
-                    "the client state has a pickled value, and reading one runs whatever it says: set "
-                    "checkpoint.pickled_client_state to true if you trust whoever wrote this checkpoint"
-                )
+                raise CheckpointError(PICKLED)
             return pickle.loads(base64.b64decode(value))  # noqa: S301  asked for by a key
         raise CheckpointError(f"a value of the checkpoint is of the unknown kind {word[:40]!r}")
 
 
+_ALL_DTYPES: Final = {name_of(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ROWS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "tuple": tuple,
     "Size": lambda sizes: torch.Size([*sizes]),
@@ -240,7 +255,7 @@ _SIMPLE: Final[Mapping[str, Callable[[Any], Any]]] = {
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
     "timedelta": lambda parts: datetime.timedelta(*parts),
-    "dtype": lambda name: DTYPES[name],
+    "dtype": lambda name: _ALL_DTYPES[name],
     "device": torch.device,
 }
 

@@ -74,6 +74,8 @@ def write_weights(
         f"{stem}.{suffix}" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}"
         for number in range(1, len(groups) + 1)
     ]
+    if len(names) > 1 and (own := {path.resolve() for path in read} & {(folder / name).resolve() for name in names}):
+        raise UsageError(f"{min(own)} would be replaced while weights are still read from it: name another folder")
     make_folder(folder)
     for name, group in zip(names, groups, strict=True):
         (write_safetensors if safe else write_torch)(folder / name, {key: tensors[key] for key in group}, told)
@@ -145,8 +147,11 @@ def write_torch(path: Path, tensors: Mapping[str, Waiting], told: Told | None = 
     try:
         place = write_safetensors(stage, once, told)
         mapped = {}
+        # One map for all: the system limits how many a process may have.
+        data = numpy.memmap(stage, dtype=numpy.uint8, mode="c")
         for tensor in once.values():
-            mapped[id(tensor)] = _mapped(stage, place, tensor)
+            part = torch.from_numpy(data[place : place + tensor.nbytes]) if tensor.nbytes else torch.empty(0)
+            mapped[id(tensor)] = part.view(tensor.dtype).view(tensor.shape)
             place += tensor.nbytes
         save_torch({name: mapped[id(tensor)] for name, tensor in tensors.items()}, path)
     finally:
@@ -161,10 +166,3 @@ def save_torch(state: Mapping[str, Any], path: Path) -> None:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:  # torch has its own words for a full disk
         raise error if isinstance(error, FileError) else FileError(f"write {path}: {error}") from error
-
-
-def _mapped(path: Path, offset: int, tensor: Waiting) -> Tensor:
-    if not tensor.nbytes:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    data = numpy.memmap(path, dtype=numpy.uint8, mode="c", offset=offset, shape=(tensor.nbytes,))
-    return torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)

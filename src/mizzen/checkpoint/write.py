@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -90,11 +91,15 @@ class ChunkHasher:
 def check(items: Sequence[Item]) -> None:
     """Refuse what the format cannot hold, before anything is written."""
     for item in items:
-        if item.piece.dtype not in CODES:
-            raise CheckpointError(
-                f"{item.kind} '{item.piece.name}' is {item.piece.dtype}, which a checkpoint cannot hold; it can hold "
-                f"{', '.join(map(name_of, CODES))}"
-            )
+        check_dtype(item.kind, item.piece.name, item.piece.dtype)
+
+
+def check_dtype(kind: str, name: str, dtype: torch.dtype) -> None:
+    """Refuse a tensor that the format cannot hold."""
+    if dtype not in CODES:
+        raise CheckpointError(
+            f"{kind} '{name}' is {dtype}, which a checkpoint cannot hold; it can hold {', '.join(map(name_of, CODES))}"
+        )
 
 
 def write_items(path: Path, items: Sequence[Item], *, metadata: dict[str, str] | None = None) -> Written:
@@ -118,6 +123,7 @@ def write_boxes(
     path: Path, tensors: Sequence[TensorEntry], boxes: Sequence[Boxed], *, metadata: dict[str, str] | None = None
 ) -> Written:
     """Write a new file with some boxes, of which one at a time is in memory."""
+    boxes = [each for each in boxes if not each.box.is_empty]
     if not boxes:
         return Written.of(tensors, None)
     places = {entry.key: number for number, entry in enumerate(tensors)}

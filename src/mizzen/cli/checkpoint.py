@@ -35,7 +35,7 @@ def configure(parser: Parser) -> None:
 
     def add(name: str, summary: str, run: Callable[[argparse.Namespace], int], *, tag: bool = True) -> Any:
         one = commands.add_parser(name, help=summary, description=summary)
-        one.add_argument("folder", type=Path, help="folder of checkpoints, or of one")
+        one.add_argument("folder", type=Path, help=f"folder of checkpoints{', or of one' if tag else ''}")
         if tag:
             one.add_argument("--tag", help="which of them; the latest when absent")
         one.set_defaults(run=run)
@@ -194,6 +194,8 @@ def run_prune(arguments: argparse.Namespace) -> int:
     """Delete, or say what would be deleted."""
     if arguments.keep_every and not arguments.keep_last:
         raise UsageError("--keep-every says what stays although it is old: give --keep-last too")
+    if not arguments.folder.is_dir() or (arguments.folder / MANIFEST).exists():
+        raise CheckpointError(f"{arguments.folder}: no folder of checkpoints")
     found = committed(arguments.folder)
     spare = {tag for tag in (latest(arguments.folder), recorded(arguments.folder)) if tag}
     for each in surplus(found, last=arguments.keep_last, every=arguments.keep_every, spare=spare):

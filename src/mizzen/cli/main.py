@@ -63,15 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
-    except MizzenError as error:
-        if "--debug" in words:
-            raise
-        sys.stderr.write(f"mizzen: error: {error}\n")
-        return 2 if isinstance(error, WRONG_INPUT) else 1
     except BrokenPipeError:
         # The reader has gone (`mizzen config docs | head`); what is left in the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (MizzenError, OSError) as error:
+        if "--debug" in words:
+            raise
+        sys.stderr.write(f"mizzen: error: {error}\n")
+        return 2 if isinstance(error, WRONG_INPUT) else 1
     except KeyboardInterrupt:
         return 130
 

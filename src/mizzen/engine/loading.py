@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mizzen.checkpoint.choose import CALL, candidates_together, open_together
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.tagged import decode, unpack
+from mizzen.checkpoint.tagged import PICKLED, decode, has_pickles, unpack
 from mizzen.checkpoint.team import attempt, in_words
 from mizzen.data.loader import Loader
 from mizzen.engine.access import refresh_masters
@@ -21,13 +22,14 @@ from mizzen.engine.state import WEIGHT, Weights, set_extra_states
 from mizzen.engine.states import fill_states, make_states, set_groups
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger, log_dist, warn_once
-from mizzen.optim.rules import has_stepped
+from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.rewrite.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
     from mizzen.engine.face import Face
 
 SHOWN: Final = 8
+MIXED: Final = "The engine's state is now a mixture: load another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,8 @@ def load_checkpoint(
                     raise Unfit(
                         f"{folder} does not fit the model: {match.report}. load_module_strict=False loads the rest"
                     )
+                if has_pickles(reader.manifest.facts) and not settings.pickled_client_state:
+                    raise Unfit(f"{folder}: {PICKLED}")
                 client = _load(engine, reader, match, wishes)
                 if wishes.continues:
                     engine.saving.run = reader.manifest.run
@@ -164,7 +168,7 @@ def load_checkpoint(
 
 
 class Unfit(CheckpointError):
-    """A checkpoint of another model: older ones will not fit either."""
+    """A checkpoint that is whole, and of another model or not trusted: an older one must not be taken for it."""
 
 
 def _load(engine: "Face", reader: Reader, match: Match, wishes: Wishes) -> dict[str, Any]:
@@ -176,16 +180,23 @@ def _load(engine: "Face", reader: Reader, match: Match, wishes: Wishes) -> dict[
     if wants_states and has_states and optimizer is not None and not (optimizer.state and has_stepped(optimizer)):
         make_states(optimizer, engine.stores)
     read, failure = attempt(lambda: _read(engine, reader, match, wishes, wants_states and has_states))
-    failures = {rank: words for rank, words in enumerate(team.everyone(failure, CALL)) if words}
+    said = team.everyone((failure, read[2] if read else []), CALL)
+    failures = {rank: words for rank, (words, _) in enumerate(said) if words}
+    missing = list(dict.fromkeys(name for _, names in said for name in names))
     if failures:
-        raise CheckpointError(
-            f"{reader.folder}: {in_words(failures)}. The engine's state is now a mixture: load another checkpoint"
+        raise CheckpointError(f"{reader.folder}: {in_words(failures)}. {MIXED}")
+    if missing and wishes.strict:
+        raise Unfit(
+            f"{reader.folder}: {len(missing)} optimizer states are not in the checkpoint: "
+            f"{', '.join(missing[:SHOWN])}; load_optimizer_states=False starts the optimizer afresh, "
+            f"load_module_strict=False only those. {MIXED}"
         )
     if read is None:
         raise AssertionError("what was read without a word is not there")
-    client, extra, missing, whole = read
-    if wants_states and not has_states:
+    client, extra, _, whole = read
+    if wishes.optimizer and optimizer is not None and not has_states:
         warn_once(f"{reader.folder} has no optimizer states: the optimizer starts afresh")
+        renew_states(optimizer)
     if wishes.custom is not None:
         wishes.custom(src=whole, dst=engine.module)
         refresh_masters(engine.module)
@@ -206,8 +217,7 @@ def _read(
     """What this rank needs. Nothing here waits for another rank."""
     facts, trusts = reader.manifest.facts, engine.settings.checkpoint.pickled_client_state
     client, extra = (
-        decode(facts.get(key, {}), lambda name: reader.whole(CLIENT, name), allow_pickle=trusts)
-        for key in ("client", "extra")
+        decode(facts.get(key, {}), partial(reader.whole, CLIENT), allow_pickle=trusts) for key in ("client", "extra")
     )
     if not (isinstance(client, dict) and isinstance(extra, dict)):
         raise CheckpointError("its facts cannot be used: 'client' and 'extra' are not both dicts")
@@ -223,11 +233,6 @@ def _read(
     optimizer = engine.basic_optimizer
     if with_states and optimizer is not None:
         missing = fill_states(optimizer, engine.stores, reader, match.names)
-        if missing and wishes.strict:
-            raise CheckpointError(
-                f"{len(missing)} optimizer states are not in the checkpoint: {', '.join(missing[:SHOWN])}; "
-                "load_optimizer_states=False starts the optimizer afresh, load_module_strict=False only those"
-            )
     if not wishes.module_only:
         _restore_random(engine, reader)
     return client, extra, missing, whole
@@ -281,10 +286,10 @@ def _set_facts(engine: "Face", reader: Reader, wishes: Wishes) -> None:
 def _set_optimizer(engine: "Face", reader: Reader, wishes: Wishes) -> None:
     facts, trusts = reader.manifest.facts, engine.settings.checkpoint.pickled_client_state
     optimizer, scheduler, names = engine.basic_optimizer, engine.lr_scheduler, engine.surroundings.groups
-    saved = facts.get("optimizer")
+    saved, read = facts.get("optimizer"), partial(reader.whole, CLIENT)
     if wishes.optimizer and optimizer is not None and saved is not None:
         padded = [*names, *[()] * (len(optimizer.param_groups) - len(names))]
-        groups = decode(saved["groups"], _none, allow_pickle=trusts)
+        groups = decode(saved["groups"], read, allow_pickle=trusts)
         set_groups(optimizer, padded, groups, with_rates=wishes.scheduler)
         if engine.optimizer is not None and facts.get("scaler") is not None:
             engine.optimizer.loss_scaler.has_scaled = False
@@ -301,8 +306,4 @@ def _set_optimizer(engine: "Face", reader: Reader, wishes: Wishes) -> None:
         )
         return
     state = facts["scheduler"]["state"]
-    scheduler.load_state_dict(decode(state, lambda name: reader.whole(CLIENT, name), allow_pickle=trusts))
-
-
-def _none(name: str) -> Tensor:
-    raise CheckpointError(f"'{name}' should be a number, and is an array")
+    scheduler.load_state_dict(decode(state, read, allow_pickle=trusts))

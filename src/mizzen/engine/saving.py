@@ -61,7 +61,7 @@ class Saving(Observer):
 
     def close(self) -> None:
         """Wait for the last save."""
-        self.background.wait()
+        self.settle(self.background.wait)
 
     def report(self, error: MizzenError) -> None:
         """Stop, or go on and say so, as the configuration wants."""

@@ -23,8 +23,10 @@ from mizzen.model.piece import piece_of_whole
 from mizzen.plan.parts import Store
 
 States = Mapping[Tensor, Mapping[str, Any]]
-OF_THE_MACHINE: Final = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "use_muon"})
-"""Settings of a group that say how this run computes, not what."""
+OF_THE_MACHINE: Final = frozenset(
+    {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "use_muon"}
+)
+"""Settings of a group that say with which parameters and how this run computes, not what."""
 OF_THE_SCHEDULE: Final = frozenset({"lr", "initial_lr"})
 
 
@@ -197,16 +199,24 @@ def set_groups(
                 raise ValueError(
                     f"the optimizer's '{key}' is {str(value)[:80]!r}, and cannot be in place of {group[key]}"
                 )
-            if isinstance(group[key], Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value
+            group[key] = _in_place_of(group[key], value)
+
+
+def _in_place_of(before: Any, value: Any) -> Any:
+    """The value; a tensor stays the one that it was, on its device, and takes it over."""
+    if isinstance(before, Tensor):
+        return before.copy_(value) if isinstance(value, Tensor) else before.fill_(value)
+    if isinstance(before, tuple | list):
+        return type(before)(_in_place_of(one, other) for one, other in zip(before, value, strict=True))
+    return value
 
 
 def _fits(value: Any, before: Any) -> bool:
     """Whether what a file says can be in place of what is here: a number of a number, as many of several."""
     if isinstance(before, bool | str):
         return isinstance(value, int if isinstance(before, bool) else str)
+    if isinstance(before, Tensor) and isinstance(value, Tensor):
+        return before.shape == value.shape
     if isinstance(before, Number | Tensor):
         return isinstance(value, Number | Tensor) and not isinstance(value, bool)
     if isinstance(before, tuple | list):

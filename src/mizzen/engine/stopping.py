@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from mizzen.checkpoint.team import attempt
 from mizzen.comm.communicator import current
 from mizzen.engine.parley import Parley
 from mizzen.environment import Switches, environ
@@ -93,6 +94,9 @@ class Stopping:
                 )
             raise SystemExit(UNSAVED)
         self._progress.at(phase="saving before a stop")
+        _, unsaved = attempt(engine.finish_saving)
+        if unsaved:
+            get_logger().error("%s", unsaved)
         is_saved = engine.save_checkpoint(client_state=self.client_state(), async_save=False)
         engine.finish_saving()
         if not is_saved:

@@ -11,6 +11,7 @@ from mizzen.checkpoint.folder import committed
 from mizzen.comm.communicator import set_patience
 from mizzen.errors import CheckpointError
 from mizzen.files import watched
+from mizzen.launcher.stops import SAVED
 from ranks.checkpoint.programs import Case, build, differences, train, warnings_of, whole
 
 
@@ -243,3 +244,52 @@ def test_room_is_looked_at_before_the_first_save(world, tmp_path):
     assert len(said) == 1 and "has 1,000 bytes free" in said[0]
     assert "needs" in error and "has 1,000 free" in error
     assert list(tmp_path.iterdir()) == []
+
+
+def leaving(folder, policy, breaks):
+    """A request to stop comes while a save beside training is under way, which may fail."""
+    engine = build(Case(stage=1, checkpoint={"dir": folder, "async_policy": policy}))
+    train(engine, 1)
+    gate = threading.Event()
+
+    def slow(operation, path):
+        if operation == "write" and path.suffix == ".safetensors" and path.parent.name == "before":
+            gate.wait(60)
+            if breaks:
+                raise OSError(28, "No space left on device")
+
+    with watched(slow):
+        engine.save_checkpoint(tag="before", async_save=True)
+        threading.Timer(0.5, gate.set).start()
+        try:
+            engine.stopping._leave(engine)
+        except SystemExit as error:
+            return error.code
+
+
+@pytest.mark.parametrize(("policy", "breaks"), [("wait", True), ("refuse", False)])
+def test_a_run_that_is_asked_to_stop_saves_after_the_save_that_is_under_way(world, tmp_path, policy, breaks):
+    assert world(2).run(leaving, str(tmp_path), policy, breaks) == [SAVED, SAVED]
+    names = [each.folder.name for each in committed(tmp_path)]
+    assert names == ["global_step1"] if breaks else ["before", "global_step1"]
+
+
+def destroyed(folder, on_error):
+    engine = build(Case(stage=1, checkpoint={"on_save_error": on_error}))
+
+    def full(operation, path):
+        if operation == "write" and path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+
+    with watched(full):
+        engine.save_checkpoint(folder, async_save=True)
+        try:
+            engine.destroy()
+        except CheckpointError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_the_end_of_an_engine_hears_of_its_last_save(world, tmp_path, on_error):
+    for said in world(2).run(destroyed, str(tmp_path), on_error):
+        assert said is None if on_error == "continue" else "No space left" in said

@@ -8,6 +8,7 @@ import pytest
 
 import mizzen
 from mizzen.errors import CheckpointError
+from mizzen.files import watched
 from ranks.checkpoint.programs import Case, build, differences, train, warnings_of, whole
 
 
@@ -123,3 +124,50 @@ def test_another_layout_without_a_shared_filesystem_is_named(world, tmp_path):
     assert world(4).run(other_layout, str(tmp_path), 2, False) == [True] * 4
     for said in world(4).run(other_layout, str(tmp_path), 2, True):
         assert "needs the layout that it was saved with, or a shared filesystem" in said and "on node node0" in said
+
+
+def commit_fails_on_a_node(root, is_first):
+    """On one node the manifest of a save cannot be put into place."""
+    engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True, "keep_last": 1}))
+    engine.saving.team.node = node = f"node{engine.global_rank}"
+    folder, said = Path(root) / node, ""
+    train(engine, 1)
+    if not is_first:
+        engine.save_checkpoint(folder, tag="one")
+    held = whole(engine)
+
+    def fail(operation, path):
+        if node == "node1" and operation == "rename" and path.name == "manifest.json":
+            raise OSError(5, "Input/output error")
+
+    train(engine, 1)
+    try:
+        with watched(fail):
+            engine.save_checkpoint(folder, tag="two")
+    except CheckpointError as error:
+        said = str(error)
+    mizzen.comm.barrier()
+    path, _ = engine.resume_if_possible(folder)
+    return said, path and differences(held, whole(engine)), sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_older_goes_once_a_save_is_on_every_node(world, tmp_path):
+    for said, differing, left in world(2).run(commit_fails_on_a_node, str(tmp_path / "a"), False):
+        assert "rank 1: rename" in said and differing == [] and left == ["latest", "latest.json", "one"]
+    for said, path, left in world(2).run(commit_fails_on_a_node, str(tmp_path / "b"), True):
+        assert "rank 1: rename" in said and path is None and left == []
+
+
+def one_folder_for_all(root):
+    engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True}))
+    engine.saving.team.node = f"node{engine.global_rank}"
+    try:
+        engine.save_checkpoint(root)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_nodes_that_share_a_folder_are_told(world, tmp_path):
+    for said in world(2).run(one_folder_for_all, str(tmp_path)):
+        assert "another node saves here too" in said and "use_node_local_storage" in said
+    assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,8 @@ from torch import nn
 
 import mizzen
 from mizzen.checkpoint.read import Reader
-from ranks.checkpoint.programs import Case, changed, load_and_save, save_and_train
+from mizzen.errors import CheckpointError
+from ranks.checkpoint.programs import Case, build, changed, load_and_save, save_and_train, train
 
 RULES = [
     (2, Case(stage=2, dropout=0.3)),
@@ -97,3 +98,75 @@ def test_states_in_few_bits(world, tmp_path, stage):
                 bound = 0.01 if kind.startswith("exp") else 0.0
                 saved, loaded = first.whole(kind, name).double(), second.whole(kind, name).double()
                 assert (saved - loaded).abs().max() <= bound * saved.abs().max(), (kind, name)
+
+
+def back_to_the_start(folder, case):
+    """A checkpoint from before the first step has no states; those of the steps that are taken back must not stay."""
+    engine = build(case)
+    engine.save_checkpoint(folder, tag="start")
+    losses = train(engine, 3)
+    engine.load_checkpoint(folder, tag="start")
+    return losses, train(engine, 3)
+
+
+@pytest.mark.parametrize("case", [Case(stage=stage, scheduler=False) for stage in (1, 3)], ids=str)
+def test_an_optimizer_starts_afresh_where_a_checkpoint_has_no_states(world, tmp_path, case):
+    for losses, again in world(2).run(back_to_the_start, str(tmp_path), case):
+        assert losses == again
+
+
+def other_optimizer(folder, pickled):
+    """Nothing is damaged: the newest checkpoint is of another optimizer, or has what is not trusted."""
+    saver = build(Case(stage=1, optimizer="SGD", checkpoint={"pickled_client_state": pickled}))
+    saver.save_checkpoint(folder, tag="start")
+    train(saver, 2)
+    saver.save_checkpoint(folder, tag="newest", client_state={"kind": len} if pickled else {})
+    rule = "SGD" if pickled else "AdamW"
+    engine = build(Case(stage=1, optimizer=rule, checkpoint={"on_corrupt": "previous"}))
+    try:
+        return engine.load_checkpoint(folder)[0]
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_what_does_not_fit_is_not_taken_for_damage(world, tmp_path, pickled):
+    for said in world(2).run(other_optimizer, str(tmp_path), pickled):
+        assert "newest" in said and ("pickled_client_state" if pickled else "optimizer states are not in") in said
+
+
+def tensors_in_groups(folder):
+    """Settings of an optimizer may be tensors, as torch's Adam takes them."""
+    engines = []
+    for seed, beta in ((0, 0.5), (1, 0.9)):
+        torch.manual_seed(seed)
+        model = nn.Linear(5, 3)
+        betas = torch.tensor(beta), torch.tensor(0.99)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False)
+        optimizer.param_groups[0]["weights"] = torch.tensor([beta, 1.0])
+        engines.append(mizzen.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})[0])
+    engines[0].save_checkpoint(folder)
+    engines[1].load_checkpoint(folder)
+    group = engines[1].basic_optimizer.param_groups[0]
+    return [float(each) for each in group["betas"]], group["weights"].tolist(), type(group["betas"][0]).__name__
+
+
+def test_settings_that_are_tensors(world, tmp_path):
+    betas, weights, kind = world(1).run(tensors_in_groups, str(tmp_path))[0]
+    assert betas == pytest.approx([0.5, 0.99]) and weights == [0.5, 1.0] and kind == "Tensor"
+
+
+def named_parameters(folder):
+    """An optimizer that knows names is loaded into one of a larger model."""
+    engines = []
+    for layers in (1, 2):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1 * layers, momentum=0.9)
+        engines.append(mizzen.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})[0])
+    engines[0].save_checkpoint(folder)
+    engines[1].load_checkpoint(folder, load_module_strict=False)
+    return engines[1].load_report.missing, engines[1].get_lr()
+
+
+def test_names_that_an_optimizer_knows_are_its_own(world, tmp_path):
+    assert world(1).run(named_parameters, str(tmp_path)) == [(("1.weight", "1.bias"), [0.1])]

@@ -1,7 +1,9 @@
 """Weights for others, one tensor at a time, and the fp32 functions that scripts know."""
 
 import json
+from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,12 +15,14 @@ from mizzen.checkpoint import (
     load_state_dict_from_zero_checkpoint,
 )
 from mizzen.checkpoint.adopt import adopt
-from mizzen.checkpoint.export import export_safetensors, export_torch
+from mizzen.checkpoint.export import export_safetensors, export_torch, waiting_for
 from mizzen.checkpoint.fp32 import fp32_weights
 from mizzen.checkpoint.open import open_source
-from mizzen.checkpoint.read import Reader
+from mizzen.checkpoint.read import Reader, read_manifest
 from mizzen.checkpoint.source import Entry
-from mizzen.errors import CheckpointError
+from mizzen.checkpoint.tagged import Encoder
+from mizzen.checkpoint.weights_out import write_weights
+from mizzen.errors import CheckpointError, UsageError
 
 
 class Given:
@@ -161,3 +165,57 @@ def test_a_model_takes_them(tmp_path):
 def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint that is known. Looked for manifest.json"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+def test_many_tensors_are_one_map(folder, tmp_path, monkeypatch):
+    """The system lets a process map some 65,000 times."""
+    maps = []
+    mapped = numpy.memmap
+    monkeypatch.setattr(numpy, "memmap", lambda *given, **options: maps.append(given) or mapped(*given, **options))
+    many = {("model", f"empty{number}"): torch.zeros(0) for number in range(2)} | MODEL
+    export_torch(Given(many, FACTS), tmp_path / "m.pt", precision="saved")
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert len(maps) == 1 and found["empty"].shape == (0, 2) and found["empty1"].shape == (0,)
+    assert torch.equal(found["layers.10.weight"], MODEL["master", "layers.10.weight"]) and found["steps"].item() == 5
+
+
+def test_shards_that_are_still_read_are_not_replaced(tmp_path):
+    tensors = {("model", name): torch.full((4, 3), value) for name, value in (("b", 1.0), ("a", 2.0))}
+    write_weights(tmp_path, waiting_for(Given(tensors), "saved"), shard=60, safe=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 3
+    with pytest.raises(UsageError, match="would be replaced while weights are still read from it"):
+        export_safetensors(open_source(tmp_path), tmp_path, precision="saved", shard=60)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_empty_tensor_among_the_facts(tmp_path):
+    adopt(Given(MODEL, FACTS | {"client_state": {"history": torch.zeros(0), "seen": torch.ones(2)}}), tmp_path, "x")
+    found = open_source(tmp_path).facts()["client_state"]
+    assert found["history"].shape == (0,) and found["seen"].tolist() == [1, 1]
+
+
+def test_a_dtype_that_the_format_has_not_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="model 'wide' is torch.complex128, which a checkpoint cannot hold"):
+        adopt(Given({("model", "wide"): torch.zeros(2, dtype=torch.complex128)}), tmp_path, "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tag_of_others_need_not_be_plain(tmp_path):
+    torch.save({"weight": torch.ones(2)}, make(tmp_path / "epoch=3") / "pytorch_model.bin")
+    assert get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="epoch=3")["weight"].tolist() == [1, 1]
+
+
+def make(path):
+    path.mkdir()
+    return path
+
+
+def test_a_pickled_client_state_is_no_obstacle_to_weights(folder, tmp_path):
+    manifest = read_manifest(folder / "imported")
+    pickled = replace(manifest, facts={**manifest.facts, "client": Encoder("c", allow_pickle=True).encode({"a": len})})
+    (folder / "imported" / "manifest.json").write_bytes(pickled.to_bytes())
+    found = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert torch.equal(found["head"], MODEL["model", "layers.2.weight"])
+    with pytest.raises(CheckpointError, match="pickled_client_state"):
+        open_source(folder).facts()["client_state"]

@@ -164,6 +164,7 @@ def test_dead_saves_are_swept_and_live_ones_are_not(tmp_path):
     assert {"notes.txt", "manifest.json", f"{'b' * 16}.saving", f"{'b' * 16}-00000.safetensors"} < names
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / f"{'d' * 16}-00000.safetensors").write_bytes(b"never committed")
+    (tmp_path / "half" / f"{'d' * 16}.saving").write_bytes(b"torn")
     sweep_all(tmp_path)
     assert not (tmp_path / "half").exists() and (folder / "notes.txt").exists()
 
@@ -173,6 +174,7 @@ def test_a_save_removes_what_dead_ones_left_under_other_tags(tmp_path):
     for tag, name in (("first", "a"), ("dead", "b"), ("alive", "c")):
         (tmp_path / tag).mkdir(exist_ok=True)
         (tmp_path / tag / f"{name * 16}-00000.safetensors").write_bytes(b"not committed")
+    (tmp_path / "dead" / f"{'b' * 16}.saving").write_bytes(b"torn")
     mark(tmp_path / "alive", "c" * 16)
     save(tmp_path, EVERY, tag="second")
     assert not (tmp_path / "dead").exists() and len(list((tmp_path / "alive").iterdir())) == 2
@@ -247,6 +249,18 @@ def test_before_a_checkpoint_that_cannot_be_read_is_what_was_committed_last(tmp_
     save_and_go_back(tmp_path)
     (tmp_path / "new3" / "manifest.json").write_bytes(b"torn")
     assert candidates(tmp_path, None, with_older=True) == ["new3", "new2", "s1"]
+
+
+def test_before_a_checkpoint_with_a_damaged_manifest_are_those_of_its_run(tmp_path):
+    save(tmp_path, {"a": torch.zeros(1)}, tag="alone", run="third", step=1)
+    save_and_go_back(tmp_path)
+    save(tmp_path, {"a": torch.zeros(1)}, tag="later", run="another", step=2)
+    for tag, expected in (("new3", ["new2", "s1"]), ("s3", ["s2", "s1"]), ("alone", [])):
+        path = tmp_path / tag / "manifest.json"
+        path.write_bytes((good := path.read_bytes())[:-8] + b"damaged\n")
+        set_latest(tmp_path, tag)
+        assert candidates(tmp_path, None, with_older=True) == [tag, *expected]
+        path.write_bytes(good)
 
 
 def test_the_same_step_twice_is_no_way_back(tmp_path):

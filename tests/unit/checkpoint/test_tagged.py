@@ -31,6 +31,7 @@ KEPT = [
     datetime.time(1, 2), datetime.timedelta(days=-1, microseconds=3), torch.float16, torch.device("cuda", 1),
     OrderedDict([("b", 1), ("a", 2)]), Namespace(lr=0.1, betas=(0.9, 0.99)), numpy.float32(1.25), numpy.int64(-3),
     numpy.bool_(True), numpy.float64("inf"), Counter({3: 2, "a": -1}), torch.Size([2, 3]), PurePosixPath("a/b"),
+    torch.complex128,
 ]  # fmt: skip
 
 

@@ -80,7 +80,14 @@ def test_prune(mizzen, folder):
     assert mizzen("checkpoint", "prune", folder, "--keep-every", 2).code == 2
 
 
-@pytest.mark.parametrize("words", [("ls",), ("show",), ("verify",), ("export", "--to", "x"), ("import", "--to", "x")])
+@pytest.mark.parametrize(
+    "words", [("ls",), ("show",), ("verify",), ("prune",), ("export", "--to", "x"), ("import", "--to", "x")]
+)
 def test_a_folder_without_checkpoints(mizzen, tmp_path, words):
     ran = mizzen("checkpoint", words[0], tmp_path / "nothing", *words[1:])
     assert ran.code == 1 and "nothing" in ran.err and "Traceback" not in ran.err
+
+
+def test_a_tag_that_no_folder_can_have(mizzen, folder):
+    ran = mizzen("checkpoint", "show", folder, "--tag", "x" * 300)
+    assert ran.code == 1 and "File name too long" in ran.err and "Traceback" not in ran.err
