@@ -215,12 +215,14 @@ class Supervisor:
         care = self._job.care
         is_shown = care.shown is None or rank in care.shown
         is_alone = care.shown is not None and len(care.shown) == 1
-        return Outlet(
+        outlet = Outlet(
             prefix=f"[rank {rank}] ".encode(),
             is_shown=is_shown,
             is_raw=is_alone,
-            file=open_log(Path(self._job.folder) / care.logs, place.attempt, rank) if care.logs else None,
+            file=open_log(Path(self._job.folder) / care.logs, rank) if care.logs else None,
         )
+        outlet.keep(f"--- attempt {place.attempt + 1} ---\n".encode() if place.attempt else b"")
+        return outlet
 
     # Watching
 
