@@ -224,7 +224,7 @@ def _fresh_file(path: Path) -> mmap.mmap:
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.ftruncate(descriptor, _SIZE)
+        os.write(descriptor, bytes(_SIZE))  # a file with holes would end the rank where memory is full
         return mmap.mmap(descriptor, _SIZE)
     finally:
         os.close(descriptor)

@@ -228,3 +228,13 @@ def test_a_reader_sees_whether_a_rank_was_asked(tmp_path):
     assert not Progress.was_asked_to_stop(path)
     writer.ask_self_to_stop()
     assert Progress.was_asked_to_stop(path)
+
+
+def test_a_record_has_its_room_from_the_start():
+    """Where memory is full, a file with holes would end the rank with SIGBUS at its first record."""
+    path = Path(f"/dev/shm/mizzen-test-{os.getpid()}")
+    try:
+        progress._fresh_file(path).close()
+        assert path.stat().st_blocks > 0
+    finally:
+        path.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
 from mizzen.errors import UsageError
@@ -41,6 +41,17 @@ def add_help(parser: Parser) -> None:
         return 0
 
     parser.set_defaults(run=print_help)
+
+
+def split_off(words: Sequence[str], valued: Container[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """A command's own options, and everything after them. A value joins its option: it may look like one itself."""
+    own, place = [], 0
+    while place < len(words) and words[place].startswith("-") and words[place] != "--":
+        after = place + (2 if words[place] in valued else 1)
+        own.append("=".join(words[place:after]))
+        place = after
+    rest = words[place:]
+    return own, rest[1:] if rest[:1] == ["--"] else rest
 
 
 def examples(*lines: str) -> str:

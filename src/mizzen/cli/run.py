@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from mizzen.cli.parser import Parser, count, examples, whole, write
+from mizzen.cli.parser import Parser, count, examples, split_off, whole, write
 from mizzen.environment import environ
 from mizzen.launcher.arrange import HOSTFILE, Asked, arrange
 from mizzen.launcher.backends import NAMES
@@ -139,11 +139,7 @@ def configure(parser: Parser) -> None:
 def split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Our own options, and the script with everything after it, whatever that looks like."""
     valued = {name for _, flags in GROUPS for flag in flags if flag.type is not bool for name in flag.names}
-    place = 0
-    while place < len(words) and words[place].startswith("-") and words[place] != "--":
-        place += 2 if words[place] in valued else 1
-    rest = words[place:]
-    return words[:place], rest[1:] if rest[:1] == ["--"] else rest
+    return split_off(words, valued)
 
 
 def _add(group: Any, flag: Flag) -> None:

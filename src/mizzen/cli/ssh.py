@@ -2,10 +2,9 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
-from mizzen.cli.parser import Parser, examples
+from mizzen.cli.parser import Parser, examples, split_off
 from mizzen.errors import UsageError
 from mizzen.launcher.arrange import HOSTFILE
 from mizzen.launcher.backends import Way, split_words
@@ -28,17 +27,8 @@ def configure(parser: Parser) -> None:
     parser.add_argument("-e", "--exclude", default="", metavar="FILTER", help="all but these")
     parser.add_argument("--ssh_port", type=int, metavar="PORT", help="the port of sshd on the hosts")
     parser.add_argument("--launcher_args", default="", metavar="WORDS", help="more words for ssh")
-    parser.split = split
+    parser.split = lambda words: split_off(words, VALUED)
     parser.set_defaults(run=run)
-
-
-def split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Our own options, and the command."""
-    place = 0
-    while place < len(words) and words[place].startswith("-") and words[place] != "--":
-        place += 2 if words[place] in VALUED else 1
-    rest = words[place:]
-    return words[:place], rest[1:] if rest[:1] == ["--"] else rest
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -76,6 +76,9 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes:
         """What was last written."""
 
+    def add(self, key: str, more: int, /) -> int:
+        """Count; the sum so far."""
+
 
 class Handle(Protocol):
     """One operation under way.

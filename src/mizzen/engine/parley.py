@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 # Rank 0 names a call that lies a few ahead of its own, before it takes part in anything further. Where the calls hold
 # collectives, no rank is more than a few calls away from rank 0, so all of them see the word before they come to that
 # call, and all stop at exactly it. Where the calls hold none, a rank may be past it, and stops where it is: nothing
-# that it has done since changes what is saved. Either way all of them end up here, and then say so; if one does not
-# come, because it has left the evaluation and waits for the others in a step, rank 0 calls the stop off.
+# that it has done since changes what is saved. Either way all of them end up here, and then say so. A rank that leaves
+# the evaluation instead, and would wait for the others in a step, calls the stop off; so does one that has waited for
+# too long. Who is the first to give a verdict has given it for all.
 AHEAD: Final = 8
 """How many calls lie between the word and the stop: more than a loop fetches or runs ahead of the other ranks."""
 PATIENCE: Final = 10.0
 """Seconds that rank 0 waits for the others at the call that it has named."""
+LONGEST: Final = 60.0
+"""Seconds that the others wait for rank 0, which may have some calls to go."""
 PAUSE: Final = 0.02
 
 
@@ -48,20 +51,23 @@ class Parley:
             self._store.set(self._key("stop"), str(call + AHEAD).encode())
         if not self._store.check([self._key("stop")]) or call < int(self._store.get(self._key("stop"))):
             return False
-        self._is_over = True
         self._store.set(self._key("here", self._rank), b"1")
-        return self._decide(self._store) if self._rank == 0 else self._hear(self._store)
-
-    def _decide(self, store: "Store") -> bool:
-        until = time.monotonic() + PATIENCE
-        while not (is_here := store.check(self._of_all("here"))) and time.monotonic() < until:
+        until = time.monotonic() + (PATIENCE if self._rank == 0 else LONGEST)
+        is_time = False
+        while not (is_time or self._store.check([self._key("verdict")]) or time.monotonic() > until):
             time.sleep(PAUSE)
-        store.set(self._key("verdict"), b"stop" if is_here else b"go on")
-        return is_here
+            is_time = self._rank == 0 and self._store.check(self._of_all("here"))
+        return self._settle(self._store, is_time)
 
-    def _hear(self, store: "Store") -> bool:
-        while not store.check([self._key("verdict")]):  # rank 0 always answers, and its end ends this rank too
-            time.sleep(PAUSE)
+    def call_off(self) -> None:
+        """This rank has left the evaluation: nobody is to wait for it."""
+        if self._store is not None and self._has_asked and not self._is_over:
+            self._settle(self._store, False)
+
+    def _settle(self, store: "Store", is_time: bool) -> bool:
+        self._is_over = True
+        if store.add(self._key("verdicts"), 1) == 1:
+            store.set(self._key("verdict"), b"stop" if is_time else b"go on")
         return store.get(self._key("verdict")) == b"stop"
 
     def _key(self, word: str, rank: int | None = None) -> str:

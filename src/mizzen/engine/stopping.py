@@ -66,6 +66,8 @@ class Stopping:
     def heed(self, engine: "Face") -> None:
         """Save and leave, if that was agreed. Every rank comes here after the same step."""
         self._calls += 1
+        if self._parley is not None and engine.training:
+            self._parley.call_off()
         if self._is_agreed or self.is_asked:
             is_time = self._is_agreed if engine.training else self._stops_here(engine)
             if is_time:

@@ -225,14 +225,14 @@ def _hosts(asked: Asked, facts: Facts) -> Hosts:
 def _here(asked: Asked, facts: Facts) -> Host:
     """This machine: the devices that are visible, or so many as were asked for."""
     kind = facts.devices
+    if asked.num_gpus is not None and (kind is None or asked.emit):
+        return Host(LOCAL, tuple(range(asked.num_gpus)))
     shown = facts.env.get(kind.variable) if kind else None
     if kind is not None and shown is not None:
         slots = visible(kind.variable, shown)
         if asked.num_gpus is not None and asked.num_gpus > len(slots):
             raise UsageError(f"--num_gpus {asked.num_gpus}: {kind.variable}={shown} shows {len(slots)}")
         return Host(LOCAL, slots[: asked.num_gpus])
-    if asked.num_gpus is not None and kind is None:
-        return Host(LOCAL, tuple(range(asked.num_gpus)))
     count = facts.count()
     if asked.num_gpus is not None and asked.num_gpus > count:
         raise UsageError(f"--num_gpus {asked.num_gpus}: this machine has {count}")
@@ -274,7 +274,7 @@ def _master(asked: Asked, facts: Facts, hosts: Hosts) -> str:
     if asked.master_addr or asked.emit:
         return asked.master_addr  # a scheduler chooses the hosts, so only its file can tell
     if asked.no_ssh and facts.hostfile is None:
-        if len(hosts) == 1:
+        if len(hosts) == 1 and (asked.max_elastic_nodes or 1) == 1:
             return "127.0.0.1"
         raise UsageError("--no_ssh: say with --master_addr where the first node is")
     if hosts[0].name == LOCAL and len(hosts) > 1:
@@ -295,10 +295,11 @@ def _port(asked: Asked, facts: Facts, is_many: bool) -> int:
 def _node(asked: Asked, nodes: int) -> int:
     if not asked.no_ssh:
         return 0
+    nodes = max(nodes, asked.max_elastic_nodes or 0)
     if asked.node_rank is None and nodes > 1:
         raise UsageError("--no_ssh: say with --node_rank which node this is, 0 for the first")
     rank = asked.node_rank or 0
-    if not 0 <= rank < max(nodes, asked.max_elastic_nodes or 0):
+    if not 0 <= rank < nodes:
         raise UsageError(f"--node_rank {rank}: the nodes are 0 to {nodes - 1}")
     return rank
 

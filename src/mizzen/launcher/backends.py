@@ -14,6 +14,8 @@ from mizzen.launcher.job import Job
 Channel = Literal["line", "signal", "ask"]
 MODULE: Final = "mizzen.launcher.node"
 VARIABLE: Final = "MIZZEN_JOB"
+ELASTIC: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""What is 1 in the environment of every supervisor: see [Note: the rendezvous, not the agent]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class Backend(Protocol):
 def supervisor(job: Job, way: Way, *options: str, word: str = "") -> str:
     """The line that a remote shell reads: words of our own, and the job as one."""
     python = "python" if way.venv_script else job.python
-    line = f"exec {shlex.join([python, '-u', '-m', MODULE, *options, *([word] if word else [])])}"
+    words = ("env", f"{ELASTIC}=1", python, "-u", "-m", MODULE, *options, *([word] if word else []))
+    line = f"exec {shlex.join(words)}"
     if way.venv_script:
         line = f"exec sh -c {shlex.quote(f'. {shlex.quote(way.venv_script)} && {line}')}"
     return line
@@ -118,7 +121,8 @@ class Pdsh:
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
-        line = supervisor(job, way, "--host", "HOST", word=job.word()).replace("%", "%%").replace("HOST", "%h", 1)
+        line = supervisor(job, way, "--host", "HOST", word=job.word()).replace("%", "%%")
+        line = line.replace("--host HOST", "--host %h", 1)
         return (Command((*self._start(job, way), line), _names(job), self._environment(way), channel="ask"),)
 
     def ask(self, job: Job, way: Way, request: str) -> Command:
@@ -147,7 +151,7 @@ class OpenMpi:
         root = ("--allow-run-as-root",) if way.is_root else ()
         words = ["mpirun", *root, "--bind-to", "none", *port, *way.arguments]
         for node, host in enumerate(job.hosts):
-            block = ("-np", "1", "--host", host.name, "-x", VARIABLE, *_interpreter(job, way), "--node", str(node))
+            block = ("-np", "1", "--host", host.name, "-x", VARIABLE, *interpreter(job, way), "--node", str(node))
             words += [*((":",) if node else ()), *block]
         return (Command(tuple(words), _names(job), {VARIABLE: job.word()}),)
 
@@ -167,7 +171,7 @@ class Hydra:
         words = ["mpirun", "-launcher", "ssh", "-hosts", ",".join(_names(job)), "-ppn", "1", "-genvlist", VARIABLE]
         words += way.arguments
         for node in range(len(job.hosts)):
-            words += [*((":",) if node else ()), "-n", "1", *_interpreter(job, way), "--node", str(node)]
+            words += [*((":",) if node else ()), "-n", "1", *interpreter(job, way), "--node", str(node)]
         return (Command(tuple(words), _names(job), {VARIABLE: job.word(), **port}),)
 
 
@@ -184,18 +188,18 @@ class Slurm:
         words = (
             *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", *names),
             *("--kill-on-bad-exit=0", "--mpi=none", "--export=ALL", *way.arguments),
-            *_interpreter(job, way),
+            *interpreter(job, way),
             "--slurm",
         )
         return (Command(words, _names(job), {VARIABLE: job.word()}),)
 
 
-def _interpreter(job: Job, way: Way) -> tuple[str, ...]:
+def interpreter(job: Job, way: Way) -> tuple[str, ...]:
     """The supervisor without its place, for programs that need no shell to start it."""
     if way.venv_script:
-        line = f'. {shlex.quote(way.venv_script)} && exec python -u -m {MODULE} "$@"'
+        line = f'. {shlex.quote(way.venv_script)} && exec env {ELASTIC}=1 python -u -m {MODULE} "$@"'
         return ("sh", "-c", line, "mizzen")
-    return (job.python, "-u", "-m", MODULE)
+    return ("env", f"{ELASTIC}=1", job.python, "-u", "-m", MODULE)
 
 
 def _names(job: Job) -> tuple[str, ...]:

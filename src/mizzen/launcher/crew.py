@@ -131,9 +131,10 @@ class Crew:
                 statm = Path(f"/proc/{member.process.pid}/statm").read_text().split()
                 member.resident = int(statm[1]) * PAGE
 
-    def records(self) -> list[tuple[Member, Record]]:
-        """Where the ranks are that say it."""
-        found = ((member, Progress.read(self._record(member))) for member in self.members if member.status is None)
+    def records(self, *, ended: bool = False) -> list[tuple[Member, Record]]:
+        """Where the ranks are that say it, or where those were that have ended."""
+        members = (member for member in self.members if (member.status is not None) == ended)
+        found = ((member, Progress.read(self._record(member))) for member in members)
         return [(member, record) for member, record in found if record is not None]
 
     def ask_to_stop(self) -> None:

@@ -27,12 +27,12 @@ def emit_slurm(job: Job, asked: Asked) -> str:
         "#SBATCH --exclusive",
         f"#SBATCH --signal=USR1@{int(job.care.grace)}",
         "#SBATCH --requeue",
-        *(f"#SBATCH {word}" for word in split_words(asked.launcher_args)),
+        *([f"#SBATCH {shlex.join(more)}"] if (more := split_words(asked.launcher_args)) else []),
         "",
-        "set -u",
         f"cd {shlex.quote(job.folder)}",
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items())),
         *([f". {shlex.quote(asked.venv_script)}"] if asked.venv_script else []),
+        "set -u",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         'srun --kill-on-bad-exit=0 --mpi=none bash -c \'exec mizzen run --node_rank "$SLURM_NODEID" "$@"\' mizzen \\',
         f'  --master_addr "$first" {shlex.join(_options(job, asked))} \\',
@@ -43,7 +43,8 @@ def emit_slurm(job: Job, asked: Asked) -> str:
 
 def emit_k8s(job: Job, asked: Asked) -> str:
     """A JobSet of one indexed job, a pod per node; exit code 75 (saved) starts the pods again."""
-    name = re.sub(r"[^a-z0-9-]+", "-", _name(job).lower()).strip("-")[:40] or "job"
+    name = re.sub(r"[^a-z0-9]+", "-", _name(job).lower())[:40].strip("-")
+    name = name if name[:1].isalpha() else f"job-{name}".strip("-")
     count, slots = len(job.hosts), _slots(job)
     if asked.venv_script:
         raise UsageError(f"--venv_script {asked.venv_script} with --emit k8s: a pod has an image instead; leave it out")
@@ -55,9 +56,9 @@ def emit_k8s(job: Job, asked: Asked) -> str:
         "command": ["mizzen", "run"],
         "args": [
             *("--node_rank", "$(JOB_COMPLETION_INDEX)", "--master_addr", f"{name}-workers-0-0.{name}"),
-            *(word.replace("$(", "$$(") for word in words),
+            *(word.replace("$", "$$") for word in words),
         ],
-        "env": [{"name": key, "value": value.replace("$(", "$$(")} for key, value in sorted(job.environment.items())],
+        "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in sorted(job.environment.items())],
         "resources": {"limits": {"nvidia.com/gpu": slots}},
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
@@ -126,13 +127,13 @@ def _name(job: Job) -> str:
 
 
 def _yaml(value: Any, indent: str = "") -> Iterator[str]:
-    """Lines of YAML; text is quoted as JSON quotes it, which YAML reads."""
+    """Lines of YAML."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _entry(f"{indent}{key}:", inner, indent + "  ")
     else:
         for inner in value:
-            first, *rest = list(_yaml(inner, indent + "  ")) if isinstance(inner, Mapping) else [json.dumps(inner)]
+            first, *rest = list(_yaml(inner, indent + "  ")) if isinstance(inner, Mapping) else [_scalar(inner)]
             yield f"{indent}- {first.strip()}"
             yield from rest
 
@@ -142,4 +143,10 @@ def _entry(head: str, value: Any, indent: str) -> Iterator[str]:
         yield head
         yield from _yaml(value, indent)
     else:
-        yield f"{head} {json.dumps(value)}"
+        yield f"{head} {_scalar(value)}"
+
+
+def _scalar(value: Any) -> str:
+    """As JSON quotes it, which YAML reads, but for what JSON writes as two halves, which YAML refuses."""
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", text)

@@ -157,29 +157,11 @@ class Together:
     """Several nodes, by torch elastic's rendezvous over a store that the first of them hosts."""
 
     def __init__(self, job: Job, seat: Seat, env: Mapping[str, str]) -> None:
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
-
         self._job, self._seat, self._env = job, seat, env
         self._address = address_towards(seat.master_addr)
         self._own: StoreHost | None = None
-        if seat.index == 0:
-            self._own = StoreHost("::" if ":" in seat.master_addr else "0.0.0.0", job.master_port)
-            self._own.serve()
-            self._root = self._own.store
-        else:
-            self._root = connect(seat.master_addr, job.master_port, JOIN)
-        self._handler = DynamicRendezvousHandler.from_backend(
-            job.id,
-            self._root,
-            C10dRendezvousBackend(self._root, job.id),
-            job.min_nodes,
-            job.max_nodes,
-            local_addr=self._address,
-            timeout=RendezvousTimeout(join=JOIN, last_call=LAST_CALL),
-            keep_alive_interval=KEEP_ALIVE,
-            keep_alive_max_attempt=MISSES,
-        )
+        self._root: Any = None
+        self._handler: Any = None
         self._round: Store | None = None
         self._members: list[Member] = []
         self._rank = 0
@@ -187,7 +169,6 @@ class Together:
         self._gone: dict[int, str] = {}
         self._is_in_doubt = False
         self._ranks: StoreHost | None = None
-        self._attempts = 0
         # [Note: a store that does not answer]
         # When the host of the store vanishes without a word, a call to the store never returns. So all calls are made
         # by a thread, and the supervisor, which must heed its ranks and its signals, waits for none of them for long.
@@ -211,6 +192,9 @@ class Together:
 
     def join(self) -> Place:
         """Meet the others; the first node in order hosts the store of the ranks."""
+        if self._handler is None:
+            found = self._ask(lambda: _connect(self._job, self._seat, self._address), JOIN.total_seconds() + SILENCE)
+            self._own, self._root, self._handler = found
         if self._round is not None:
             self._gather()
         patience = REJOIN if self._round is not None else JOIN.total_seconds()
@@ -268,11 +252,11 @@ class Together:
         if node == 0:
             self._ranks = StoreHost("::" if ":" in address else "0.0.0.0")
             self._ranks.serve()
-            self._round.set("master", json.dumps([address, self._ranks.port]))
-        master_addr, master_port = json.loads(self._round.get("master"))
-        self._attempts += 1
+            attempt = self._root.add("attempts", 1) - 1
+            self._round.set("master", json.dumps([address, self._ranks.port, attempt]))
+        master_addr, master_port, attempt = json.loads(self._round.get("master"))
         interface = None if "GLOO_SOCKET_IFNAME" in self._env else interface_of(address)
-        return Place(node, info.world_size, first_rank, world, master_addr, master_port, self._attempts - 1, interface)
+        return Place(node, info.world_size, first_rank, world, master_addr, master_port, attempt, interface)
 
     def _is_lost(self) -> bool:
         try:
@@ -369,21 +353,45 @@ class Together:
         """Take no further part; who hosts the store waits a moment, so that the others can read it."""
         if self._ranks is not None:
             self._ranks.close()
+        if self._round is None:
+            return  # nobody has met us
         with suppress(RuntimeError):  # the host of the store may have left already; ours is a LaunchError
             self._ask(lambda: self._say_farewell(words), FAREWELL)
 
     def _say_farewell(self, words: str) -> None:
-        if self._round is None:
-            return
-        self._round.set(f"left/{self._rank}", words)
+        store = self._store()
+        store.set(f"left/{self._rank}", words)
         if self._own is None:
             return
         if not self._gone:
-            self._round.set("gone", json.dumps([_gone(self._members[self._rank], True, words), False]))
+            store.set("gone", json.dumps([_gone(self._members[self._rank], True, words), False]))
         others = [f"left/{rank}" for rank in range(len(self._members)) if rank not in (self._rank, *self._gone)]
         until = time.monotonic() + FAREWELL
-        while others and not self._round.check(others) and time.monotonic() < until - 0.5:
+        while others and not store.check(others) and time.monotonic() < until - 0.5:
             time.sleep(0.02)
+
+
+def _connect(job: Job, seat: Seat, address: str) -> tuple[StoreHost | None, Any, Any]:
+    """The store of the supervisors, which the first of them hosts, and the rendezvous over it."""
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+    own = StoreHost("::" if ":" in seat.master_addr else "0.0.0.0", job.master_port) if seat.index == 0 else None
+    if own is not None:
+        own.serve()
+    root = own.store if own is not None else connect(seat.master_addr, job.master_port, JOIN)
+    handler = DynamicRendezvousHandler.from_backend(
+        job.id,
+        root,
+        C10dRendezvousBackend(root, job.id),
+        job.min_nodes,
+        job.max_nodes,
+        local_addr=address,
+        timeout=RendezvousTimeout(join=JOIN, last_call=LAST_CALL),
+        keep_alive_interval=KEEP_ALIVE,
+        keep_alive_max_attempt=MISSES,
+    )
+    return own, root, handler
 
 
 def _reachable_address(own: Member, members: Sequence[Member]) -> str:

@@ -4,6 +4,7 @@ One thread reads all pipes. A line is written in one piece, so that lines of dif
 """
 
 import os
+import select
 import selectors
 import threading
 from contextlib import suppress
@@ -16,6 +17,8 @@ from mizzen.errors import LaunchError
 CHUNK: Final = 1 << 16
 KEPT: Final = 1 << 18
 """Bytes of a rank's errors that are kept to find its traceback."""
+LONGEST: Final = 1 << 20
+"""Bytes after which a line is cut: a progress bar may draw for days and never end one."""
 Stream = Literal["out", "err"]
 
 
@@ -50,9 +53,18 @@ class Outlet:
             return
         if self.is_shown and not self.is_raw:
             write(stream, b"".join(self.prefix + line for line in lines))
-        if self.file is not None:
-            self.file.write(b"".join(lines))
-            self.file.flush()
+        self.keep(b"".join(lines))
+
+    def keep(self, text: bytes) -> None:
+        """Add to the file. One that takes no more is given up, and the job goes on without it."""
+        if self.file is None:
+            return
+        try:
+            self.file.write(text)
+        except OSError as error:
+            say(f"warning: {self.file.name}: what the rank prints is no longer kept ({error.strerror})")
+            self.file.close()
+            self.file = None
 
     def _hear(self, line: bytes) -> bytes:
         """What of a line is to be shown; one that a rank has left open may stand before the mark."""
@@ -68,7 +80,10 @@ class Outlet:
         if not data:
             return [line if line.endswith(b"\n") else line + b"\n" for line in lines]
         if lines and not lines[-1].endswith(b"\n"):
-            self.open_line[stream] = lines.pop()
+            if len(lines[-1]) < LONGEST:
+                self.open_line[stream] = lines.pop()
+            else:
+                lines[-1] += b"\n"
         return lines
 
 
@@ -81,9 +96,12 @@ def write(stream: Stream, data: bytes) -> None:
     """Write all of it to our own standard output or error."""
     descriptor = 1 if stream == "out" else 2
     rest = memoryview(data)
-    with suppress(BrokenPipeError):  # who read the output has gone; the job has not
+    with suppress(OSError):  # who read the output has gone, or the disk is full; the job goes on
         while rest:
-            rest = rest[os.write(descriptor, rest) :]
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except BlockingIOError:  # another program that has this terminal or pipe, too, has set it so
+                select.select((), (descriptor,), ())
 
 
 class Pump:
@@ -125,13 +143,10 @@ def say(text: str, *, before: str = "", mark: str = "") -> None:
     write("err", "".join(f"{mark}{line}\n" for line in lines).encode(errors="backslashreplace"))
 
 
-def open_log(folder: Path, attempt: int, rank: int) -> IO[bytes]:
-    """The file of one rank, which grows over the attempts; each begins with a line that says so."""
+def open_log(folder: Path, rank: int) -> IO[bytes]:
+    """The file of one rank, which grows over the attempts."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / f"rank{rank}.log").open("ab")
+        return (folder / f"rank{rank}.log").open("ab", buffering=0)
     except OSError as error:
         raise LaunchError(f"--enable_each_rank_log {folder}: no file can be written there ({error})") from error
-    if attempt:
-        file.write(f"--- attempt {attempt + 1} ---\n".encode())
-    return file

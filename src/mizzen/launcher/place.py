@@ -24,7 +24,7 @@ class Place:
     master_addr: str
     master_port: int
     attempt: int = 0
-    """How many attempts this supervisor has made before."""
+    """How many attempts the job has made before: one number for all nodes, also for one that has just come."""
     interface: str | None = None
     """What leads to the other nodes."""
 

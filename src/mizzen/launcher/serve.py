@@ -13,8 +13,9 @@ from pathlib import Path
 
 from mizzen.environment import environ, integer
 from mizzen.errors import LaunchError, MizzenError
+from mizzen.launcher.devices import ROOT, find_devices
 from mizzen.launcher.family import SHARED
-from mizzen.launcher.hosts import Host, in_allocation
+from mizzen.launcher.hosts import Host, in_allocation, is_number
 from mizzen.launcher.job import ENDED, PORT_TAKEN, TAKEN, Job
 from mizzen.launcher.keeper import Keeper
 from mizzen.launcher.meeting import Seat, meet
@@ -80,7 +81,7 @@ def find_seat(job: Job, given: argparse.Namespace, env: Mapping[str, str]) -> tu
         index = names.index(own) if own in names else integer(env, "SLURM_NODEID", 0)
         if not names[index]:
             job = replace(job, master_addr=job.master_addr or all_names[0] if len(names) > 1 else job.master_addr)
-        return job, _seat(job, index, own)
+        return job, Seat(index, Host(own, given_devices(job.hosts[index].slots, env)), job.master_addr)
     if given.host is not None:
         if given.host not in names:
             raise LaunchError(f"this host was called {given.host!r}, but the job knows {', '.join(names)}")
@@ -93,6 +94,14 @@ def _seat(job: Job, index: int, name: str) -> Seat:
     return Seat(index, Host(name, slots), job.master_addr)
 
 
+def given_devices(slots: tuple[int, ...], env: Mapping[str, str], root: Path = ROOT) -> tuple[int, ...]:
+    """The devices behind slots: of those that Slurm has given to this node, where it says which."""
+    kind = find_devices(env, root)
+    given = env.get(kind.variable, "").split(",") if kind is not None else []
+    is_known = max(slots) < len(given) and all(map(is_number, given))
+    return tuple(int(given[slot]) for slot in slots) if is_known else slots
+
+
 def run(job: Job, seat: Seat, env: Mapping[str, str]) -> int:
     """Supervise this node to the end of the job."""
     set_level(job.care.level)
@@ -100,9 +109,7 @@ def run(job: Job, seat: Seat, env: Mapping[str, str]) -> int:
         signals = Signals()
         if job.lifeline:
             threading.Thread(target=follow, name="mizzen-lifeline", daemon=True).start()
-        folder = job_folder(job, seat)
-        keeper.remove(folder)
-        (folder / "pid").write_text(str(os.getpid()))
+        folder = job_folder(job, seat, keeper)
         if job.care.pid_file is not None:
             keeper.remove(Path(job.care.pid_file))
             Path(job.care.pid_file).write_text(str(os.getpid()))
@@ -115,16 +122,18 @@ def run(job: Job, seat: Seat, env: Mapping[str, str]) -> int:
             raise
 
 
-def job_folder(job: Job, seat: Seat) -> Path:
-    """A folder of our own, in memory where that can be had, whose name tells another process how to find us."""
-    base = SHARED if SHARED.is_dir() and os.access(SHARED, os.W_OK) else None
-    try:
-        return Path(tempfile.mkdtemp(prefix=_prefix(job.id), suffix=f"-{seat.index}", dir=base))
-    except OSError as error:
-        raise LaunchError(
-            f"no folder for the records of the ranks can be made in {base or tempfile.gettempdir()} ({error}): free "
-            "some space there, or set TMPDIR"
-        ) from error
+def job_folder(job: Job, seat: Seat, keeper: Keeper) -> Path:
+    """A folder of our own, in memory where there is room, whose name tells another process how to find us."""
+    failed = ""
+    for base in (SHARED, None):
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=_prefix(job.id), suffix=f"-{seat.index}", dir=base))
+            keeper.remove(folder)
+            (folder / "pid").write_text(str(os.getpid()))
+            return folder
+        except OSError as error:
+            failed += f"; {error}"
+    raise LaunchError(f"no folder for the records of the ranks can be made{failed}: free some space, or set TMPDIR")
 
 
 def _prefix(job: str) -> str:

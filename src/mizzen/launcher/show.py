@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 
 from mizzen.launcher.arrange import Launch
-from mizzen.launcher.backends import MODULE, Command
+from mizzen.launcher.backends import Command, interpreter
 
 
 def describe(launch: Launch) -> str:
@@ -42,7 +42,7 @@ def _slots(slots: tuple[int, ...]) -> str:
 
 def _typed(launch: Launch) -> Iterator[str]:
     if launch.backend is None:
-        words = (launch.job.python, "-u", "-m", MODULE, "--node", str(launch.node), launch.job.encode())
+        words = (*interpreter(launch.job, launch.way), "--node", str(launch.node), launch.job.encode())
         yield shlex.join(words)
         return
     for command in launch.backend.commands(launch.job, launch.way):

@@ -21,9 +21,9 @@ import psutil
 
 from mizzen.errors import LaunchError, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
-from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, split_words, ssh
+from mizzen.launcher.backends import ELASTIC, MODULE, Backend, Command, Pdsh, Way, split_words, ssh
 from mizzen.launcher.devices import count_devices, find_devices
-from mizzen.launcher.job import LONGEST, SAID, TAKEN
+from mizzen.launcher.job import ENDED, LONGEST, SAID, TAKEN
 from mizzen.launcher.keeper import dies_with_parent
 from mizzen.launcher.output import Outlet, Pump, say, write
 from mizzen.launcher.stops import HEEDED, UNSAVED, hold, is_heeded
@@ -36,8 +36,6 @@ ATTEMPTS: Final = 5
 UNREACHABLE: Final = 255
 """What ssh itself exits with."""
 TICK: Final = 0.05
-ELASTIC: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""What a supervisor needs in its own environment: see [Note: the rendezvous, not the agent]."""
 
 
 def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
@@ -137,7 +135,7 @@ def execute(launch: Launch, env: Mapping[str, str]) -> int:
     for attempt in range(1, ATTEMPTS + 1):
         fleet = Fleet(launch, program, env)
         code = fleet.run()
-        if not fleet.has_heard(TAKEN) or launch.has_fixed_port:
+        if not fleet.has_heard(TAKEN) or launch.has_fixed_port or fleet.received:
             break
         launch = again(launch, attempt)
         say(f"trying port {launch.job.master_port} instead")
@@ -156,7 +154,7 @@ def _become_supervisor(launch: Launch, env: Mapping[str, str]) -> NoReturn:
     words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), word]
     sys.stdout.flush()
     hold()
-    os.execve(job.python, words, {**env, **ELASTIC})
+    os.execve(job.python, words, {**env, ELASTIC: "1"})
 
 
 def find_program(backend: Backend) -> str:
@@ -267,7 +265,7 @@ class Fleet:
                 say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
         if first is None:
             return 0
-        if self.received and not any(ship.outlet.heard for ship in self.ships):
+        if self.received and not self.has_heard(ENDED):
             return UNSAVED  # it was asked to stop before any supervisor was there to be asked
         return 1 if first.is_lost else first.code
 
@@ -289,7 +287,7 @@ class Fleet:
         has_line = command.channel == "line"
         process = subprocess.Popen(
             (self.program, *command.words[1:]),
-            env={**self.env, **ELASTIC, **command.environment},
+            env={**self.env, **command.environment},
             stdin=subprocess.PIPE if has_line else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -107,7 +107,7 @@ class Supervisor:
         self._saved_since: float | None = None
         self._regroup_by: float | None = None
         self._gone_since: float | None = None
-        self._has_finished = self._has_shared = False
+        self._has_finished, self._looks = False, 0
         self._news = News()
 
     def run(self) -> int:
@@ -142,7 +142,7 @@ class Supervisor:
                 say(move.words, before=move.trace)
             has_saved = ending.kind == "saved"
             self._failed_since = self._saved_since = self._regroup_by = self._gone_since = None
-            self._has_finished = self._has_shared = False
+            self._has_finished, self._looks = False, 0
             self._news = News()
 
     def _tells(self, level: int) -> bool:
@@ -215,12 +215,14 @@ class Supervisor:
         care = self._job.care
         is_shown = care.shown is None or rank in care.shown
         is_alone = care.shown is not None and len(care.shown) == 1
-        return Outlet(
+        outlet = Outlet(
             prefix=f"[rank {rank}] ".encode(),
             is_shown=is_shown,
             is_raw=is_alone,
-            file=open_log(Path(self._job.folder) / care.logs, place.attempt, rank) if care.logs else None,
+            file=open_log(Path(self._job.folder) / care.logs, rank) if care.logs else None,
         )
+        outlet.keep(f"--- attempt {place.attempt + 1} ---\n".encode() if place.attempt else b"")
+        return outlet
 
     # Watching
 
@@ -322,9 +324,9 @@ class Supervisor:
         self._news = self._meeting.news()
         if self._news.request == "stop":
             crew.ask_to_stop()
-        if self._news.request == "hang" and not self._has_shared:
-            self._has_shared = True
-            self._share_sightings(crew)
+        word, _, look = self._news.request.partition(" ")
+        if word == "hang" and int(look) > self._looks:
+            self._share_sightings(crew, int(look))
         return None
 
     def _elsewhere(self, _: Crew) -> Ending | None:
@@ -362,8 +364,8 @@ class Supervisor:
         now, host = time.monotonic(), self._seat.host.name
         if not is_hung([Sighting.of(member.order.rank, host, record, now) for member, record in records], limit):
             return None
-        self._meeting.request("hang")
-        everyone = self._share_sightings(crew)
+        self._meeting.request(f"hang {self._looks + 1}")
+        everyone = self._share_sightings(crew, self._looks + 1)
         if not is_hung(everyone, limit):
             return None  # they have moved on, or ended, while we looked
         guilty = culprits(everyone) or everyone
@@ -372,11 +374,15 @@ class Supervisor:
         counted = self._meeting.fail(failure)
         return Ending("failed", counted, is_ours=counted.cause == failure.cause)
 
-    def _share_sightings(self, crew: Crew) -> list[Sighting]:
+    def _share_sightings(self, crew: Crew, look: int) -> list[Sighting]:
+        self._looks = look
         stacks, now, host = crew.stacks(), time.monotonic(), self._seat.host.name
         seen = [Sighting.of(member.order.rank, host, record, now) for member, record in crew.records()]
+        ended = (replace(record, waiting=False, phase="has ended") for _, record in crew.records(ended=True))
+        seen += [Sighting.of(record.rank, host, record, now) for record in ended]
         with_stacks = [replace(one, stack=stacks.get(one.rank, "")).as_dict() for one in seen]
-        return [Sighting(**entry) for entry in members_of(self._meeting.share("sightings", json.dumps(with_stacks)))]
+        shared = self._meeting.share(f"sightings/{look}", json.dumps(with_stacks))
+        return [Sighting(**entry) for entry in members_of(shared)]
 
 
 def _without_them(news: News) -> Ending:

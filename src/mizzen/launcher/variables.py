@@ -14,6 +14,8 @@ PREFIXES: Final = ("NCCL", "PYTHON", "MLFLOW", "UCX", "MV2", "GLOO", "MIZZEN", "
 """What a job on other machines takes along, beside what the accelerator names."""
 OWN: Final = ("MIZZEN_PROGRESS", "MIZZEN_JOB")
 """What one launch tells its own processes: it must not reach another job that is started inside."""
+HERE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Which devices of this machine are shown, which says nothing about those of another."""
 KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FILES: Final = (".deepspeed_env", ".mizzen_env")
 
@@ -21,7 +23,7 @@ FILES: Final = (".deepspeed_env", ".mizzen_env")
 def exported(env: Mapping[str, str], prefixes: Iterable[str] = ()) -> dict[str, str]:
     """The variables that go along because of their names."""
     wanted = (*PREFIXES, *prefixes)
-    return {key: value for key, value in env.items() if key.startswith(wanted) and key not in OWN}
+    return {key: value for key, value in env.items() if key.startswith(wanted) and key not in (*OWN, *HERE)}
 
 
 def parse_file(text: str, path: str) -> dict[str, str]:

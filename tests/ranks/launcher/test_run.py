@@ -306,6 +306,22 @@ def test_a_node_whose_ranks_are_done_may_go(pair, tmp_path):
     assert first.end(30) == 0, first.text
 
 
+def test_a_node_that_waits_for_the_first_one_heeds_a_request(tmp_path):
+    """The first node is never started."""
+    words = ("--num_nodes", 2, "--num_gpus", 1, "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", free_port())
+    node = start(*words, "--node_rank", 1, "t.py", cwd=tmp_path, name="node1")
+
+    def is_up():
+        node.remember_family()
+        return node.folders
+
+    wait_until(is_up, "the supervisor")
+    time.sleep(1)
+    node.signal(signal.SIGINT)
+    assert node.end(30) == 76, node.text
+    assert node.text == "mizzen: stopped before the ranks started\n" and not node.left()
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

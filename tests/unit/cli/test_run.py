@@ -66,6 +66,16 @@ def test_a_folder_that_was_removed(mizzen, monkeypatch, tmp_path):
     assert ran.code == 2 and "the current folder has been removed" in ran.err
 
 
+def test_a_value_may_look_like_an_option(mizzen, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    words = ("run", "-H", "hosts", "--launcher", "slurm", "--launcher_args", "--partition=gpu", "--include", "")
+    ran = mizzen(*words, "--dry-run", "t.py", "--launcher_args", "x")
+    assert ran.code == 0, ran.err
+    assert " --partition=gpu " in ran.out and "t.py --local_rank=0 --launcher_args x" in ran.out
+    assert "argument --launcher_args: expected one argument" in mizzen("run", "--launcher_args").err
+
+
 def test_wrong_words(mizzen):
     for words, said in (
         (["--num_gpus", "0", "t.py"], "'0' is not a whole number of at least 1"),

@@ -74,3 +74,23 @@ def test_steps_do_not_mix():
         assert not any(talk.is_agreed(call) for call in (1, 2) for talk in talks)
         with ThreadPoolExecutor(2) as threads:
             assert all(threads.map(lambda talk: talk.is_agreed(100), talks))
+
+
+def test_whoever_leaves_the_evaluation_calls_it_off():
+    """Rank 0 has named a call and does not come to it; the other one waits there."""
+    shared = store()
+    leaves, stays = Parley(shared, 0, 2, 5), Parley(shared, 1, 2, 5)
+    assert not stays.is_agreed(1) and not leaves.is_agreed(1)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(stays.is_agreed, 1000)
+        leaves.call_off()
+        assert waits.result(20) is False
+
+
+def test_nobody_waits_for_rank_0_for_ever(monkeypatch):
+    monkeypatch.setattr(parley, "LONGEST", 0.2)
+    shared = store()
+    late, waits = Parley(shared, 0, 2, 5), Parley(shared, 1, 2, 5)
+    assert not waits.is_agreed(1) and not late.is_agreed(1)
+    assert not waits.is_agreed(1000)
+    assert not late.is_agreed(1000), "the verdict was given for all"

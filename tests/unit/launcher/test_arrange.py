@@ -118,6 +118,12 @@ def test_refusals_without_a_file():
         ({"num_nodes": 2, "hostfile": "nowhere"}, "--num_nodes 2, but nowhere does not exist"),
         ({"venv_script": "env.sh"}, "source the file before, as in . env.sh && mizzen run"),
         ({"no_ssh": True, "num_nodes": 2, "num_gpus": 1, "node_rank": 0}, "say with --master_addr"),
+        ({"no_ssh": True, "max_elastic_nodes": 3, "num_gpus": 1, "node_rank": 0}, "say with --master_addr"),
+        ({"no_ssh": True, "max_elastic_nodes": 3, "num_gpus": 1, "master_addr": "w"}, "which node this is"),
+        (
+            {"no_ssh": True, "max_elastic_nodes": 3, "num_gpus": 1, "master_addr": "w", "node_rank": 3},
+            "--node_rank 3: the nodes are 0 to 2",
+        ),
     ):
         with pytest.raises(UsageError, match=said):
             made(**asked)
@@ -139,9 +145,13 @@ def test_a_script_for_slurm_keeps_every_word(tmp_path):
 
     words = ("a b", "$(touch canary)", "it's", "x\ny", "")
     facts = replace(FACTS, hostfile=EVEN, folder=str(tmp_path), env={"NCCL_X": "a 'b'"})
-    asked = Asked(script="my train.py", arguments=words, max_restarts=2, grace=90, launcher_args="--partition=gpu")
+    asked = Asked(
+        script="my train.py", arguments=words, max_restarts=2, grace=90, launcher_args="-p gpu --comment='a b'"
+    )
     text = emit_slurm(arrange(asked, facts).job, asked)
-    assert "#SBATCH --nodes=2" in text and "#SBATCH --signal=USR1@90" in text and "#SBATCH --partition=gpu" in text
+    assert (
+        "#SBATCH --nodes=2" in text and "#SBATCH --signal=USR1@90" in text and "#SBATCH -p gpu '--comment=a b'" in text
+    )
     fakes = tmp_path / "bin"
     fakes.mkdir()
     for name, body in (
@@ -169,13 +179,25 @@ def test_a_scheduler_needs_no_names():
     asked = Asked(script="t.py", num_nodes=4, num_gpus=8, emit="slurm")
     text = emit_slurm(arrange(asked, FACTS).job, asked)
     assert "#SBATCH --nodes=4" in text and "--num_nodes 4 --num_gpus 8" in text
+    one = replace(FACTS, devices=KINDS[0], count=lambda: 1, env={"CUDA_VISIBLE_DEVICES": "3"})
+    assert emit_slurm(arrange(asked, one).job, asked) == text, "what this machine has says nothing about others"
 
 
 def test_a_manifest_for_kubernetes():
-    asked = Asked(script="train.py", arguments=("--name", "$(HOME)"))
+    asked = Asked(script="train.py", arguments=("--name", "$(HOME)", "$$x$", "\U0001f600\x7f\n"))
     text = emit_k8s(arrange(asked, replace(FACTS, hostfile="w0 slots=8\nw1 slots=8\n")).job, asked)
     for line in ("kind: JobSet", "parallelism: 2", "nvidia.com/gpu: 8", '- "$$(HOME)"', '- "$(JOB_COMPLETION_INDEX)"'):
         assert line in text.replace('"JobSet"', "JobSet"), text
+    assert '- "$$$$x$$"' in text and '- "\\U0001f600\\U0000007f\\n"' in text
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("7_train.py", "job-7-train"), ("_.py", "job"), (f"{'a' * 39}_b.py", "a" * 39), ("pkg/My Train.py", "my-train")],
+)
+def test_the_name_of_a_manifest_is_one_that_kubernetes_takes(script, name):
+    asked = Asked(script=script, num_nodes=1, num_gpus=1, emit="k8s")
+    assert f'\n  name: "{name}"\n' in emit_k8s(arrange(asked, FACTS).job, asked)
 
 
 def test_the_drop_in_goes_with_the_job_on_every_back_end():

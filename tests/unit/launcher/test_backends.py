@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mizzen.errors import UsageError
-from mizzen.launcher.backends import NAMES, Pdsh, Way, find_backend, supervisor
+from mizzen.launcher.backends import ELASTIC, NAMES, Pdsh, Way, find_backend, supervisor
 from unit.launcher.test_job import job
 
 EVIL = "$(touch canary); %h, 'x'"
@@ -36,30 +36,39 @@ def test_ssh():
     first, second = find_backend("ssh").commands(job(), Way(("-v",), 2222))
     assert first.words[:8] == ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-p", "2222", "-v")
     assert first.words[8] == "w0" and second.words[8] == "w1"
-    assert re.fullmatch(r"exec /usr/bin/python3 -u -m mizzen.launcher.node --node 1 [\w-]+", second.words[9])
+    start = "exec env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 /usr/bin/python3"
+    assert re.fullmatch(start + r" -u -m mizzen.launcher.node --node 1 [\w-]+", second.words[9])
     assert first.channel == "line"
 
 
 def test_a_script_is_sourced_first():
     line = supervisor(job(), Way(venv_script="/my venv/activate"), "--node", "0")
-    assert line == "exec sh -c '. '\"'\"'/my venv/activate'\"'\"' && exec python -u -m mizzen.launcher.node --node 0'"
+    python = f"exec env {ELASTIC}=1 python"
+    assert line == f"exec sh -c '. '\"'\"'/my venv/activate'\"'\"' && {python} -u -m mizzen.launcher.node --node 0'"
     (command,) = find_backend("openmpi").commands(job(), Way(venv_script="/v"))
     assert command.words[command.words.index("sh") : command.words.index(":")] == (
         "sh",
         "-c",
-        '. /v && exec python -u -m mizzen.launcher.node "$@"',
+        f'. /v && {python} -u -m mizzen.launcher.node "$@"',
         "mizzen",
         "--node",
         "0",
     )
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_supervisor_has_what_nodes_need_that_join_later(name):
+    """Variables of this machine do not reach the others by themselves."""
+    for command in find_backend(name).commands(job(), Way()):
+        assert " ".join(command.words).count(f"{ELASTIC}=1 ") == len(re.findall("-m mizzen", " ".join(command.words)))
+
+
 def test_pdsh_adds_to_what_the_user_has():
     way = Way(ssh_port=2222, environment={"PDSH_SSH_ARGS_APPEND": "-i key"})
-    (command,) = Pdsh().commands(job(python="/opt/100%/python"), way)
+    (command,) = Pdsh().commands(job(python="/opt/HOST/100%/python"), way)
     assert command.environment == {"PDSH_SSH_ARGS_APPEND": "-i key -o BatchMode=yes -p 2222"}
     assert command.words[:10] == ("pdsh", "-S", "-N", "-R", "ssh", "-f", "1024", "-w", "w0,w1", command.words[-1])
-    assert "--host %h " in command.words[-1] and "/opt/100%%/python" in command.words[-1]
+    assert "--host %h " in command.words[-1] and "/opt/HOST/100%%/python" in command.words[-1]
     assert "--ask stop a1" in Pdsh().ask(job(), way, "stop").words[-1]
 
 

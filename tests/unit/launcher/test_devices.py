@@ -3,6 +3,7 @@
 import pytest
 
 from mizzen.launcher.devices import count_devices, find_devices
+from mizzen.launcher.serve import given_devices
 
 
 @pytest.fixture
@@ -39,3 +40,10 @@ def test_the_environment_may_ask_for_another_kind(nvidia, tmp_path):
     found = find_devices({"DS_ACCELERATOR": "xpu"}, tmp_path)
     assert found is not None and found.variable == "ZE_AFFINITY_MASK"
     assert find_devices({}, tmp_path / "nothing") is None
+
+
+def test_slots_are_those_that_slurm_has_given(nvidia):
+    """Without cgroups it numbers devices as the host does, and others may belong to another job."""
+    for given, devices in (("4,6,7", (4, 7)), ("4,6", (0, 2)), ("NoDevFiles", (0, 2)), (None, (0, 2))):
+        env = {"CUDA_VISIBLE_DEVICES": given} if given else {}
+        assert given_devices((0, 2), env, nvidia) == devices

@@ -1,14 +1,16 @@
 """How ranks end, what is said of it, and what follows."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from mizzen.launcher.ending import Ending, decide
 from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
-from mizzen.launcher.output import Outlet
+from mizzen.launcher.output import LONGEST, Outlet
 from mizzen.launcher.place import Member, settle
 from mizzen.launcher.trace import end_of, last_words, traceback_in
 
@@ -200,3 +202,41 @@ def test_lines_are_whole(capfd, tmp_path):
     assert err == "[0] bar 1\rbar 2\r\n" and bytes(first.kept) == b"bar 1\rbar 2\r"
     file.close()
     assert (tmp_path / "log").read_bytes() == b"half and half\nbar 1\rbar 2\r\n"
+
+
+def test_a_line_that_never_ends_is_cut(tmp_path):
+    """As of a progress bar that draws for days."""
+    with (tmp_path / "log").open("wb", buffering=0) as file:
+        outlet = Outlet(file=file)
+        for _ in range(5):
+            outlet.feed(b"50%\r" * (LONGEST // 16), "err")
+        assert sum(map(len, outlet.open_line.values())) < LONGEST
+    assert (tmp_path / "log").read_bytes() == b"50%\r" * (LONGEST // 4) + b"\n"
+
+
+def test_a_file_that_takes_no_more_is_given_up(capfd):
+    outlet = Outlet(prefix=b"[0] ", is_shown=True, file=open("/dev/full", "ab", buffering=0))  # noqa: SIM115
+    for word in (b"one\n", b"two\n"):
+        outlet.feed(word, "out")
+    out, err = capfd.readouterr()
+    assert out == "[0] one\n[0] two\n"
+    assert err == "mizzen: warning: /dev/full: what the rank prints is no longer kept (No space left on device)\n"
+
+
+WRITES = "from mizzen.launcher.output import write; write('out', b'x' * 200_000); write('err', b'done')"
+
+
+@pytest.mark.parametrize("place", ["full", "pipe"])
+def test_what_cannot_be_written_now_ends_nothing(place):
+    """A full disk takes nothing; a pipe that another program has set to wait for nobody takes it bit by bit."""
+    read, out = os.pipe()
+    os.set_blocking(out, False)
+    out = os.open("/dev/full", os.O_WRONLY) if place == "full" else out
+    with subprocess.Popen([sys.executable, "-c", WRITES], stdout=out, stderr=subprocess.PIPE) as child:
+        os.close(out)
+        time.sleep(0.5)
+        got = 0
+        while place == "pipe" and (data := os.read(read, 4096)):
+            got += len(data)
+        assert child.stderr.read() == b"done"
+    assert got == (200_000 if place == "pipe" else 0)

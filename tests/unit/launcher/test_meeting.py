@@ -1,11 +1,13 @@
 """Ports that are bound before they are told, and what a node knows of its network."""
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mizzen.errors import LaunchError
+from mizzen.launcher.backends import ELASTIC
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import Job, Program
 from mizzen.launcher.meeting import Alone, Seat, address_towards, interface_of, meet
@@ -56,15 +58,35 @@ def test_the_way_to_a_host():
         address_towards("no such host")
 
 
-def test_nodes_that_want_another_attempt_wait_for_none_that_is_gone():
-    """The third of three leaves after the second attempt: the others name it."""
+def several(count, *, min_nodes):
+    """Nodes of one job that have yet to meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    hosts = tuple(Host(f"n{index}", (0,)) for index in range(3))
-    made = job(hosts=hosts, master_addr="127.0.0.1", master_port=port, min_nodes=3, max_nodes=3)
+    hosts = tuple(Host(f"n{index}", (0,)) for index in range(count))
+    made = job(hosts=hosts, master_addr="127.0.0.1", master_port=port, min_nodes=min_nodes, max_nodes=count)
+    return [meet(made, Seat(index, hosts[index], "127.0.0.1"), {}) for index in range(count)]
+
+
+def test_a_node_that_comes_later_counts_the_attempts_of_all(monkeypatch):
+    """Ranks look for each other under that number."""
+    monkeypatch.setenv(ELASTIC, "1")
+    first, second = several(2, min_nodes=1)
+    assert first.join().attempt == 0
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(second.join)
+        while not first.news().has_changed:
+            time.sleep(0.05)
+        assert [first.join().attempt, late.result(60).attempt] == [1, 1]
+        left = pool.submit(second.leave, "")
+        first.leave("")
+        left.result(30)
+
+
+def test_nodes_that_want_another_attempt_wait_for_none_that_is_gone():
+    """The third of three leaves after the second attempt: the others name it."""
     with ThreadPoolExecutor(3) as pool:
-        meetings = list(pool.map(lambda index: meet(made, Seat(index, hosts[index], "127.0.0.1"), {}), range(3)))
+        meetings = several(3, min_nodes=3)
         assert [place.first_rank for place in pool.map(lambda one: one.join(), meetings)] == [0, 1, 2]
         assert [place.attempt for place in pool.map(lambda one: one.join(), meetings)] == [1, 1, 1]
         meetings[2].leave("it had to")

@@ -65,6 +65,7 @@ def test_the_words_of_a_supervisor_come_after_those_of_the_program(ended, capfd)
 def test_a_program_that_is_asked_to_stop_before_a_supervisor_runs(ended, capfd):
     assert ended("kill -USR1 $PPID; read word; kill -USR1 $$") == (76, 1)
     assert ended(f"kill -USR1 $PPID; read word; SAY{ENDED} >&2; exit 75") == (75, 1)
+    assert ended(f"kill -USR1 $PPID; read word; SAY'{TAKEN}' >&2; exit 98") == (76, 1), "no other port is tried then"
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
