@@ -188,8 +188,12 @@ class FullStore:
                 forget(unit.module)
 
     def follow(self, name: str, value: Tensor) -> None:
-        """A master was written to, which is the parameter itself, unless it rests in another form."""
+        """A master was written to, which is the parameter itself, unless it rests in another form or is gathered."""
         parameter = self.everything[name]
+        for unit in self.units:
+            if unit.open and name in unit.parameters:
+                with torch.no_grad():
+                    whole(unit.module)[list(unit.parameters).index(name)].copy_(value)
         if isinstance(parameter, DTensor) and isinstance(local(parameter), Packed):
             write_shard(parameter, value)
         self._forget()
@@ -264,6 +268,8 @@ class FullStore:
 
     def detach(self) -> None:
         """Give the module its parameters back, whole, on every rank; all ranks do this together."""
+        if any(unit.open for unit in self.units):
+            raise UsageError("destroy() or another initialize() inside GatheredParameters: leave the context first")
         for unit in reversed(self.units):
             for handle in unit.handles:
                 handle.remove()
