@@ -24,12 +24,13 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
 from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in
 from mizzen.parallel.zero.full.live import gather_shards, local
-from mizzen.parallel.zero.full.sharded import CALLS, FACTS, HOOKS, Moved, carry, move, property_of
+from mizzen.parallel.zero.full.sharded import CALLS, FACTS, Moved, carry, move, property_of
 from mizzen.parallel.zero.full.units import shard_dim
 
 
@@ -46,11 +47,7 @@ class Early(DTensor):
         """Let everything but facts work on the whole parameter."""
         kwargs = kwargs or {}
         name = property_of(func)
-        if (
-            (name in FACTS and len(args) == 1)
-            or name in CALLS - {"detach"} - HOOKS
-            or name in ("grad", "requires_grad")
-        ):
+        if (name in FACTS and len(args) == 1) or name in CALLS - {"detach"} or name in ("grad", "requires_grad"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 
@@ -127,7 +124,6 @@ class Bench:
                 shard = DTensor.clone(early)
                 made = nn.Parameter(self.held[id(early)][1].clone() if id(early) in self.held else shard)
                 made.requires_grad_(early.requires_grad)
-            carry(early, made)
             if isinstance(made, DTensor):
                 made.__class__ = self.kind
             memo[id(early)] = made
@@ -238,10 +234,25 @@ class Building:
         return early
 
 
+@contextmanager
+def built() -> Iterator[None]:
+    """While an engine takes a model no `zero.Init` cuts anything; what was built in one so far is done."""
+    building, AMBIENT.building = AMBIENT.building, None
+    if building is not None:
+        building.stop()
+    try:
+        yield
+    finally:
+        AMBIENT.building = building
+        if building is not None:
+            building.start()
+
+
 def fits(parameter: Tensor) -> bool:
-    """Whether a parameter can be cut: it has dimensions and memory, and is whole."""
+    """Whether a parameter can be cut: it has dimensions and memory, and is whole and nobody's."""
     return bool(
         not isinstance(parameter, DTensor | Moved | UninitializedParameter)
+        and AMBIENT.owners.get(parameter) is None
         and parameter.dim()
         and parameter.numel()
         and not parameter.is_meta
@@ -274,6 +285,7 @@ def make_whole(model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
             if isinstance(parameter, Early) and names[id(parameter)] not in keep:
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(gathered(parameter), requires_grad=parameter.requires_grad)
+                    carry(parameter, made[id(parameter)])
                 module.register_parameter(own, made[id(parameter)])
 
 

@@ -24,7 +24,16 @@ from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, gather_shards, local
 from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
-from mizzen.parallel.zero.full.sharded import bring_back, mark, move, set_aside, unmark, write_shard
+from mizzen.parallel.zero.full.sharded import (
+    bring_back,
+    carry,
+    carry_hooks,
+    mark,
+    move,
+    set_aside,
+    unmark,
+    write_shard,
+)
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.whole import Wholes
@@ -97,6 +106,7 @@ class FullStore:
                 stand_ins = dict(zip(unit.parameters, whole(unit.module), strict=True))
             slots = {each.name: each for each in unit.trained}
             for each in unit.trained:
+                carry_hooks(each.parameter, stand_ins[each.name])
                 hook = each.parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
                 dense = stand_ins[each.name].register_post_accumulate_grad_hook(_dense)  # type: ignore[no-untyped-call]
                 unit.handles += [hook, dense]
@@ -303,7 +313,9 @@ def _replacement(
     def replace(parameter: Tensor) -> nn.Parameter:
         value = plain[names[id(parameter)]]
         held = torch_dtype(unit.plan.held) if unit.plan.held and parameter.requires_grad else value.dtype
-        return nn.Parameter(value.to(held), requires_grad=parameter.requires_grad)
+        found = nn.Parameter(value.to(held), requires_grad=parameter.requires_grad)
+        carry(parameter, found)
+        return found
 
     return replace
 

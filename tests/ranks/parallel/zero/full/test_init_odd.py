@@ -77,3 +77,50 @@ def copies() -> dict[str, bool]:
 def test_copies(world):
     for found in world(2).run(copies):
         assert [what for what, holds in found.items() if not holds] == []
+
+
+def hooks(stage, is_early) -> dict[str, bool]:
+    """Hooks from before there is an engine, which see this rank's own gradient."""
+    torch.manual_seed(3)
+    with zero.Init(enabled=is_early):
+        model = Base()
+    seen = []
+    model.first.weight.mark = "kept"
+    handle = model.first.weight.register_hook(lambda gradient: gradient * 0)
+    model.last.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(tuple(parameter.shape)))
+    engine = start(model, stage)
+    engine.backward(engine(rows(0, engine.global_rank)))
+    found = {
+        "called": bool((zero.safe_get_full_grad(model.first.weight) == 0).all()) and seen == [(1, 8)],
+        "applied": engine.step().applied,
+    }
+    handle.remove()
+    engine.backward(engine(rows(1, engine.global_rank)))
+    found["removed"] = bool((zero.safe_get_full_grad(model.first.weight) != 0).any())
+    engine.destroy()
+    found["marked"] = model.first.weight.mark == "kept"
+    model(rows(2, 0)).backward()
+    found["after"] = len(seen) == 3
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_hooks_and_marks_stay(world, stage, is_early):
+    for found in world(2).run(hooks, stage, is_early):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
+def start_inside(is_inside):
+    torch.manual_seed(3)
+    with zero.Init(enabled=is_inside):
+        engine = start(Base(), 3, zero={"stage3_param_persistence_threshold": 20})
+        losses = [engine.train_batch(iter([rows(0, engine.global_rank)])).loss]
+        later = nn.Sequential(nn.Linear(4, 4))
+    losses += [engine.train_batch(iter([rows(step, engine.global_rank)])).loss for step in range(1, 3)]
+    return losses, zero.facts_of(later[0].weight).status
+
+
+def test_an_engine_may_be_made_inside(world):
+    for inside, outside in zip(world(2).run(start_inside, True), world(2).run(start_inside, False), strict=True):
+        assert inside == (outside[0], "sharded")
