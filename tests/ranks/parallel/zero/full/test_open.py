@@ -97,3 +97,26 @@ def change_hands() -> dict[str, bool]:
 def test_training_goes_on_after_an_error_inside(world, program):
     for found in world(2).run(program):
         assert [what for what, holds in found.items() if not holds] == []
+
+
+def set_between(stage, is_local):
+    """A gradient that is set to 1 between two backwards of a step, and what is there after the second."""
+    engine = start("Base", stage, gradient_accumulation_steps=2)
+    weight = engine.module.first.weight
+    for micro in range(2):
+        engine.backward(engine(rows(micro, engine.global_rank, 2)))
+        found = zero.safe_get_full_grad(weight)
+        if is_local:
+            zero.safe_set_local_grad(weight, torch.ones_like(zero.safe_get_local_grad(weight)))
+        else:
+            zero.safe_set_full_grad(weight, torch.ones(8, 4))
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_what_comes_later_is_added_to_a_gradient_that_was_set(world, is_local):
+    expected = world(2).run(set_between, 3, is_local)[0]
+    for stage in (0, 1, 2):
+        for found in world(2).run(set_between, stage, is_local):
+            assert torch.allclose(found, expected, atol=1e-6)
