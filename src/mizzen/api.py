@@ -40,12 +40,14 @@ from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.printer import dump_state
 from mizzen.order import ORDER
+from mizzen.parallel.zero.full.early import built
 from mizzen.plan.build import build
 from mizzen.plan.parts import Part
 
 Setup = tuple[Engine, Optimizer | None, Any, Any]
 
 
+@built()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

@@ -112,6 +112,7 @@ def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     owner = _require(parameter)
     owner.store.gradients.collect()
     _scatter(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
+    owner.store.gradients.follow(owner.name, value * owner.scaler.scale)
 
 
 def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -140,9 +141,9 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def local_state(parameter: nn.Parameter, key: str) -> Tensor | None:
-    """This rank's own part of one optimizer state; None before the first step."""
+    """This rank's own part of one optimizer state, empty where others have all of it; None before the first step."""
     owner = _trainer_of(parameter)
-    if owner is None or owner.optimizer is None or not owner.optimizer.state:
+    if owner is None or owner.optimizer is None or _waits(owner):
         return None
     known, pieces = _states(owner, key)
     _check_key(known, key)
@@ -161,12 +162,13 @@ def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     owner = _require(parameter)
     owner.store.gradients.collect()
     _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
+    owner.store.gradients.follow(owner.name, _gather(owner, owner.store.pieces("gradient")))
 
 
 def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
     """Write this rank's own part of one optimizer state."""
     owner = _require(parameter)
-    if owner.optimizer is None or not owner.optimizer.state:
+    if owner.optimizer is None or _waits(owner):
         raise UsageError(f"the optimizer has no states before its first step: '{key}' cannot be set yet")
     known, pieces = _states(owner, key)
     _check_key(known, key)
@@ -180,8 +182,14 @@ def _states(owner: Owner, key: str) -> tuple[set[str], list[Piece]]:
     return {name for state in states.values() for name in state}, owner.store.state_pieces(states, key)
 
 
+def _waits(owner: Owner) -> bool:
+    """Whether this rank steps something of a parameter, and has not yet."""
+    stepped = {portion.name for portions in owner.store.portions().values() for portion in portions}
+    return owner.optimizer is not None and not owner.optimizer.state and owner.name in stepped
+
+
 def _check_key(known: set[str], key: str) -> None:
-    if key not in known:
+    if known and key not in known:
         raise UsageError(f"the optimizer keeps no state '{key}'; it keeps {', '.join(sorted(known))}")
 
 

@@ -35,6 +35,9 @@ class Collector(Protocol):
     def collect(self) -> None:
         """Complete every owned gradient, however it came in."""
 
+    def follow(self, name: str, value: Tensor) -> None:
+        """Somebody has given a complete gradient this whole value: what comes later is added to it."""
+
     def clear(self, *, taken: bool = False) -> None:
         """Start again from zero; `taken` says that a step was taken with what was there."""
 

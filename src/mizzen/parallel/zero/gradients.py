@@ -83,6 +83,9 @@ class Gradients:
             self.arm(True)
             self.settle()
 
+    def follow(self, name: str, value: Tensor) -> None:
+        """A complete gradient was given this whole value. Only where it is summed anew this has to be known."""
+
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
@@ -163,6 +166,13 @@ class WholeGradients(Gradients):
                 for position in bucket.shown:
                     bucket.parameters[position].grad = None
                 bucket.shown.clear()
+
+    def follow(self, name: str, value: Tensor) -> None:
+        """Stage 1 sums what lies here anew after a further backward: the mean of what all ranks have is the value."""
+        for bucket in self.buckets:
+            for slot, view in zip(bucket.plan.slots, bucket.views, strict=False):
+                if bucket.is_shared and slot.name == name:
+                    view.copy_(value)
 
     def keep(self, bucket: LiveBucket, position: int) -> None:
         """Add it to its place, and show that."""

@@ -24,12 +24,13 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
 from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in
 from mizzen.parallel.zero.full.live import gather_shards, local
-from mizzen.parallel.zero.full.sharded import CALLS, FACTS, HOOKS, Moved, carry, move, property_of
+from mizzen.parallel.zero.full.sharded import CALLS, FACTS, Moved, carry, move, property_of
 from mizzen.parallel.zero.full.units import shard_dim
 
 
@@ -46,11 +47,7 @@ class Early(DTensor):
         """Let everything but facts work on the whole parameter."""
         kwargs = kwargs or {}
         name = property_of(func)
-        if (
-            (name in FACTS and len(args) == 1)
-            or name in CALLS - {"detach"} - HOOKS
-            or name in ("grad", "requires_grad")
-        ):
+        if (name in FACTS and len(args) == 1) or name in CALLS - {"detach"} or name in ("grad", "requires_grad"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 
@@ -62,6 +59,8 @@ class Early(DTensor):
                 found = func(*args)
             found.__class__ = type(args[0])
             return found
+        if name == "__deepcopy__":
+            return bench.copied(*args)
         if name == "data" and len(args) == 2:
             bench.replace(args[0], args[1])
             return None
@@ -117,6 +116,19 @@ class Bench:
             self.open[id(early)] = early, gathered(early)
         return self.open[id(early)][1]
 
+    def copied(self, early: Any, memo: dict[int, Any]) -> Any:
+        """Another parameter with its values: cut as it is, or whole while it is held."""
+        if id(early) not in memo:
+            self.clear_but()
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                shard = DTensor.clone(early)
+                made = nn.Parameter(self.held[id(early)][1].clone() if id(early) in self.held else shard)
+                made.requires_grad_(early.requires_grad)
+            if isinstance(made, DTensor):
+                made.__class__ = self.kind
+            memo[id(early)] = made
+        return memo[id(early)]
+
     def replace(self, early: Any, value: Tensor) -> None:
         """Set the data of a parameter, which keeps its shape and dtype."""
         if value.shape != early.shape:
@@ -144,12 +156,15 @@ class Bench:
     def hold(self, wanted: Sequence[Any], source: int | None) -> Iterator[None]:
         """Keep parameters whole; at the end they are cut with the values of the rank `source`, or left as they were."""
         self.clear_but()
-        new = {id(early): early for early in wanted if id(early) not in self.held}
-        self.held |= {key: (early, gathered(early)) for key, early in new.items()}
+        asked = {id(early): early for early in wanted}
+        new = [key for key in asked if key not in self.held]
+        self.held |= {key: (asked[key], gathered(asked[key])) for key in new}
+        mine = [self.held[key] for key in asked]
         try:
             yield
         finally:
-            mine = [self.held.pop(key) for key in new]
+            for key in new:
+                del self.held[key]
         with torch.no_grad():
             for early, value in mine if source is not None else ():
                 collectives.broadcast(value, source, group=self.group)
@@ -195,7 +210,7 @@ class Building:
             self.done[id(inner)] = inner
             for own, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
                 if fits(parameter) or id(parameter) in self.bench.known:
-                    inner.register_parameter(own, self.bench.cut(parameter, f"{name}.{own}".lstrip(".")))
+                    inner.register_parameter(own, self._cut(parameter, f"{name}.{own}".lstrip(".")))
 
     def _module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -205,15 +220,39 @@ class Building:
         if parameter is None or not fits(parameter):
             return None
         if id(module) in self.done:
-            return self.bench.cut(parameter, name)
+            return self._cut(parameter, name)
         self.begun[id(module)] = module
         return None
 
+    def _cut(self, parameter: Tensor, label: str) -> Any:
+        """Cut a parameter, also where modules that are not done yet have it."""
+        early = self.bench.cut(parameter, label)
+        for module in list(self.begun.values()):
+            for own, other in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if other is parameter:
+                    module.register_parameter(own, early)
+        return early
+
+
+@contextmanager
+def built() -> Iterator[None]:
+    """While an engine takes a model no `zero.Init` cuts anything; what was built in one so far is done."""
+    building, AMBIENT.building = AMBIENT.building, None
+    if building is not None:
+        building.stop()
+    try:
+        yield
+    finally:
+        AMBIENT.building = building
+        if building is not None:
+            building.start()
+
 
 def fits(parameter: Tensor) -> bool:
-    """Whether a parameter can be cut: it has dimensions and memory, and is whole."""
+    """Whether a parameter can be cut: it has dimensions and memory, and is whole and nobody's."""
     return bool(
         not isinstance(parameter, DTensor | Moved | UninitializedParameter)
+        and AMBIENT.owners.get(parameter) is None
         and parameter.dim()
         and parameter.numel()
         and not parameter.is_meta
@@ -246,6 +285,7 @@ def make_whole(model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
             if isinstance(parameter, Early) and names[id(parameter)] not in keep:
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(gathered(parameter), requires_grad=parameter.requires_grad)
+                    carry(parameter, made[id(parameter)])
                 module.register_parameter(own, made[id(parameter)])
 
 

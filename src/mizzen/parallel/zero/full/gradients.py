@@ -101,6 +101,9 @@ class UnitGradients:
             finish()
         self._is_complete = True
 
+    def follow(self, name: str, value: Tensor) -> None:
+        """What comes later is added to the value that was given."""
+
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, and what was lost on their way where nobody steps with them."""
         self._wait()

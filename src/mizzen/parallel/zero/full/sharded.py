@@ -246,8 +246,10 @@ def bring_back(parameter: Tensor) -> None:
 
 
 def unmark(parameter: Tensor) -> None:
-    """Make it a plain DTensor again."""
+    """Make it a plain DTensor again, with the hooks that the object in its place had."""
+    stand_in = type(parameter).stand_in  # type: ignore[attr-defined]
     parameter.__class__ = DTensor
+    carry_hooks(stand_in, parameter)
 
 
 def move(parameter: Tensor, label: str, event: str = "mizzen.initialize sharded it") -> None:
@@ -308,6 +310,16 @@ def write_shard(target: DTensor, source: Tensor) -> None:
 
 
 def carry(old: Tensor, new: Tensor) -> None:
-    """Give a parameter the attributes that somebody has hung on the one before it."""
+    """Give a parameter the attributes and hooks that somebody has hung on the one before it."""
     own = vars(new)
     own.update({key: value for key, value in vars(old).items() if key not in own})
+    carry_hooks(old, new)
+
+
+def carry_hooks(old: Any, new: Any) -> None:
+    """Move the hooks on a gradient to another object; who has registered them can still remove them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(old, each):
+                setattr(old, each, None)
+                setattr(new, each, hooks)

@@ -24,7 +24,16 @@ from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, gather_shards, local
 from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
-from mizzen.parallel.zero.full.sharded import bring_back, mark, move, set_aside, unmark, write_shard
+from mizzen.parallel.zero.full.sharded import (
+    bring_back,
+    carry,
+    carry_hooks,
+    mark,
+    move,
+    set_aside,
+    unmark,
+    write_shard,
+)
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.whole import Wholes
@@ -97,6 +106,7 @@ class FullStore:
                 stand_ins = dict(zip(unit.parameters, whole(unit.module), strict=True))
             slots = {each.name: each for each in unit.trained}
             for each in unit.trained:
+                carry_hooks(each.parameter, stand_ins[each.name])
                 hook = each.parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
                 dense = stand_ins[each.name].register_post_accumulate_grad_hook(_dense)  # type: ignore[no-untyped-call]
                 unit.handles += [hook, dense]
@@ -188,8 +198,12 @@ class FullStore:
                 forget(unit.module)
 
     def follow(self, name: str, value: Tensor) -> None:
-        """A master was written to, which is the parameter itself, unless it rests in another form."""
+        """A master was written to, which is the parameter itself, unless it rests in another form or is gathered."""
         parameter = self.everything[name]
+        for unit in self.units:
+            if unit.open and name in unit.parameters:
+                with torch.no_grad():
+                    whole(unit.module)[list(unit.parameters).index(name)].copy_(value)
         if isinstance(parameter, DTensor) and isinstance(local(parameter), Packed):
             write_shard(parameter, value)
         self._forget()
@@ -264,6 +278,8 @@ class FullStore:
 
     def detach(self) -> None:
         """Give the module its parameters back, whole, on every rank; all ranks do this together."""
+        if any(unit.open for unit in self.units):
+            raise UsageError("destroy() or another initialize() inside GatheredParameters: leave the context first")
         for unit in reversed(self.units):
             for handle in unit.handles:
                 handle.remove()
@@ -297,7 +313,9 @@ def _replacement(
     def replace(parameter: Tensor) -> nn.Parameter:
         value = plain[names[id(parameter)]]
         held = torch_dtype(unit.plan.held) if unit.plan.held and parameter.requires_grad else value.dtype
-        return nn.Parameter(value.to(held), requires_grad=parameter.requires_grad)
+        found = nn.Parameter(value.to(held), requires_grad=parameter.requires_grad)
+        carry(parameter, found)
+        return found
 
     return replace
 

@@ -279,7 +279,8 @@ def recover(root: Any) -> bool:
             group._post_forward_indices.clear()
             if group._all_gather_result is not None:
                 group.wait_for_unshard()
-            group._to_sharded()
+            if group.reshard_after_backward:  # unless `held_open`
+                group._to_sharded()
             for parameter in group.fsdp_params:
                 fsdp_drop_gradient(parameter)
         each._training_state = type(each._training_state).IDLE

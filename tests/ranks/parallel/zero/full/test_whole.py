@@ -110,10 +110,13 @@ def nothing_owned():
         assert engine.step().applied
     weight = engine.module[0].weight
     owned = sum(len(group["params"]) for group in engine.basic_optimizer.param_groups)
-    return owned, mizzen.zero.safe_get_full_optimizer_state(weight, "momentum_buffer")
+    own = mizzen.zero.safe_get_local_optimizer_state(weight, "momentum_buffer")
+    mizzen.zero.safe_set_local_optimizer_state(weight, 2 * own, "momentum_buffer")
+    return owned, own.numel(), mizzen.zero.safe_get_full_optimizer_state(weight, "momentum_buffer")
 
 
 def test_a_rank_may_own_nothing(world):
-    (one, momentum), (other, same) = world(2).run(nothing_owned)
+    (one, held, momentum), (other, nothing, same) = world(2).run(nothing_owned)
     assert (one, other) == (1, 0)
+    assert (held, nothing) == (30, 0)
     assert torch.equal(momentum, same) and momentum.any()
