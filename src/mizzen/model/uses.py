@@ -9,6 +9,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _definitions(kind: type, name: str) -> Iterator[ast.FunctionDef]:
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
+        except (OSError, TypeError, SyntaxError, ValueError, TokenError):
             continue  # typed into a prompt, or made by other code
         if tree.body and isinstance(tree.body[0], ast.FunctionDef):
             yield tree.body[0]

@@ -90,3 +90,12 @@ def test_code_that_cannot_be_read_is_left_alone():
     model = space["Typed"]()
     model.inner = nn.Linear(4, 4)
     assert users(model) == {}
+
+
+def test_code_whose_file_is_no_python(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("'''a page\n" * 7)
+    found = {"nn": nn}
+    code = "class Written(nn.Linear):\n    def forward(self, rows):\n        return rows + self.weight\n"
+    exec(compile(code, str(page), "exec"), found)  # noqa: S102  as a notebook or a test of a page does
+    assert [each.name for each in Sketch.of(found["Written"](2, 2)).parameters] == ["weight", "bias"]
