@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from mizzen.checkpoint.latest import UNFINISHED, latest, recorded
+from mizzen.checkpoint.latest import LATEST, RECORD, UNFINISHED, latest, recorded
 from mizzen.checkpoint.manifest import Manifest, is_plain
 from mizzen.checkpoint.read import MANIFEST, read_manifest
 from mizzen.comm.account import is_elsewhere, is_gone, this_process
@@ -67,6 +67,11 @@ def check_tag(tag: str) -> str:
         raise UsageError(
             f"the tag {str(tag)[:80]!r} cannot be used: a tag is a plain name of letters, digits, '.', '_' and '-' "
             "that begins with a letter or digit"
+        )
+    if tag in (LATEST, RECORD):
+        raise UsageError(
+            f"the tag {tag!r} cannot be used: a file beside the checkpoints is called so. A load without a "
+            "tag takes the one that it names"
         )
     return tag
 

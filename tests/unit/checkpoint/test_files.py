@@ -25,7 +25,7 @@ from mizzen.checkpoint.save import Terms, merge
 from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.tensors import bytes_of
 from mizzen.checkpoint.write import ChunkHasher, Item, write_items
-from mizzen.errors import CheckpointError
+from mizzen.errors import CheckpointError, UsageError
 from mizzen.files import watched
 from mizzen.model.box import Box, boxes_of_range
 from mizzen.model.piece import Piece, piece_of_range, piece_of_whole
@@ -378,3 +378,9 @@ def test_a_manifest_of_a_later_version_is_refused(tmp_path):
     data = replace(manifest, tag="x").to_bytes()
     with pytest.raises(CheckpointError, match="damaged"):
         Manifest.from_bytes(data.replace(b'"version":1', b'"version":2'), "here")
+
+
+@pytest.mark.parametrize("tag", ["latest", "latest.json"])
+def test_a_tag_that_is_the_name_of_a_file_beside_it(tmp_path, tag):
+    with pytest.raises(UsageError, match=rf"the tag '{tag}' cannot be used: a file beside the checkpoints"):
+        save(tmp_path, {"a": torch.zeros(1)}, tag=tag)
