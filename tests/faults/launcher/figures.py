@@ -135,9 +135,11 @@ def hung(chance, count):
 
         def run(folder, fault=fault):
             job = start(*WORDS, "--out", folder, "--hang", HANG, "--faults", fault, cwd=folder)
-            wait_until(lambda: "hung: rank" in job.text, "the report")
-            said = time.time()
-            assert job.end(120) == 0, job.text[-500:]
+            wait_until(lambda: "hung: rank" in job.text or job.process.poll() is not None, "the report")
+            said, text = time.time(), job.text
+            assert "hung: rank" in text, f"ended with {job.process.poll()} and no report: {text[-250:]}"
+            code = job.end(120)
+            assert code == 0, f"ended with {code}: {job.text[-250:]}"
             who = fault.partition("@")[2].partition(":")[0]
             said_so = [line for line in job.text.splitlines() if "hung: rank" in line]
             assert any(f"mizzen: rank {who} on localhost hung" in line for line in said_so), said_so
