@@ -112,7 +112,7 @@ def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     owner = _require(parameter)
     owner.store.gradients.collect()
     _scatter(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
-    owner.store.gradients.follow(owner.name, value * owner.scaler.scale)
+    owner.store.gradients.follow(owner.name, lambda: value * owner.scaler.scale)
 
 
 def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -162,7 +162,7 @@ def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     owner = _require(parameter)
     owner.store.gradients.collect()
     _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
-    owner.store.gradients.follow(owner.name, _gather(owner, owner.store.pieces("gradient")))
+    owner.store.gradients.follow(owner.name, lambda: _gather(owner, owner.store.pieces("gradient")))
 
 
 def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:

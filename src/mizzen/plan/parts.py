@@ -1,6 +1,6 @@
 """What a plan makes of a model: always a tuple of parts, one when the model is not pipelined."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -35,7 +35,7 @@ class Collector(Protocol):
     def collect(self) -> None:
         """Complete every owned gradient, however it came in."""
 
-    def follow(self, name: str, value: Tensor) -> None:
+    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
         """Somebody has given a complete gradient this whole value: what comes later is added to it."""
 
     def clear(self, *, taken: bool = False) -> None:

@@ -4,7 +4,7 @@ Nothing is sent outside `arm` ... `settle` and `collect`, which every rank calls
 same order. So ranks whose gradients arrive in another order, or not at all, still take part in the same collectives.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -83,8 +83,8 @@ class Gradients:
             self.arm(True)
             self.settle()
 
-    def follow(self, name: str, value: Tensor) -> None:
-        """A complete gradient was given this whole value. Only where it is summed anew this has to be known."""
+    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
+        """A complete gradient was given a whole value, which is asked of the ranks only where it is summed anew."""
 
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
@@ -167,12 +167,12 @@ class WholeGradients(Gradients):
                     bucket.parameters[position].grad = None
                 bucket.shown.clear()
 
-    def follow(self, name: str, value: Tensor) -> None:
+    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
         """Stage 1 sums what lies here anew after a further backward: the mean of what all ranks have is the value."""
         for bucket in self.buckets:
             for slot, view in zip(bucket.plan.slots, bucket.views, strict=False):
                 if bucket.is_shared and slot.name == name:
-                    view.copy_(value)
+                    view.copy_(value())
 
     def keep(self, bucket: LiveBucket, position: int) -> None:
         """Add it to its place, and show that."""

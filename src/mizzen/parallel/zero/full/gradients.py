@@ -1,6 +1,6 @@
 """How the gradients of units come to their owners: at once, in every backward, however it was started."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class UnitGradients:
             finish()
         self._is_complete = True
 
-    def follow(self, name: str, value: Tensor) -> None:
+    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
         """What comes later is added to the value that was given."""
 
     def clear(self, *, taken: bool = False) -> None:

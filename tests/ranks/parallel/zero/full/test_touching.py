@@ -146,3 +146,18 @@ def states(stage) -> dict[str, bool]:
 def test_states_that_are_not_kept_are_not_zeros(world, stage):
     for found in world(2).run(states, stage):
         assert [what for what, holds in found.items() if not holds] == []
+
+
+def own_gradient() -> bool:
+    """Rank 1 alone writes to its own part of a gradient; nobody else has to be there."""
+    engine = start("Base", 2)
+    engine.backward(engine(rows(0, engine.global_rank)))
+    weight = engine.module.blocks[0].up.weight
+    if engine.global_rank == 1:
+        zero.safe_set_local_grad(weight, torch.zeros_like(zero.safe_get_local_grad(weight)))
+        return not zero.safe_get_local_grad(weight).any()
+    return True
+
+
+def test_a_rank_writes_to_its_own_part_of_a_gradient_alone(world):
+    assert world(2).run(own_gradient) == [True, True]
