@@ -132,7 +132,8 @@ def local_value(parameter: nn.Parameter) -> Tensor | None:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's own part of the reduced gradient; between backward and step. Every rank calls this."""
+    """This rank's own part of the reduced gradient; between backward and step. After `engine.backward` one rank may
+    ask alone, except where gradients wait to be averaged: between replicas, or those of a bare `loss.backward()`."""
     owner = _trainer_of(parameter)
     if owner is None:
         return None

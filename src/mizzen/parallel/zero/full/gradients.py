@@ -90,6 +90,7 @@ class UnitGradients:
         self._is_open = self.place.is_backward = False
         self._wait()
         self._meet("the end of backward")
+        self._is_complete = self.replicas.reduction.ranks == 1  # so that a rank reads and writes its own part alone
 
     def collect(self) -> None:
         """Make every owned gradient complete."""

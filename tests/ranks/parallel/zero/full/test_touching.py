@@ -148,9 +148,9 @@ def test_states_that_are_not_kept_are_not_zeros(world, stage):
         assert [what for what, holds in found.items() if not holds] == []
 
 
-def own_gradient() -> bool:
+def own_gradient(stage: int) -> bool:
     """Rank 1 alone writes to its own part of a gradient; nobody else has to be there."""
-    engine = start("Base", 2)
+    engine = start("Base", stage)
     engine.backward(engine(rows(0, engine.global_rank)))
     weight = engine.module.blocks[0].up.weight
     if engine.global_rank == 1:
@@ -159,5 +159,6 @@ def own_gradient() -> bool:
     return True
 
 
-def test_a_rank_writes_to_its_own_part_of_a_gradient_alone(world):
-    assert world(2).run(own_gradient) == [True, True]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_writes_to_its_own_part_of_a_gradient_alone(world, stage):
+    assert world(2).run(own_gradient, stage) == [True, True]
