@@ -4,6 +4,7 @@ Public calls that users know (`get_accelerator()`, `comm.all_reduce(t)`, `safe_g
 so what they act on has to be found without one. Everything else is handed down as an argument.
 """
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import ref
@@ -55,6 +56,8 @@ class Ambient:
     """`comm.log_summary()` takes no logger; this is the one that the collectives write to."""
     progress: Any = None
     """Where this rank is. One record for a process, because another process reads it by name."""
+    opening: Any = field(default_factory=threading.RLock)
+    """Held while that record is made: the thread that trains and the one that tells of it may both come first."""
     file_hook: Any = None
     """A test's hook must see every file operation of a save, also of those in threads that the save has started."""
     checkpointing: Any = None

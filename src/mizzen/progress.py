@@ -192,7 +192,8 @@ def stacks_path(folder: Path, local_rank: int) -> Path:
 def get_progress() -> Progress:
     """The record of this process: in the launcher's folder when it gave one, otherwise in private memory."""
     if AMBIENT.progress is None:
-        AMBIENT.progress = _open()
+        with AMBIENT.opening:
+            AMBIENT.progress = AMBIENT.progress or _open()
     progress: Progress = AMBIENT.progress
     return progress
 

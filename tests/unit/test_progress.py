@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,7 @@ def test_long_names_are_cut_and_stay_text():
 
 WRITER = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from mizzen.progress import Progress
 writer = Progress(Path(sys.argv[1]))
@@ -196,6 +198,17 @@ def test_the_process_has_one_record_in_the_folder_of_the_launcher(tmp_path, monk
     seen = Progress.read(record_path(tmp_path, 2))
     assert seen is not None
     assert (seen.rank, seen.step) == (6, 1)
+
+
+def test_threads_that_come_first_together_have_one_record(tmp_path, monkeypatch):
+    """The thread that trains and the one that tells the others; a second record would be one that nobody reads."""
+    monkeypatch.setenv("MIZZEN_PROGRESS", str(tmp_path))
+    monkeypatch.setattr(progress, "_write_stacks_to", lambda _: time.sleep(0.05))
+    with ThreadPoolExecutor(4) as pool:
+        found = {id(one): one for one in pool.map(lambda _: get_progress(), range(4))}
+    assert len(found) == 1
+    get_progress().at(step=5)
+    assert Progress.read(record_path(tmp_path, 0)).step == 5
 
 
 def test_without_a_folder_the_record_is_private(monkeypatch):

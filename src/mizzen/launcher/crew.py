@@ -65,6 +65,11 @@ class Crew:
     def start(self, orders: Sequence[Order], folder: str) -> None:
         """Start every rank. The thread that calls this is the one whose end ends them."""
         bind = self.keeper.binding()
+
+        def prepare() -> None:
+            bind()
+            signal.signal(STACKS, signal.SIG_IGN)  # a rank that answers not yet, or no more, must outlive the question
+
         for order in orders:
             try:
                 process = subprocess.Popen(
@@ -76,7 +81,7 @@ class Crew:
                     stderr=subprocess.PIPE,
                     bufsize=0,
                     start_new_session=True,
-                    preexec_fn=bind,
+                    preexec_fn=prepare,
                 )
             except OSError as error:
                 self.end(signal.SIGKILL)

@@ -168,6 +168,22 @@ def test_a_second_signal_ends_at_once(family):
     assert not running.left()
 
 
+ASKED = """
+import faulthandler, os
+from mizzen.progress import STACKS
+os.kill(os.getpid(), STACKS)
+faulthandler.register(STACKS)
+faulthandler.unregister(STACKS)  # as an interpreter that ends does
+os.kill(os.getpid(), STACKS)
+"""
+
+
+def test_a_rank_that_cannot_answer_outlives_a_question_for_its_stack(tmp_path):
+    (tmp_path / "asked.py").write_text(ASKED)
+    ran = launch("--num_gpus", 1, "--no_local_rank", "asked.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_a_program_that_is_not_there(tmp_path):
     ran = launch("--num_gpus", 1, "--no_python", "./nothing", cwd=tmp_path)
     assert ran.returncode == 1
