@@ -42,7 +42,7 @@ def test_memory_follows_an_allocation_and_the_peak_outlives_it(cpu):
     after = cpu.memory()
     assert after.allocated < during.allocated - 40 * 2**20
     if after.peak is not None:
-        assert after.peak > during.allocated - 2**20  # the kernel counts per core and adds up now and then
+        assert after.peak > during.allocated - 8 * 2**20  # the kernel counts per core and adds up now and then
         cpu.reset_peak()
         assert cpu.memory().peak < during.allocated - 20 * 2**20
 

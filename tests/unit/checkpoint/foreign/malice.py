@@ -337,7 +337,7 @@ def watch(root):
     use(good)
     json.dumps({"a": 1})
     events, here = [], []
-    quiet = {"object.__getattr__", "sys._getframe", "os.listdir", "builtins.id"}
+    quiet = {"object.__getattr__", "sys._getframe", "sys._getframemodulename", "os.listdir", "builtins.id"}
 
     def hook(event, args):
         if not here or event in quiet:
