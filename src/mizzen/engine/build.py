@@ -19,7 +19,7 @@ from mizzen.engine.saving import Saving, folder_of, preflight, team_of
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.monitor.report import Observer
-from mizzen.optim.guard import Guard
+from mizzen.optim.guard import Guard, Sides
 from mizzen.plan.parts import Parts, Store
 from mizzen.precision.arithmetic import Arithmetic
 from mizzen.progress import get_progress
@@ -48,6 +48,7 @@ def build_engine(
             _reduced_over(stores),
             max_norm=config.gradient_clipping,
             scaler=arithmetic.scaler,
+            sides=Sides(parts[0].module),
             stopping=stopping,
         )
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)

@@ -14,6 +14,7 @@ from mizzen.accelerator import Fetch, get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.engine.stopping import Stopping
 from mizzen.errors import UsageError
+from mizzen.optim.guard import Sides
 from mizzen.optim.rules import decided, decides, scaled
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
@@ -89,12 +90,14 @@ class Updater:
         *,
         max_norm: float,
         scaler: LossScaler,
+        sides: Sides,
         stopping: Stopping | None = None,
     ) -> None:
         self.stores = tuple(stores)
         self.optimizer = optimizer
         self.scaler = scaler
         self.group = group
+        self.sides = sides
         self.stopping = stopping or Stopping()
         self.max_norm = max_norm
         self.ranks = groups.get_world_size(group) if group is not None else 1
@@ -112,6 +115,7 @@ class Updater:
         `factor_of(has_losses, has_strangers, has_scaled)` is given what any rank has seen, so that all get one answer
         or error.
         """
+        self.sides.check(store.parameters for store in self.stores)
         for store in self.stores:
             store.gradients.collect()
         is_ahead = self.goes_ahead and decides(self.optimizer)

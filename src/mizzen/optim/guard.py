@@ -1,8 +1,10 @@
-"""What sees every optimizer of the process step, while an engine lives."""
+"""What would make a step other than it seems: an optimizer that nobody sees, and parameters that change sides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mizzen.errors import UsageError
@@ -23,3 +25,27 @@ class Guard:
                     f"this {type(optimizer).__name__} was built on '{name}', which an engine trains, and would find no "
                     "gradient there: give it to initialize(optimizer=...), and call engine.step()"
                 )
+
+
+class Sides:
+    """Refuse a step after `requires_grad` of a parameter was changed: who is trained was decided with the plan.
+
+    Momentum and weight decay would go on to move one that was frozen, and nobody would step one that was thawed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        frozen = ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
+        self._frozen = [(name, ref(each)) for name, each in frozen]
+
+    def check(self, trained: Iterable[Mapping[str, Tensor]]) -> None:
+        """Before a step of these parameters, by name."""
+        with torch._C.DisableTorchFunctionSubclass():  # a shard would answer in Python, and there are many
+            stopped = [name for some in trained for name, each in some.items() if not each.requires_grad]
+            begun = [name for name, kept in self._frozen if (each := kept()) is not None and each.requires_grad]
+        if stopped or begun:
+            name, now = (stopped + begun)[0], "False" if stopped else "True"
+            more = f" and {len(stopped) + len(begun) - 1} more" if len(stopped) + len(begun) > 1 else ""
+            raise UsageError(
+                f"requires_grad of '{name}'{more} was changed to {now} after initialize(), which decides what is "
+                "trained: change it back before step(), or make a new engine of engine.module"
+            )

@@ -128,6 +128,18 @@ def loss_function_with_bare_batch():
     made.train_batch(iter([torch.ones(2, 4)]), loss_fn=lambda output, target: output.mean())
 
 
+def changed_side(index, wants):
+    def run():
+        made = model()
+        made[1].bias.requires_grad_(False)
+        made = mizzen.initialize(model=made, config=GOOD)[0]
+        made.module[index].bias.requires_grad_(wants)
+        made.backward(loss_of(made))
+        made.step()
+
+    return run
+
+
 CASES = {
     "no model": lambda: mizzen.initialize(config=GOOD),
     "model is a dict": lambda: mizzen.initialize(model={}, config=GOOD),
@@ -138,6 +150,8 @@ CASES = {
     ),
     "missing file": lambda: mizzen.initialize(model=model(), config="nowhere.json"),
     "configuration is a number": lambda: mizzen.initialize(model=model(), config=3),
+    "frozen after initialize": changed_side(0, False),
+    "thawed after initialize": changed_side(1, True),
     "typo at the top": with_config(gradient_cliping=1.0),
     "typo below": with_config(zero_optimization={"stagge": 2}),
     "stage 4": with_config(zero_optimization={"stage": 4}),

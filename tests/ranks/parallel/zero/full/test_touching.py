@@ -162,3 +162,36 @@ def own_gradient(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_writes_to_its_own_part_of_a_gradient_alone(world, stage):
     assert world(2).run(own_gradient, stage) == [True, True]
+
+
+def another_side(stage: int) -> list[bool]:
+    """A parameter is frozen, thawed again, and one that was frozen is thawed: no step may go on as if nothing was."""
+    torch.manual_seed(3)
+    model = Base()
+    model.first.bias.requires_grad_(False)
+    engine = start(model, stage)
+
+    def step():
+        engine.backward(engine(rows(0, engine.global_rank)))
+        engine.step()
+
+    def value(name):
+        with zero.GatheredParameters(getattr(model.first, name)):
+            return getattr(model.first, name).detach().clone()
+
+    step()
+    found = []
+    for name, wants in (("weight", False), ("bias", True)):
+        before = value(name)
+        getattr(model.first, name).requires_grad_(wants)
+        found.append("requires_grad of" in touched(step))
+        getattr(model.first, name).requires_grad_(not wants)
+        found.append(torch.equal(value(name), before))
+        engine.zero_grad()
+        step()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nobody_changes_sides_unseen(world, stage):
+    assert world(2).run(another_side, stage) == [[True] * 4] * 2
