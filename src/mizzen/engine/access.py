@@ -132,8 +132,11 @@ def local_value(parameter: nn.Parameter) -> Tensor | None:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's own part of the reduced gradient; between backward and step. After `engine.backward` one rank may
-    ask alone, except where gradients wait to be averaged: between replicas, or those of a bare `loss.backward()`."""
+    """This rank's own part of the reduced gradient; between backward and step.
+
+    One rank may ask alone, unless gradients still wait to be summed: before the last backward of a step at stages 0 and
+    1, after a bare `loss.backward()`, and between replicas of shards. Then every rank has to.
+    """
     owner = _trainer_of(parameter)
     if owner is None:
         return None
@@ -159,7 +162,7 @@ def set_local_value(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's own part of the reduced gradient."""
+    """Write this rank's own part of the reduced gradient; alone where `local_gradient` is, but not at stage 1."""
     owner = _require(parameter)
     owner.store.gradients.collect()
     _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
