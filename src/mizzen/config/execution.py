@@ -64,12 +64,14 @@ class CompileConfig(Section):
 
 
 class FusedConfig(Section):
-    """Parts of a Llama-like model by fused operations, which round in other places than the model's own code."""
+    """Parts of a model by fused operations, which round in other places than the model's own code."""
 
     head_loss: Flag = False
     """Compute head and loss over chunks of tokens, without all logits; `output.logits` is computed when it is read."""
     head_chunk: Whole = 0
     """Tokens of such a chunk; 0 chooses by the sizes of batch and vocabulary."""
+    head_labelled: Flag | None = None
+    """Leave tokens without a label out of the head; absent, masked language models do and causal ones do not."""
     rms_norm: Flag = False
     """Compute each RMSNorm by torch's own kernel; left to the compiler under `compile.enabled`."""
     rotary: Flag = False

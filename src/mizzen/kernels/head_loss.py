@@ -1,8 +1,8 @@
 """A linear head and cross entropy in one, over chunks of tokens: the logits of all tokens never exist at once.
 
 Softmax and loss are taken in fp32. Where a gradient is wanted, those of hidden states and weight are formed chunk by
-chunk in forward, for an incoming gradient of 1; backward multiplies them with the one that comes, in fp32. Shifting
-labels is the caller's business.
+chunk in forward, for an incoming gradient of 1; backward multiplies them with the one that comes, in fp32. Where it is
+known that most tokens have no label, those are left out. Shifting labels is the caller's business.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,12 @@ MOST_CHUNKS: Final = 16
 
 CHUNK_BYTES: Final = 256 << 20
 """Fewer chunks while the fp32 logits of one fit in here."""
+
+LABELLED_STEP: Final = 256
+"""Tokens with a label are taken in multiples of so many."""
+
+MOST_LABELLED: Final = 0.8
+"""The largest part of all tokens that is worth being gathered; to gather and to scatter them is not free."""
 
 SHRINK: Final = 1 / 32
 """Of fp16 hidden states, so that their product with a chunk's softmax stays inside of fp16."""
@@ -48,6 +54,19 @@ def rows_of(tokens: int, vocabulary: int) -> int:
     return max(1, min(tokens, max(fitting, -(-fewest // 128) * 128)))
 
 
+def with_labels(hidden: Tensor, labels: Tensor, labelled: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The rows of tokens that have a label, and their labels. `labelled` of them have one, or fewer.
+
+    The rows come in multiples of `LABELLED_STEP`, so that the sizes of products do not change with every batch: some
+    without a label are taken along. Where that would be most of them, all stay where they are.
+    """
+    size = -(-labelled // LABELLED_STEP) * LABELLED_STEP
+    if size > len(labels) * MOST_LABELLED:
+        return hidden, labels
+    rows = (labels != ignore_index).to(torch.uint8).argsort(descending=True, stable=True)[:size]
+    return hidden.index_select(0, rows), labels.index_select(0, rows)
+
+
 # A compiler could only unroll the chunks and lose the point of them.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def head_loss(
@@ -59,10 +78,17 @@ def head_loss(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
     rows: int = 0,
+    labelled: int | None = None,
 ) -> Tensor:
-    """`plain_head_loss` without the logits. `rows` tokens make a chunk; 0 chooses."""
+    """`plain_head_loss` without the logits. `rows` tokens make a chunk; 0 chooses.
+
+    Whoever knows that at most `labelled` tokens have a label says so: the others are then left out.
+    """
     device, wants = hidden.device.type, torch.is_grad_enabled()
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    count = (targets != ignore_index).sum()
+    if labelled is not None:
+        flat, targets = with_labels(flat, targets, labelled, ignore_index)
     work = _Work(
         ignore_index=ignore_index,
         rows=rows or rows_of(len(flat), len(weight)),
@@ -72,10 +98,11 @@ def head_loss(
         bias=wants and bias is not None and bias.requires_grad,
     )
     total: Tensor = _HeadLoss.apply(flat, weight, bias, targets, work)  # type: ignore[no-untyped-call]
+    if len(targets) < labels.numel():  # a label that was left out would be a wrong number: it is none instead
+        total = torch.where(count <= len(targets), total, torch.full_like(total, torch.nan))
     if reduction == "sum":
         return total
     # Like torch's own: not a number where no label counts, and no gradient either.
-    count = (targets != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.full_like(total, torch.nan))
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 CHANGES: Final = re.compile(r"(final_)?logits?_(scale|scaling|soft_?cap(ping)?|multiplier)|lm_head_multiplier")
 """Settings of a model by which it scales or bends its logits before the loss. Attention has others."""
 
+OWN_LOSSES: Final = ("CrossEntropyLoss", "cross_entropy")
+"""Names in the code of a forward that computes its loss by itself, as masked language models do."""
+
 QUESTIONS: Final = ("get_output_embeddings", "loss_function")
 """What a class has that can answer."""
 
@@ -30,7 +33,7 @@ class HeadSketch:
     kind: str
     """The name of its class."""
     loss: str
-    """The name of the function that makes the loss from logits and labels; empty when the model calls none."""
+    """The name of what makes the loss from logits and labels; empty when nothing is known of it."""
     changes: tuple[str, ...] = ()
     """What the model's settings say that is done to the logits in between, as `name=value`."""
 
@@ -58,8 +61,10 @@ def head_of(path: str, module: "nn.Module") -> HeadSketch | None:
 
 def _loss(model: Any) -> str:
     forward = inspect.unwrap(type(model).forward)
-    if not inspect.isfunction(forward) or "loss_function" not in forward.__code__.co_names:
-        return ""
+    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    if "loss_function" not in names:
+        held = {type(child).__name__ for name, child in model.named_children() if name in names}
+        return next((name for name in OWN_LOSSES if name in names or name in held), "")
     loss = model.loss_function
     return str(loss.__name__) if inspect.isroutine(loss) else type(loss).__name__
 

@@ -11,7 +11,7 @@ from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.kernels.gpu import gpu_code
-from mizzen.model.head import HeadSketch
+from mizzen.model.head import OWN_LOSSES, HeadSketch
 from mizzen.model.sketch import Sketch, parent_of
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
@@ -37,6 +37,8 @@ class FusedChoice:
     head: HeadSketch | None = None
     rows: int = 0
     """Tokens of a chunk; 0 is decided by the batch."""
+    labelled_only: bool = False
+    """Whether tokens without a label are left out of the head."""
     norms: tuple[str, ...] = ()
     attentions: tuple[str, ...] = ()
     gated: tuple[str, ...] = ()
@@ -54,7 +56,8 @@ class FusedChoice:
         said = list(self.words)
         if self.head is not None:
             rows = f" of {self.rows} tokens" if self.rows else ""
-            said.append(f"the loss of {self.head.path} over chunks{rows}")
+            which = ", tokens without a label left out" if self.labelled_only else ""
+            said.append(f"the loss of {self.head.path} over chunks{rows}{which}")
         counts = {"RMSNorm": self.norms, "rotary embedding": self.attentions, "SwiGLU": self.gated}
         said += [f"{len(paths)} x {name}" for name, paths in counts.items() if paths]
         if self.left:
@@ -70,8 +73,9 @@ class Fused(Transform):
     def wants(self, config: Config, layout: Layout, sketch: Sketch) -> FusedChoice | None:
         """What was asked for and is in the model; None when nothing was. What is asked for and not there is refused."""
         section = config.fused
-        if section.head_chunk and not section.head_loss:
-            raise PlanError("fused.head_chunk is the size of a chunk of fused.head_loss, which is off: set it to true")
+        if (section.head_chunk or section.head_labelled) and not section.head_loss:
+            key = "head_chunk" if section.head_chunk else "head_labelled"
+            raise PlanError(f"fused.{key} is about the chunks of fused.head_loss, which is off: set it to true")
         asked = [key for key in ("rms_norm", "rotary", "swiglu") if config.at(f"fused.{key}")]
         if not asked and not section.head_loss:
             return None
@@ -84,9 +88,11 @@ class Fused(Transform):
         if not sketch.modules:
             words = (["head_loss"] if section.head_loss else []) + ([] if left else asked)
             return FusedChoice(rows=section.head_chunk, words=tuple(words), left=left)
+        head = _head(config, sketch) if section.head_loss else None
         return FusedChoice(
-            head=_head(config, sketch) if section.head_loss else None,
+            head=head,
             rows=section.head_chunk,
+            labelled_only=head is not None and _leaves_out(section.head_labelled, head),
             norms=_norms(sketch) if section.rms_norm and not left else (),
             attentions=_attentions(sketch) if section.rotary and not left else (),
             gated=_gated(sketch) if section.swiglu and not left else (),
@@ -107,7 +113,8 @@ class Fused(Transform):
             replace(_at(modules, choice.attentions), Turning, check_turning)
             replace(_at(modules, choice.gated), Gated, check_gated)
             if choice.head is not None and choice.head.path in modules:
-                HeadLoss.take(modules[choice.head.model], modules[choice.head.path], choice.rows)
+                head = modules[choice.head.path]
+                HeadLoss.take(modules[choice.head.model], head, choice.rows, labelled_only=choice.labelled_only)
         return parts
 
 
@@ -124,9 +131,11 @@ def _head(config: Config, sketch: Sketch) -> HeadSketch:
         )
     if head.kind != "Linear":
         raise PlanError(f"fused.head_loss: the head {head.path} is a {head.kind}, and only an nn.Linear will do")
-    if head.loss != LOSS:
-        loss = head.loss or "written out in its forward"
-        raise PlanError(f"fused.head_loss: the model's loss is {loss}, not {LOSS}; leave the key out")
+    if head.loss not in (LOSS, *OWN_LOSSES):
+        loss = head.loss or "not a cross entropy in its forward"
+        raise PlanError(
+            f"fused.head_loss: the model's loss is {loss}, not {LOSS} or {' or '.join(OWN_LOSSES)}; leave the key out"
+        )
     if head.changes:
         raise PlanError(
             f"fused.head_loss: the model changes its logits before the loss ({', '.join(head.changes)}), which needs "
@@ -138,6 +147,11 @@ def _head(config: Config, sketch: Sketch) -> HeadSketch:
             "head and loss included; name the blocks to compile in compile.blocks"
         )
     return head
+
+
+def _leaves_out(asked: bool | None, head: HeadSketch) -> bool:
+    """Unless somebody says: of a masked language model most tokens have no label, of a causal one most have."""
+    return head.loss != LOSS if asked is None else asked
 
 
 def _norms(sketch: Sketch) -> tuple[str, ...]:

@@ -1,11 +1,14 @@
-"""The loss of a causal language model by the fused head, with logits that come when they are read.
+"""The loss of a language model by the fused head, with logits that come when they are read.
 
-The model's own `forward` runs as it is. While it does, and labels were given, its head returns `LateLogits` and its
-loss function takes the hidden states out of them. Nothing of this is left on the model when the call is over.
+The model's own `forward` runs as it is. While it does, and labels were given, its head returns `LateLogits`. Its loss
+function, or the cross entropy that it takes of them itself, gets the hidden states out of them. Nothing of this is left
+on the model when the call is over.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any, Final
 
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mizzen.accelerator import get_accelerator
+from mizzen.accelerator.fetch import Fetch
 from mizzen.errors import PlanError, UsageError
 from mizzen.kernels.head_loss import head_loss
 from mizzen.rewrite.late import LateLogits
@@ -21,25 +26,64 @@ from mizzen.rewrite.standing import Standing
 LOSS: Final = "ForCausalLMLoss"
 """The loss of transformers that is computed here: the next token's cross entropy, per token or per `num_items`."""
 
+IGNORED: Final = -100
+"""The label of a token that has none, where nobody says otherwise."""
+
+
+NO_SMOOTHING: Final = ("label_smoothing", 0.0)
+
+
+class LabelCount:
+    """How many tokens of a batch have a label, counted by the device while the host goes on to launch the model.
+
+    [Note: the host knows how many]
+    The size of a product is the host's to say. The count is started before the first layer, so when the host asks for
+    it, behind the last, the device has long begun with this forward and has all of it still to compute: the host waits
+    for what lies before this call, never for what it has launched in it.
+    """
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels = labels
+        self._count = Fetch((labels != IGNORED).sum(), get_accelerator())
+
+    def of(self, labels: Tensor, ignore_index: int) -> int | None:
+        """The count, when these are the labels that were counted, in whatever shape; otherwise None."""
+        is_same = labels.data_ptr() == self.labels.data_ptr() and labels.numel() == self.labels.numel()
+        return int(self._count.read()) if is_same and ignore_index == IGNORED else None
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a model with labels."""
+
+    count: LabelCount | None
+    """How many tokens have a label; None when nobody counts."""
+    losses: list[Tensor] = field(default_factory=list)
+    """What was computed without logits."""
+    late: LateLogits | None = None
+    """What the head has given."""
+    is_over: bool = False
+
 
 class HeadLoss(Standing):
     """Stands in the place of the model's `forward`. Without labels it only calls it."""
 
-    def __init__(self, model: nn.Module, head: nn.Linear, rows: int) -> None:
+    def __init__(self, model: nn.Module, head: nn.Linear, rows: int, *, labelled_only: bool) -> None:
         super().__init__(model.forward)
         self.model: Any = model
         self.head, self.rows = head, rows
+        self.labelled_only = labelled_only
         self.plain_loss: Any = self.model.loss_function
         self.names = tuple(signature(model.forward).parameters)
 
     @classmethod
-    def take(cls, model: nn.Module, head: nn.Module, rows: int) -> None:
+    def take(cls, model: nn.Module, head: nn.Module, rows: int, *, labelled_only: bool = False) -> None:
         """Take the place of a model's `forward`."""
         if type(head) is not nn.Linear:
             raise PlanError(
                 f"fused.head_loss: the head is a {type(head).__module__}.{type(head).__name__}, no nn.Linear"
             )
-        vars(model)["forward"] = cls(model, head, rows)
+        vars(model)["forward"] = cls(model, head, rows, labelled_only=labelled_only)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `forward` returns; its logits are late."""
@@ -51,43 +95,72 @@ class HeadLoss(Standing):
                 f"fused.head_loss: {type(self.model).__name__} was given another loss_function since initialize(); "
                 "set fused.head_loss to false"
             )
-        with self._in_place() as losses:
+        call = _Call(LabelCount(given["labels"]) if self.labelled_only else None)
+        with self._in_place(call):
             output = self.__wrapped__(*args, **kwargs)
-        if not losses:
+        if not call.losses and (call.late is None or call.late.is_computed):
             raise UsageError(
-                f"fused.head_loss: {type(self.model).__name__} was given labels and has not called its loss_function, "
-                "so nothing was saved: set fused.head_loss to false"
+                f"fused.head_loss: {type(self.model).__name__} was given labels and has taken no cross entropy of its "
+                "logits, so nothing was saved: set fused.head_loss to false"
             )
         return output
 
     @contextmanager
-    def _in_place(self) -> Iterator[list[Tensor]]:
+    def _in_place(self, call: "_Call") -> Iterator[None]:
         """The head and the loss of this call. transformers keeps a loss of the user's own under `_loss_function`."""
         head, model, missing = vars(self.head), vars(self.model), object()
         before = head.get("forward", missing), model.get("_loss_function", missing)
         whole = self.head.forward
 
         def late(inputs: Tensor) -> Tensor:
-            return LateLogits(inputs, self.head.weight, whole)
+            call.late = LateLogits(inputs, self.head.weight, whole, partial(self._cross_entropy, call))
+            return call.late
 
-        losses: list[Tensor] = []
-
-        def loss(*args: Any, **kwargs: Any) -> Tensor:
-            losses.append(self._loss(*args, **kwargs))
-            return losses[-1]
-
-        head["forward"], model["_loss_function"] = late, loss
+        head["forward"], model["_loss_function"] = late, partial(self._loss, call)
         try:
-            yield losses
+            yield
         finally:
+            call.is_over = True
             for own, name, value in ((head, "forward", before[0]), (model, "_loss_function", before[1])):
                 if value is missing:
                     own.pop(name, None)
                 else:
                     own[name] = value
 
+    def _cross_entropy(self, call: "_Call", hidden: Tensor, labels: Tensor, given: Mapping[str, Any]) -> Tensor | None:
+        """What `cross_entropy` gives of the logits, in the model's own forward; None where they are needed for it."""
+        known = {key: value for key, value in given.items() if value is not None and (key, value) != NO_SMOOTHING}
+        if call.is_over or not known.keys() <= {"ignore_index", "reduction"} or known.get("reduction") == "none":
+            return None
+        return self._fused(call, hidden, labels, counted=labels, **known)
+
+    def _fused(
+        self,
+        call: "_Call",
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        counted: Tensor,
+        ignore_index: int = IGNORED,
+        reduction: Any = "mean",
+    ) -> Tensor:
+        """The loss. `counted` has at least as many labels, and may be what was counted when the call began."""
+        found: Tensor = head_loss(
+            hidden,
+            self.head.weight,
+            labels.to(hidden.device),
+            self.head.bias,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            rows=self.rows,
+            labelled=call.count.of(counted, ignore_index) if call.count is not None else None,
+        )
+        call.losses.append(found)
+        return found
+
     def _loss(
         self,
+        call: "_Call",
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
@@ -105,12 +178,14 @@ class HeadLoss(Standing):
         if logits.is_computed:  # a hook has looked at them, and may have written to them
             options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             plain: Tensor = self.plain_loss(logits.computed(), labels, vocab_size, **options, shift_labels=shift_labels)
+            call.losses.append(plain)
             return plain
         if vocab_size != len(self.head.weight):
             raise UsageError(
                 f"the head gives {len(self.head.weight)} logits and the loss expects {vocab_size}: set the model's "
                 "config.vocab_size to the size of its head"
             )
+        counted = labels if shift_labels is None else shift_labels
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if shift_labels.numel() != logits.shape[:-1].numel():
@@ -118,14 +193,13 @@ class HeadLoss(Standing):
                 f"labels of shape {list(shift_labels.shape)} for logits of shape {list(logits.shape)}: leave "
                 "logits_to_keep out of a call with labels"
             )
-        found: Tensor = head_loss(
+        found = self._fused(
+            call,
             logits.hidden,
-            self.head.weight,
-            shift_labels.to(logits.device),
-            self.head.bias,
+            shift_labels,
+            counted=counted,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
-            rows=self.rows,
         )
         if num_items_in_batch is None:
             return found

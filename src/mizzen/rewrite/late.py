@@ -1,11 +1,13 @@
-"""Logits that are computed when somebody reads them."""
+"""Logits that are computed when somebody reads them, or never when a loss is all that is asked of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from inspect import signature
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mizzen.errors import UsageError
 from mizzen.model.inputs import change_tensors
@@ -23,6 +25,15 @@ FACTS: Final = frozenset(
 )
 """What can be said of logits that do not exist yet."""
 
+RESHAPES: Final = frozenset({Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten})
+"""What can be done to them while they do not exist, as long as the logits of one token stay together."""
+
+CROSS_ENTROPY: Final = tuple(signature(functional.cross_entropy).parameters)[1:]
+"""The names of its arguments behind the logits."""
+
+Loss = Callable[[Tensor, Tensor, Mapping[str, Any]], Tensor | None]
+"""(hidden states, labels, further arguments of cross_entropy) -> the loss; None when it has to be taken of logits."""
+
 
 class LateLogits(Tensor):
     """A tensor without data that knows how to get it: any use of it computes the logits, once, as the model would have.
@@ -32,8 +43,11 @@ class LateLogits(Tensor):
 
     hidden: Tensor
     head: Callable[[Tensor], Tensor]
+    loss: Loss | None
 
-    def __new__(cls, hidden: Tensor, weight: Tensor, head: Callable[[Tensor], Tensor]) -> "LateLogits":
+    def __new__(
+        cls, hidden: Tensor, weight: Tensor, head: Callable[[Tensor], Tensor], loss: Loss | None = None
+    ) -> "LateLogits":
         """Shape, dtype and device of what the head would give now."""
         device = hidden.device.type
         is_autocast, lower = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -46,8 +60,10 @@ class LateLogits(Tensor):
         )
         return made
 
-    def __init__(self, hidden: Tensor, weight: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-        self.hidden, self.weight, self.head = hidden, weight, head
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, head: Callable[[Tensor], Tensor], loss: Loss | None = None
+    ) -> None:
+        self.hidden, self.weight, self.head, self.loss = hidden, weight, head, loss
         device = hidden.device.type
         self._is_autocast, self._lower = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self._has_grad = torch.is_grad_enabled()
@@ -74,6 +90,22 @@ class LateLogits(Tensor):
                 self._computed = self.head(self.hidden)
         return self._computed
 
+    def _reshaped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "LateLogits | None":
+        """The same logits in another shape, still late; None when the logits of a token would be torn apart."""
+        shape = func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape
+        if shape[-1:] != self.shape[-1:]:
+            return None
+        hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
+        return LateLogits(hidden, self.weight, lambda _: func(self.computed(), *args, **kwargs), self.loss)
+
+    def _cross_entropy(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """The loss of these logits and labels without the logits, where that can be had."""
+        given = {**dict(zip(CROSS_ENTROPY, args, strict=False)), **kwargs}
+        labels = given.pop("target", None)
+        if self.loss is None or self.dim() != 2 or not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        return self.loss(self.hidden, labels, given)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -82,6 +114,11 @@ class LateLogits(Tensor):
         if func in FACTS:
             plain: Any = super().__torch_function__
             return plain(func, types, args, kwargs or {})
+        if args and isinstance(late := args[0], LateLogits) and not late.is_computed:
+            if func in RESHAPES and (reshaped := late._reshaped(func, args[1:], kwargs or {})) is not None:
+                return reshaped
+            if func is functional.cross_entropy and (found := late._cross_entropy(args[1:], kwargs or {})) is not None:
+                return found
         return func(*change_tensors(tuple(args), _real), **change_tensors(dict(kwargs or {}), _real))
 
     @classmethod

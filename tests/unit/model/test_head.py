@@ -54,11 +54,24 @@ def test_models_without_such_a_head(kind):
     assert Sketch.of(made("Llama", kind)).head is None
 
 
-def test_a_loss_that_is_written_out():
+def test_a_loss_that_a_forward_takes_itself():
     config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=11)
     with torch.device("meta"):
         model = transformers.T5ForConditionalGeneration(config)
-    assert Sketch.of(model).head.loss == ""
+    assert Sketch.of(model).head.loss == "CrossEntropyLoss"
+
+
+def test_a_loss_that_the_model_holds():
+    config = transformers.DistilBertConfig(dim=8, hidden_dim=8, n_layers=1, n_heads=2, vocab_size=11)
+    assert Sketch.of(transformers.DistilBertForMaskedLM(config)).head.loss == "CrossEntropyLoss"
+
+
+def test_a_loss_that_nothing_is_known_of():
+    class Other(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            return self.lm_head(self.model(input_ids).last_hidden_state).logsumexp(-1).sum()
+
+    assert Sketch.of(Other(made("Llama").config)).head.loss == ""
 
 
 def test_the_settings_of_the_text_of_several_media():

@@ -124,7 +124,7 @@ def test_a_model_that_is_compiled_later_keeps_the_head_only(caplog, monkeypatch)
 
 
 REFUSED = {
-    "a chunk of nothing": (build, {"head_chunk": 5}, {}, "fused.head_chunk is the size of a chunk of fused.head_loss"),
+    "a chunk of nothing": (build, {"head_chunk": 5}, {}, "fused.head_chunk is about the chunks of fused.head_loss"),
     "no head": (
         lambda: nn.Linear(2, 2),
         {"head_loss": True},

@@ -134,15 +134,37 @@ def test_a_model_that_changes_its_logits_in_a_way_nobody_said():
         model(**batch())
 
 
-def test_a_model_that_computes_its_loss_by_itself():
-    class Own(transformers.LlamaForCausalLM):
-        def forward(self, input_ids, labels=None, **keywords):
-            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
-            function = self.loss_function if labels is None else torch.nn.functional.cross_entropy
-            return function(logits.flatten(0, 1), labels.flatten())
+class Own(transformers.LlamaForCausalLM):
+    """Computes its loss by itself, in one of several ways."""
 
+    loss = staticmethod(torch.nn.functional.cross_entropy)
+
+    def forward(self, input_ids, labels=None, **keywords):
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        if labels is None:
+            return self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        return self.loss(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_model_that_takes_the_cross_entropy_by_itself():
+    model, fused = Own(build().config), Own(build().config)
+    fused.load_state_dict(model.state_dict())
+    close(fuse(fused, head_loss=True)(**batch()), model(**batch()))
+
+
+def smooth(logits, labels):
+    return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+def by_hand(logits, labels):
+    return torch.nn.functional.nll_loss(logits.log_softmax(-1), labels)
+
+
+@pytest.mark.parametrize("loss", [smooth, by_hand])
+def test_a_loss_that_needs_all_logits(loss):
     model = fuse(Own(build().config), head_loss=True)
-    with pytest.raises(UsageError, match="Own was given labels and has not called its loss_function"):
+    model.loss = loss
+    with pytest.raises(UsageError, match="Own was given labels and has taken no cross entropy of its logits"):
         model(**batch())
 
 
