@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from bench.llama import DECAY, MAX_NORM, RATE, Size, build
+from bench.llama import Size, build
 from bench.player import Step
+from bench.systems import DECAY, MAX_NORM, RATE
 
 ENOUGH: Final = 10**6
 """Steps that nobody waits for."""

@@ -113,8 +113,13 @@ class Fused(Transform):
             replace(_at(modules, choice.attentions), Turning, check_turning)
             replace(_at(modules, choice.gated), Gated, check_gated)
             if choice.head is not None and choice.head.path in modules:
-                head = modules[choice.head.path]
-                HeadLoss.take(modules[choice.head.model], head, choice.rows, labelled_only=choice.labelled_only)
+                HeadLoss.take(
+                    modules[choice.head.model],
+                    modules[choice.head.path],
+                    choice.rows,
+                    labelled_only=choice.labelled_only,
+                    calls_loss=choice.head.loss == LOSS,
+                )
         return parts
 
 

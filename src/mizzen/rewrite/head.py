@@ -68,29 +68,32 @@ class _Call:
 class HeadLoss(Standing):
     """Stands in the place of the model's `forward`. Without labels it only calls it."""
 
-    def __init__(self, model: nn.Module, head: nn.Linear, rows: int, *, labelled_only: bool) -> None:
+    def __init__(self, model: nn.Module, head: nn.Linear, rows: int, *, labelled_only: bool, calls_loss: bool) -> None:
         super().__init__(model.forward)
         self.model: Any = model
         self.head, self.rows = head, rows
         self.labelled_only = labelled_only
-        self.plain_loss: Any = self.model.loss_function
+        self.plain_loss: Any = self.model.loss_function if calls_loss else None
+        """The model's own loss function; None when its forward takes a cross entropy instead."""
         self.names = tuple(signature(model.forward).parameters)
 
     @classmethod
-    def take(cls, model: nn.Module, head: nn.Module, rows: int, *, labelled_only: bool = False) -> None:
+    def take(
+        cls, model: nn.Module, head: nn.Module, rows: int, *, labelled_only: bool = False, calls_loss: bool = True
+    ) -> None:
         """Take the place of a model's `forward`."""
         if type(head) is not nn.Linear:
             raise PlanError(
                 f"fused.head_loss: the head is a {type(head).__module__}.{type(head).__name__}, no nn.Linear"
             )
-        vars(model)["forward"] = cls(model, head, rows, labelled_only=labelled_only)
+        vars(model)["forward"] = cls(model, head, rows, labelled_only=labelled_only, calls_loss=calls_loss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `forward` returns; its logits are late."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if given.get("labels") is None:
             return self.__wrapped__(*args, **kwargs)
-        if self.model.loss_function is not self.plain_loss:
+        if self.plain_loss is not None and self.model.loss_function is not self.plain_loss:
             raise UsageError(
                 f"fused.head_loss: {type(self.model).__name__} was given another loss_function since initialize(); "
                 "set fused.head_loss to false"
@@ -116,7 +119,9 @@ class HeadLoss(Standing):
             call.late = LateLogits(inputs, self.head.weight, whole, partial(self._cross_entropy, call))
             return call.late
 
-        head["forward"], model["_loss_function"] = late, partial(self._loss, call)
+        head["forward"] = late
+        if self.plain_loss is not None:
+            model["_loss_function"] = partial(self._loss, call)
         try:
             yield
         finally:

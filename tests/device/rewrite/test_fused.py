@@ -121,3 +121,30 @@ def test_the_peak_of_memory_is_lower():
 
     plain, head, everything = peak({}), peak({"head_loss": True, "head_chunk": 100}), peak(ALL | {"head_chunk": 100})
     assert everything < head < plain
+
+
+def masked_gradients(fused: dict, **sections) -> dict[str, torch.Tensor]:
+    """Those of a BERT, of whose tokens few have a label."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=8192, **sizes, **dropout))
+    engine = start(model, fused, **sections)
+    inputs = batch()
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] % 7 != 0, -100)
+    told = torch.tensor([0, 1, 1, 0], device=labels.device)
+    output = engine(input_ids=inputs["input_ids"], labels=labels, next_sentence_label=told)
+    engine.backward(output.loss)
+    found = {name: mizzen.zero.safe_get_full_grad(p).double() for name, p in model.named_parameters()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("keys", [{}, {"head_labelled": False}], ids=str)
+def test_a_masked_language_model(keys):
+    exact = masked_gradients({})
+    assert error(masked_gradients({"head_loss": True} | keys), exact) < 1e-4
+    low = {"bf16": {"enabled": True}}
+    assert error(masked_gradients({"head_loss": True} | keys, **low), exact) < 1.3 * error(
+        masked_gradients({}, **low), exact
+    )
