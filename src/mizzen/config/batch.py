@@ -56,6 +56,16 @@ class Batch:
         return f"{self.train} = micro {self.micro} * accumulation {self.accumulation} * dp {self.dp}"
 
 
+def check_batch(config: Config) -> None:
+    """Refuse a triad that no number of data-parallel ranks can share, or not the number that the file itself names."""
+    factors = {key: config.at(key) for key in (MICRO, ACCUMULATION, "data_parallel_size")}
+    given = {key: value for key, value in factors.items() if value is not None}
+    if config.train_batch_size is not None and given:
+        _quotient(config.train_batch_size, given)
+    if config.train_batch_size is not None and len(given) == len(factors):
+        Batch(config.train_batch_size, *given.values())
+
+
 def _read(given: Config | Mapping[str, Any], key: str) -> int | None:
     value = given.at(key) if isinstance(given, Config) else given.get(key)
     if value is None:
@@ -80,7 +90,8 @@ def _quotient(train: int, divisors: Mapping[str, int]) -> int:
     fitting = f"nearest that fit are {below} and {below + product}" if below else f"least that fits is {product}"
     names = " * ".join(divisors)
     numbers = " * ".join(str(value) for value in divisors.values())
-    shown = f"{names} = {numbers} = {product}" if len(divisors) > 1 else f"{names} = {product}"
+    anywhere = ", on any number of ranks" if divisors.keys() <= {MICRO, ACCUMULATION} else ""
+    shown = (f"{names} = {numbers} = {product}" if len(divisors) > 1 else f"{names} = {product}") + anywhere
     raise ConfigError(TRAIN, f"{train} is not a multiple of {shown}: the {fitting}")
 
 

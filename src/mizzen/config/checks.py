@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from mizzen.config.batch import TRIAD, check_batch
 from mizzen.config.compression import CompressionConfig
 from mizzen.config.data import CurriculumMetricConfig, LegacyCurriculumConfig
 from mizzen.config.schema import Config
@@ -12,6 +13,7 @@ from mizzen.errors import ConfigError
 
 def check(config: Config) -> None:
     """Raise a `ConfigError` for the first rule that the configuration breaks."""
+    _check_batch(config)
     _check_precision(config)
     _check_optimizer(config)
     _check_needs(config)
@@ -19,6 +21,24 @@ def check(config: Config) -> None:
     _check_curricula(config)
     _check_compression(config.compression_training)
     _check_ranges(config)
+
+
+def _check_batch(config: Config) -> None:
+    elastic = config.elasticity
+    if not elastic.enabled:
+        check_batch(config)
+        return
+    given = [key for key in TRIAD if config.at(key) is not None]
+    if given and not elastic.ignore_non_elastic_batch_info:
+        raise ConfigError(
+            given[0],
+            "given although elasticity.enabled derives the batch: leave it out, "
+            "or set elasticity.ignore_non_elastic_batch_info to true",
+        )
+    largest = max(elastic.micro_batch_sizes, default=0)
+    if elastic.max_train_batch_size and largest > elastic.max_train_batch_size:
+        message = f"{largest} is above elasticity.max_train_batch_size, {elastic.max_train_batch_size}"
+        raise ConfigError("elasticity.micro_batch_sizes", message)
 
 
 def _check_precision(config: Config) -> None:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from mizzen.config.checks import check
 from mizzen.config.migrate import Found, Problem, drop_autos, move_old_keys, name_keys, spread_paths, walk
-from mizzen.config.origin import Origin
+from mizzen.config.origin import AS_AUTO, Origin
 from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
 from mizzen.config.values import BelowError, shown
@@ -22,10 +22,10 @@ def load(source: Source) -> Config:
     _raise_first(name_keys(raw, Config))
     moved = move_old_keys(raw, Config)
     autos = drop_autos(raw, Config)
-    config = _parse(raw)
+    config = _parse(raw).with_origins(_origins(raw, moved, autos))
     _apply_fates(raw, config)
     check(config)
-    return config.with_origins(_origins(raw, moved, autos))
+    return config
 
 
 def _raise_first(problems: list[Problem]) -> None:
@@ -85,8 +85,15 @@ def why_inert(found: Found, config: Config) -> str | None:
     reason = found.fate.reason if found.fate.kind == "no_effect" else None
     if reason is None and key != "enabled" and section in _PRECISIONS and found.fate.kind == "read":
         is_used = config.at(f"{section}.enabled") or (section == "fp16" and config.computes_in_fp16)
-        reason = None if is_used or not key else f"{section}.enabled is false"
+        reason = None if is_used or not key else _is_off(f"{section}.enabled", config)
     return reason if reason and _is_changed(found, config) else None
+
+
+def _is_off(switch: str, config: Config) -> str:
+    """Why a switch is off, in the words of the file."""
+    if config.is_auto(switch):
+        return f'{switch} is "auto", which is false unless a client says otherwise'
+    return f"{switch} is {'false' if config.is_given(switch) else 'absent'}"
 
 
 def _is_changed(found: Found, config: Config) -> bool:
@@ -96,7 +103,7 @@ def _is_changed(found: Found, config: Config) -> bool:
 
 def _origins(raw: dict[str, Any], moved: Mapping[str, str], autos: frozenset[str]) -> dict[str, Origin]:
     origins = {path: Origin("given") for path in _paths(raw)}
-    origins |= {path: Origin("default", 'asked for as "auto"') for path in autos}
+    origins |= {path: Origin("default", AS_AUTO) for path in autos}
     for new, old in moved.items():
         origins |= {path: Origin("given", f"as {old}") for path in origins if f"{path}.".startswith(f"{new}.")}
     return origins

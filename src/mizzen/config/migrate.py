@@ -164,8 +164,8 @@ def _set(raw: dict[str, Any], path: str, value: Any, old: str) -> None:
     holder[last] = value
 
 
-_ARGUMENTS_WITHOUT_DEFAULT: Final = ("total_num_steps", "cycle_min_lr", "cycle_max_lr", "total_iters", "T_max")
-"""Arguments of schedules that only the caller can know."""
+_ARGUMENTS_WITHOUT_DEFAULT: Final = ("cycle_min_lr", "cycle_max_lr", "total_iters", "T_max")
+"""Arguments of schedules that only the user can know; `clients.py` has those that clients fill in."""
 
 
 def is_auto(value: Any) -> bool:

@@ -1,7 +1,10 @@
 """Where a resolved value comes from: given by the user, derived from other values, or the default."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+AS_AUTO: Final = 'asked for as "auto"'
+"""The note of a value that the file leaves open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,16 +85,10 @@ def _replicas(config: Config, dp: int) -> int:
 
 def _batch(config: Config, layout: Layout) -> tuple[Batch, str]:
     """The batch, and in words where it comes from."""
+    if config.elasticity.enabled:
+        return _elastic_batch(config, layout), "elasticity"
     given = [key for key in TRIAD if config.at(key) is not None]
-    if not config.elasticity.enabled:
-        return Batch.solve(config, dp=layout.dp), f"{' and '.join(given)} with dp = {layout.dp}"
-    if given and not config.elasticity.ignore_non_elastic_batch_info:
-        raise ConfigError(
-            given[0],
-            "given although elasticity.enabled derives the batch: leave it out, "
-            "or set elasticity.ignore_non_elastic_batch_info to true",
-        )
-    return _elastic_batch(config, layout), "elasticity"
+    return Batch.solve(config, dp=layout.dp), f"{' and '.join(given)} with dp = {layout.dp}"
 
 
 def _elastic_batch(config: Config, layout: Layout) -> Batch:

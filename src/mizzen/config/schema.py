@@ -25,7 +25,7 @@ from mizzen.config.observe import (
     WandbConfig,
 )
 from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
-from mizzen.config.origin import Origin
+from mizzen.config.origin import AS_AUTO, Origin
 from mizzen.config.parallel import ExpertParallelConfig, PipelineConfig, TensorParallelConfig
 from mizzen.config.precision import AmpConfig, AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
 from mizzen.config.section import Section, also_spelled, deprecated, keys_of, no_effect, refused, section
@@ -243,6 +243,16 @@ class Config(Section):
     def is_given(self, path: str) -> bool:
         """Whether the user's own file holds this key."""
         return self.origin(path).kind == "given"
+
+    def is_auto(self, path: str) -> bool:
+        """Whether the user's own file says "auto" here, and nothing was derived since."""
+        return self.origin(path).note == AS_AUTO
+
+    def autos(self) -> tuple[str, ...]:
+        """Every path at which the user's own file says "auto", in the order of the schema."""
+        order = {name: number for number, name in enumerate(type(self).model_fields)}
+        paths = [path for path in self._origins if self.is_auto(path)]
+        return tuple(sorted(paths, key=lambda path: (order[path.split(".")[0]], path)))
 
     def with_origins(self, origins: Mapping[str, Origin]) -> "Config":
         """The same configuration with these origins added."""

@@ -14,6 +14,7 @@ from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare, flatten
 from mizzen.comm.mesh import Mesh
+from mizzen.config.clients import check_filled_in
 from mizzen.config.dump import plain
 from mizzen.config.names import UNBUILT
 from mizzen.config.schema import Config
@@ -253,14 +254,15 @@ def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
 def choose_scheduler(given: Any, config: Config, optimizer: Optimizer | None) -> Any:
     """The learning-rate schedule of a run: an object, what a callable makes, or the one that is configured."""
     if optimizer is None:
-        if given is not None or config.scheduler is not None:
-            raise UsageError(
-                "a learning-rate schedule without an optimizer: name one in the configuration, or give one"
-            )
+        if given is not None:
+            raise UsageError("lr_scheduler= without an optimizer: name one in the configuration, or give one")
+        if config.scheduler is not None:
+            info_once("scheduler has no effect here: this engine has no optimizer, so it does not train")
         return None
     if given is None:
         if config.scheduler is None or config.scheduler.type is None:
             return None
+        check_filled_in(config)
         return build_scheduler(config.scheduler.type, dict(config.scheduler.params), optimizer)
     if "step" in dir(given):
         attached = vars(given).get("optimizer")

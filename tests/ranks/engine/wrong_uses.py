@@ -179,7 +179,7 @@ CASES = {
     "unknown schedule": with_config(scheduler={"type": "WarmUpLRR"}),
     "schedule with a typo": with_config(scheduler={"type": "WarmupLR", "params": {"warmup_steps": 1}}),
     "schedule without optimizer": lambda: mizzen.initialize(
-        model=model(), config={"train_batch_size": 4, "scheduler": {"type": "WarmupLR"}}
+        model=model(), config={"train_batch_size": 4}, lr_scheduler=lambda optimizer: optimizer
     ),
     "schedule of another optimizer": scheduler_of_another,
     "schedule is a number": lambda: mizzen.initialize(model=model(), config=GOOD, lr_scheduler=3),

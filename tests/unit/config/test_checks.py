@@ -36,7 +36,60 @@ def curriculum(**changes):
     return {"curriculum_learning": {"enabled": True, "min_difficulty": 8, "max_difficulty": 64} | linear | changes}
 
 
+def batch(train, micro=None, accumulation=None, **more):
+    sizes = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    return {key: value for key, value in sizes.items() if value is not None} | more
+
+
+ELASTIC = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4], "version": 0.1}
+
+
 RULES = [
+    (
+        batch(10, 4, 2),
+        "train_batch_size: 10 is not a multiple of train_micro_batch_size_per_gpu * gradient_accumulation_steps "
+        "= 4 * 2 = 8, on any number of ranks: the nearest that fit are 8 and 16",
+        batch(16, 4, 2),
+    ),
+    (
+        batch(10, 4),
+        "train_batch_size: 10 is not a multiple of train_micro_batch_size_per_gpu = 4, on any number of ranks: "
+        "the nearest that fit are 8 and 12",
+        batch(12, 4, "auto"),
+    ),
+    (
+        batch(3, "auto", 8),
+        "train_batch_size: 3 is not a multiple of gradient_accumulation_steps = 8, on any number of ranks: "
+        "the least that fits is 8",
+        batch("auto", "auto", 8),
+    ),
+    (
+        batch(12, 4, data_parallel_size=2),
+        "train_batch_size: 12 is not a multiple of train_micro_batch_size_per_gpu * data_parallel_size = 4 * 2 = 8: "
+        "the nearest that fit are 8 and 16",
+        batch(12, 4, data_parallel_size=3),
+    ),
+    (
+        batch(32, 4, 2, data_parallel_size=2),
+        "train_batch_size: 32 is not train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp = 4 * 2 * 2 "
+        "= 16: leave one of the three out and it is derived",
+        batch(16, 4, 2, data_parallel_size=2),
+    ),
+    (
+        batch(32, elasticity=ELASTIC),
+        "train_batch_size: given although elasticity.enabled derives the batch: leave it out, "
+        "or set elasticity.ignore_non_elastic_batch_info to true",
+        batch(10, 4, 2, elasticity={**ELASTIC, "ignore_non_elastic_batch_info": True}),
+    ),
+    (
+        {"elasticity": {**ELASTIC, "max_train_batch_size": 3}},
+        "elasticity.micro_batch_sizes: 4 is above elasticity.max_train_batch_size, 3",
+        {"elasticity": ELASTIC},
+    ),
     (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
         "fp16.enabled: given together with bf16.enabled: a model computes in one of the two",

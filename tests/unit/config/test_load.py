@@ -396,7 +396,7 @@ def test_keys_of_a_precision_that_is_not_enabled_are_told(caplog):
     with caplog.at_level("INFO", logger="mizzen"):
         load(idle)
     assert caplog.messages == [
-        "fp16.loss_scale has no effect here: fp16.enabled is false",
+        "fp16.loss_scale has no effect here: fp16.enabled is absent",
         "torch_autocast.dtype has no effect here: torch_autocast.enabled is false",
     ]
     caplog.clear()
@@ -404,6 +404,15 @@ def test_keys_of_a_precision_that_is_not_enabled_are_told(caplog):
         load({"fp16": {"min_loss_scale": 2}, "torch_autocast": {"enabled": True, "dtype": "fp16"}})
         load({"fp16": {"enabled": True, "loss_scale": 256}, "bf16": {"enabled": False}})
     assert caplog.messages == []
+
+
+def test_a_precision_that_is_auto_is_not_called_false(caplog):
+    AMBIENT.warned.clear()
+    with caplog.at_level("INFO", logger="mizzen"):
+        load({"fp16": {"enabled": "auto", "hysteresis": 4}})
+    assert caplog.messages == [
+        'fp16.hysteresis has no effect here: fp16.enabled is "auto", which is false unless a client says otherwise'
+    ]
 
 
 def test_a_key_without_effect_is_named_once_and_only_when_it_says_something(caplog):

@@ -186,7 +186,7 @@ def test_auto_is_left_to_be_derived():
         ({"optimizer": {"type": "auto"}}, "optimizer.type"),
         *(
             ({"scheduler": {"type": "X", "params": {key: "auto"}}}, f"scheduler.params.{key}")
-            for key in ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
+            for key in ("cycle_min_lr", "cycle_max_lr")
         ),
     ],
 )

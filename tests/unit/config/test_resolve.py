@@ -138,7 +138,7 @@ def test_elasticity_that_is_off_changes_nothing():
             "not a multiple of pp*sp*tp = 1*1*8 = 8",
         ),
         (
-            {"train_batch_size": 8, "data_parallel_size": 3},
+            {"train_batch_size": 6, "data_parallel_size": 3},
             8,
             ConfigError,
             "data_parallel_size: 3 is not what 8 ranks leave for it, 8",

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 import mizzen
 from mizzen import zero
+from mizzen.errors import ConfigError
 from ranks.parallel.zero.full.models import MODELS, rows
 
 CONFIG = {
@@ -110,3 +111,27 @@ def moved() -> list:
 
 def test_a_sharded_model_stays_where_and_as_it_is(world):
     assert world(2).run(moved) == [[True, True, "FSDPBase", True, True, True]] * 2
+
+
+SCHEDULE = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+
+
+def scheduled() -> tuple:
+    """What clients do who take the optimizer out of a file and leave the schedule, whose length they do not know."""
+    config = {**CONFIG, "scheduler": SCHEDULE}
+    with zero.Init(config_dict_or_path=config):
+        model = build()
+    engine, optimizer, _, scheduler = mizzen.initialize(model=model, config=config)
+    with torch.no_grad():
+        engine(rows(0, engine.global_rank))
+    try:
+        mizzen.initialize(model=build(), config={**config, "optimizer": {"type": "Adam"}})
+    except ConfigError as error:
+        return optimizer, scheduler, str(error)
+    return optimizer, scheduler, "no error"
+
+
+def test_a_schedule_of_the_file_is_no_matter_to_an_engine_that_does_not_train(world):
+    for optimizer, scheduler, error in world(2).run(scheduled):
+        assert optimizer is None and scheduler is None
+        assert error == 'scheduler.params.total_num_steps: "auto", and no client has filled it in: give a value'
