@@ -113,7 +113,14 @@ def test_a_client_s_own_keys_are_told_once_and_a_typo_is_an_error(capfd):
     package = programs.deepspeed()
     from deepspeed.faces.config import without_hints
 
-    hints = {"zero_optimization.stage3_prefetch_bucket_size": 7.5, "trainer.name": "x", "train_batch_size": 1}
+    hints = {
+        "zero_optimization.stage3_prefetch_bucket_size": 7.5,
+        "trainer.name": "x",
+        "_comment": "for one GPU",
+        "comms_config": {"verbose": False},
+        "monitor_config": {"enabled": True},
+        "train_batch_size": 1,
+    }
     assert without_hints(hints).keys() == {"zero_optimization.stage3_prefetch_bucket_size", "train_batch_size"}
     plain = {"train_batch_size": 1}
     assert without_hints(plain) is plain
@@ -122,11 +129,13 @@ def test_a_client_s_own_keys_are_told_once_and_a_typo_is_an_error(capfd):
     assert capfd.readouterr().err.count("trainer.name") <= 1
     with pytest.raises(ConfigError, match="gradient_cliping: unknown key; did you mean 'gradient_clipping'"):
         package.initialize(model=programs.Model(), config={**plain, "gradient_cliping": 1.0})
+    with pytest.raises(ConfigError, match="fp8: unknown key, which DeepSpeed passes over .* would not compute in fp8"):
+        package.initialize(model=programs.Model(), config={**plain, "fp8": {"enabled": True}})
 
 
 def test_a_client_s_own_keys_are_not_looked_at_wherever_the_configuration_comes_from(tmp_path):
     package = programs.deepspeed()
-    settings = {**programs.config(0), "trainer.name": "x"}
+    settings = {**programs.config(0), "trainer.name": "x", "_comment": "y", "monitor_config": {"enabled": False}}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(settings))
     for source in (settings, path, str(path), path.read_text()):

@@ -12,7 +12,7 @@ from mizzen.comm import groups
 from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.elastic import compute_elastic
 from mizzen.config.load import load
-from mizzen.config.migrate import name_keys, spread_paths
+from mizzen.config.migrate import drop_ignored
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
 from mizzen.config.section import Section
@@ -42,19 +42,13 @@ class DeepSpeedZeroConfig(ZeroConfig, metaclass=_Read):
 
 
 def without_hints(config: Source) -> Source:
-    """The configuration without keys with dots at its top that point to nothing; the same object if it has none."""
+    """The configuration without the keys at its top that DeepSpeed does not read; the same object if it has none."""
     given = read_source(config)
-    unknown = [key for key in given if "." in key and not _is_path(key)]
-    if not unknown:
+    ignored = drop_ignored(given, Config)
+    if not ignored:
         return config
-    warn_once(f"keys with dots that point to no key of the configuration are not looked at: {', '.join(unknown)}")
-    return {key: value for key, value in given.items() if key not in unknown}
-
-
-def _is_path(key: str) -> bool:
-    raw = read_source({key: None})
-    spread_paths(raw)
-    return not name_keys(raw, Config)
+    warn_once(f"{', '.join(ignored)}: not looked at; DeepSpeed does not read such keys either, and says nothing")
+    return given
 
 
 class DeepSpeedConfig:

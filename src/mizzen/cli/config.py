@@ -7,15 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
+from mizzen.cli.parser import Parser, add_help, examples, is_terminal, write, write_json, write_table
+from mizzen.cli.source import add_source, batch_words, read
+from mizzen.config.clients import with_batch
 from mizzen.config.describe import explain, json_schema, render_markdown
 from mizzen.config.dump import as_dict, as_lines, as_table, values
-from mizzen.config.load import load
 from mizzen.config.names import wrong_names
 from mizzen.config.problems import examine
 from mizzen.config.resolve import resolve
 from mizzen.errors import ConfigError, LayoutError
 from mizzen.log import LOGGER
+from mizzen.plan.unbuilt import refusals
 
 
 def configure(parser: Parser) -> None:
@@ -39,18 +41,16 @@ def configure(parser: Parser) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    about = "find every problem of a file, and every key in it that changes nothing"
+    about = "find every problem of a file, what of it is not built yet, and every key in it that changes nothing"
     parser = commands.add_parser("check", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    parser.add_argument("file", metavar="FILE", help="JSON or HJSON file")
-    parser.add_argument("--world", type=count, metavar="N", help="check also that it fits N ranks")
+    add_source(parser, "file", help="check also that it fits N ranks")
     parser.set_defaults(run=check)
 
 
 def _add_resolve(commands: Any) -> None:
     about = "print what was given and derived, each value with its origin"
     parser = commands.add_parser("resolve", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    parser.add_argument("file", metavar="FILE", help="JSON or HJSON file")
-    parser.add_argument("--world", type=count, required=True, metavar="N", help="number of ranks")
+    add_source(parser, "file", required=True, help="number of ranks")
     parser.add_argument("--all", action="store_true", help="print the defaults too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=print_resolved)
@@ -65,14 +65,14 @@ def _add_explain(commands: Any) -> None:
 def check(arguments: argparse.Namespace) -> int:
     """Print every problem and return 2, or say that all is well and return 0."""
     with _without_warnings():
-        findings = examine(Path(arguments.file))
+        findings = examine(Path(arguments.file), drop_in=arguments.drop_in)
     problems, summary = list(findings.problems), []
     if findings.config is not None:
-        problems += map(str, wrong_names(findings.config))
+        problems += map(str, [*wrong_names(findings.config), *refusals(findings.config)])
     if findings.config is not None and arguments.world:
         try:
-            found = resolve(findings.config, arguments.world)
-            summary = [f"layout  {found.layout}", f"batch   {found.batch}"]
+            found = resolve(with_batch(findings.config, arguments.batch), arguments.world)
+            summary = [f"layout  {found.layout}", f"batch   {batch_words(found)}"]
         except (ConfigError, LayoutError) as error:
             problems.append(str(error))
     given = [] if findings.config is None else list(values(findings.config, defaults=False))
@@ -94,7 +94,7 @@ def _without_warnings() -> Iterator[None]:
 
 def print_resolved(arguments: argparse.Namespace) -> int:
     """Print the values as a table for a person, as lines for a pipe, or as JSON."""
-    found = resolve(load(Path(arguments.file)), arguments.world)
+    found = resolve(read(arguments.file, arguments), arguments.world)
     chosen = list(values(found.config, defaults=arguments.all))
     if arguments.json:
         write_json(as_dict(chosen))

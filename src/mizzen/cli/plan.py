@@ -3,12 +3,13 @@
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mizzen.cli.parser import Parser, count, examples, write
-from mizzen.config.load import load
+from mizzen.cli.parser import Parser, examples, write
+from mizzen.cli.source import add_source, batch_words, read
 from mizzen.config.names import wrong_names
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
@@ -29,9 +30,9 @@ def configure(parser: Parser) -> None:
     parser.epilog = examples(
         "mizzen plan config.json --world 512",
         "mizzen plan config.json --world 8 --model train:build_model",
+        "mizzen plan trainer.json --world 8 --batch 4 --drop-in",
     )
-    parser.add_argument("config", metavar="CONFIG", help="JSON or HJSON file")
-    parser.add_argument("--world", type=count, required=True, metavar="N", help="number of ranks")
+    add_source(parser, "config", required=True, help="number of ranks")
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
@@ -42,7 +43,7 @@ def configure(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, or why there is none."""
-    config = load(Path(arguments.config))
+    config = read(arguments.config, arguments)
     for wrong in wrong_names(config):
         raise wrong
     resolved = resolve(config, arguments.world)
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         plan = build(config, arguments.world, sketch, ORDER)
     except PlanError as refusal:
-        write(f"layout  {resolved.layout}\nbatch   {resolved.batch}\nrefused")
+        write(f"layout  {resolved.layout}\nbatch   {batch_words(resolved)}\nrefused")
         write("\n".join(f"  - {reason}" for reason in str(refusal).splitlines()))
         return 2
     write(explain(plan))
@@ -62,11 +63,8 @@ def sketch_at(address: str, config: Config) -> Sketch:
     import torch
 
     function = _function_at(address)
-    try:
-        with torch.device("meta"):
-            model = function()
-    except Exception as error:
-        raise UsageError(f"--model {address}: {type(error).__name__}: {error} (--debug shows where)") from error
+    with _told(address), torch.device("meta"):
+        model = function()
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"--model {address}: returned a {type(model).__name__}, not a torch.nn.Module")
     sketch = Sketch.of(model)
@@ -79,13 +77,35 @@ def _function_at(address: str) -> Callable[[], Any]:
     module, colon, name = address.partition(":")
     if not (module and colon and name):
         raise UsageError(f"--model {address}: write it as module:function, such as train:build_model")
-    sys.path.insert(0, str(Path.cwd()))
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
     try:
-        found: Any = vars(importlib.import_module(module)).get(name)
-    except ImportError as error:
-        raise UsageError(f"--model {address}: {error}") from error
+        with _told(address):
+            # Many packages import what is behind a name only when it is asked for: hence not vars().
+            found: Any = getattr(importlib.import_module(module), name, None)
     finally:
-        sys.path.pop(0)
+        sys.path.remove(here)
     if not callable(found):
         raise UsageError(f"--model {address}: {module} has no function '{name}'")
     return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _told(address: str) -> Iterator[None]:
+    """Any error of the user's own code as one line that names the package which is missing, if that is what it is."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"--model {address}: {_cause(error, address.partition(':')[0])}") from error
+
+
+def _cause(error: Exception, module: str) -> str:
+    each: BaseException | None = error
+    while each is not None and not (isinstance(each, ModuleNotFoundError) and each.name):
+        each = each.__cause__ or each.__context__
+    absent = each.name if isinstance(each, ModuleNotFoundError) and isinstance(error, ImportError) else None
+    if not absent:
+        return f"{type(error).__name__}: {error} (--debug shows where)"
+    if f"{module}.".startswith(f"{absent}."):
+        return f"there is no module '{absent}', neither in this folder nor among the installed packages"
+    return f"{module} needs the package '{absent}', which is not installed (--debug shows where)"

@@ -11,6 +11,7 @@ from mizzen.config.schema import Config
 from mizzen.errors import ConfigError, UsageError
 
 TOTAL_STEPS: Final = "scheduler.params.total_num_steps"
+OPEN_BATCH: Final = "filled in by the client; --batch N says how many samples a rank takes at once"
 _LEFT_OPEN: Final = Origin("default", "until the client fills it in")
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from mizzen.config.ignored import is_harmless, why_ignored
 from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, places
 from mizzen.config.values import shown
 from mizzen.errors import ConfigError
@@ -74,6 +75,20 @@ def spread_paths(raw: dict[str, Any]) -> None:
             info_once(f'"{path}" at the top level gives way to the value inside {".".join(parents)}')
 
 
+def drop_ignored(raw: dict[str, Any], root: type[Section]) -> list[str]:
+    """Remove the keys at the top that DeepSpeed passes over and that ask for nothing; returns them."""
+    ignored = [key for key in raw if is_harmless(key) or ("." in key and not _points_somewhere(key, root))]
+    for key in ignored:
+        del raw[key]
+    return ignored
+
+
+def _points_somewhere(key: str, root: type[Section]) -> bool:
+    alone: dict[str, Any] = {key: None}
+    spread_paths(alone)
+    return not name_keys(alone, root)
+
+
 def name_keys(
     raw: dict[str, Any], section: type[Section], path: str = "", root: type[Section] | None = None
 ) -> list[Problem]:
@@ -85,7 +100,8 @@ def name_keys(
         here = f"{path}{_legible(key)}"
         if key not in spellings:
             if not issubclass(section, OpenSection):
-                problems.append((here, _unknown(key, spellings, root)))
+                ignored = None if path else why_ignored(key)
+                problems.append((here, ignored or _unknown(key, spellings, root)))
             continue
         name, field = spellings[key]
         if name != key:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mizzen.config.describe import fate_words
 from mizzen.config.load import load, why_inert
-from mizzen.config.migrate import Problem, name_keys, spread_paths, walk
+from mizzen.config.migrate import Problem, drop_ignored, name_keys, spread_paths, walk
 from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
 from mizzen.errors import ConfigError
@@ -21,10 +21,14 @@ class Findings:
     notes: tuple[str, ...]
 
 
-def examine(source: Source) -> Findings:
-    """Look for every problem that can be found without knowing the number of ranks."""
+def examine(source: Source, *, drop_in: bool = False) -> Findings:
+    """Look for every problem that can be found without knowing the number of ranks.
+
+    As the drop-in reads a file, keys that DeepSpeed passes over are notes.
+    """
     try:
         raw = read_source(source)
+        ignored = drop_ignored(raw, Config) if drop_in else []
         spread_paths(raw)
         unknown = name_keys(raw, Config)
     except ConfigError as error:
@@ -37,7 +41,8 @@ def examine(source: Source) -> Findings:
     except ConfigError as error:
         problems += _unless_caused_by(unknown, _split(error))
         return Findings(None, tuple(dict.fromkeys(problems)), ())
-    return Findings(None if problems else config, tuple(problems), tuple(_notes(raw, config)))
+    notes = (*(f"{key}: not read, there and here" for key in ignored), *_notes(raw, config))
+    return Findings(None if problems else config, tuple(problems), notes)
 
 
 def _split(error: ConfigError) -> tuple[str, ...]:
@@ -69,3 +74,5 @@ def _notes(raw: dict[str, Any], config: Config) -> Iterator[str]:
             yield f"{found.path}: {fate_words(found.fate)}"
         elif reason := why_inert(found, config):
             yield f"{found.path}: no effect: {reason}"
+    if autos := config.autos():
+        yield f'filled in by the client, where the file says "auto": {", ".join(autos)}'

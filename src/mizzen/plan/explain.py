@@ -1,5 +1,6 @@
 """A plan in words, for people: layout, batch, the transforms in their order, and the bytes of one rank."""
 
+from mizzen.config.clients import OPEN_BATCH, is_batch_open
 from mizzen.model.sketch import count_of
 from mizzen.plan.build import Plan
 from mizzen.plan.cost import Cost
@@ -8,10 +9,10 @@ from mizzen.plan.cost import Cost
 def explain(plan: Plan) -> str:
     """The whole plan as text."""
     layout, batch = plan.resolved.layout, plan.resolved.batch
+    samples = f"{batch.train} samples per step = {batch.micro} micro x {batch.accumulation} accumulation x {batch.dp} dp"
     lines = [
         f"world   {layout.world} ranks: pp={layout.pp} dp={layout.dp} sp={layout.sp} tp={layout.tp} ep={layout.ep}",
-        f"batch   {batch.train} samples per step = "
-        f"{batch.micro} micro x {batch.accumulation} accumulation x {batch.dp} dp",
+        f"batch   {OPEN_BATCH if is_batch_open(plan.resolved.config) else samples}",
     ]
     if plan.sketch.parameters:
         lines.append(

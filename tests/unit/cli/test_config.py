@@ -39,6 +39,91 @@ def test_check_without_a_world_does_not_judge_the_batch(mizzen, write):
     assert "gradient_accumulation_steps = 4 alone gives no batch size" in ran.out
 
 
+def test_check_without_a_world_finds_a_batch_that_fits_no_number_of_ranks(mizzen, write):
+    sizes = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    ran = mizzen("config", "check", write(sizes))
+    assert ran.code == 2
+    assert "train_batch_size: 10 is not a multiple of" in ran.out
+    assert "4 * 2 = 8, on any number of ranks: the nearest that fit are 8 and 16" in ran.out
+
+
+FOR_A_CLIENT = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 2,
+    "fp16": {"enabled": "auto", "initial_scale_power": 12},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+}
+
+
+def test_check_of_a_file_that_a_client_completes(mizzen, write):
+    ran = mizzen("config", "check", write(FOR_A_CLIENT), "--world", 8)
+    assert ran.code == 0
+    assert ran.out.splitlines()[1:] == [
+        f"  layout  {Layout(dp_shard=8)}",
+        "  batch   filled in by the client; --batch N says how many samples a rank takes at once",
+        '  fp16.initial_scale_power: no effect: fp16.enabled is "auto", which is false unless a client says otherwise',
+        '  filled in by the client, where the file says "auto": train_batch_size, train_micro_batch_size_per_gpu, '
+        "optimizer.params.lr, scheduler.params.total_num_steps, fp16.enabled",
+    ]
+    ran = mizzen("config", "check", write(FOR_A_CLIENT), "--world", 8, "--batch", 4)
+    assert "  batch   64 = micro 4 * accumulation 2 * dp 8" in ran.out.splitlines()
+
+
+def test_resolve_of_a_file_that_a_client_completes(mizzen, write):
+    ran = mizzen("config", "resolve", write(FOR_A_CLIENT), "--world", 8, "--batch", 4)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in ran.out.splitlines()}
+    assert rows["train_micro_batch_size_per_gpu"] == "4 given as --batch"
+    assert rows["train_batch_size"].startswith("64 derived from")
+    left = mizzen("config", "resolve", write(FOR_A_CLIENT), "--world", 8, "--all").out
+    assert "until the client fills it in" in left
+
+
+def test_an_auto_that_no_client_fills_in_stays_a_problem(mizzen, write):
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": 1e-3}}
+    ran = mizzen("config", "check", write({"scheduler": cycle}))
+    assert ran.code == 2
+    assert 'scheduler.params.cycle_min_lr: "auto" cannot be derived' in ran.out
+
+
+def test_check_says_what_is_not_built_yet(mizzen, write):
+    keys = {"zero_optimization": {"stage": 2, "cpu_offload": True}, "sequence_parallel_size": 2}
+    ran = mizzen("config", "check", write(keys))
+    assert ran.code == 2
+    assert ran.out.splitlines()[1:] == [
+        "  zero_optimization.offload_optimizer: optimizer offload is not built yet; leave the key out",
+        "  sequence_parallel_size: sequence parallelism is not built yet; leave the key out",
+        "  zero_optimization.cpu_offload: old key; use zero_optimization.offload_optimizer",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("_comment", "comments are written as in HJSON, with #"),
+        ("_read_the_docs", "comments are written as in HJSON, with #"),
+        ("comms_config", "what is read is comms_logger"),
+        ("monitor_config", "what is read is tensorboard, wandb, csv_monitor and comet"),
+    ],
+)
+def test_keys_that_deepspeed_passes_over_are_problems_but_for_the_drop_in(mizzen, write, key, words):
+    path = write({"train_batch_size": 8, key: {"enabled": True}})
+    ran = mizzen("config", "check", path)
+    assert ran.code == 2
+    assert f"{key}: unknown key, which DeepSpeed passes over in silence: {words}" in ran.out
+    ran = mizzen("config", "check", path, "--drop-in")
+    assert ran.code == 0
+    assert ran.out.splitlines()[1:] == [f"  {key}: not read, there and here"]
+
+
+@pytest.mark.parametrize("key", ["fp8", "sequence_parallel", "gradient_cliping"])
+def test_a_key_that_asks_for_something_is_a_problem_for_the_drop_in_too(mizzen, write, key):
+    ran = mizzen("config", "check", write({"train_batch_size": 8, key: {"enabled": True}}), "--drop-in")
+    assert ran.code == 2
+    assert f"{key}: unknown key" in ran.out
+
+
 def test_check_lists_every_problem(mizzen, write):
     ran = mizzen("config", "check", write({"fp61": {}, "gradient_clipping": -1, "zero_optimization": {"stage": 7}}))
     assert ran.code == 2
@@ -67,7 +152,7 @@ def test_check_knows_the_names_of_optimizers_and_schedules(mizzen, write):
 
 
 def test_check_tells_what_changes_nothing_once(mizzen, write):
-    ran = mizzen("config", "check", write({"zero_optimization": {"cpu_offload": True, "reduce_scatter": False}}))
+    ran = mizzen("config", "check", write({"zero_optimization": {"cpu_offload": False, "reduce_scatter": False}}))
     assert ran.code == 0
     assert sorted(ran.out.splitlines()[1:]) == [
         "  zero_optimization.cpu_offload: old key; use zero_optimization.offload_optimizer",

@@ -25,6 +25,20 @@ def broken():
 def wrong():
     return 7
 
+def needy():
+    import no_such_package.layers
+
+def __getattr__(name):
+    # As packages do that load what is behind a name only when it is asked for.
+    if name == "lazy":
+        return lambda: nn.Linear(1000, 1000)
+    if name == "lazy_and_needy":
+        try:
+            import no_such_package
+        except ImportError as error:
+            raise ModuleNotFoundError("could not import lazy_and_needy") from error
+    raise AttributeError(name)
+
 number = 7
 """
 
@@ -32,6 +46,8 @@ number = 7
 @pytest.fixture
 def plan(mizzen, tmp_path, monkeypatch):
     (tmp_path / "their_model.py").write_text(MODULE)
+    (tmp_path / "needy_model.py").write_text("import no_such_package\n")
+    (tmp_path / "broken_model.py").write_text("def build(:\n")
     (tmp_path / "plain.json").write_text('{"train_batch_size": 16}')
     monkeypatch.chdir(tmp_path)
 
@@ -46,6 +62,32 @@ def test_layout_and_batch_are_printed(plan):
     assert ran.code == 0
     assert "8 ranks" in ran.out
     assert "16 samples" in ran.out
+
+
+def test_a_batch_that_a_client_fills_in_is_no_error_and_may_be_said(plan, tmp_path):
+    (tmp_path / "trainer.json").write_text('{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}')
+    assert "batch   filled in by the client; --batch N says how many" in plan("trainer.json", 8).out
+    assert "batch   32 samples per step = 4 micro x 1 accumulation x 8 dp" in plan("trainer.json", 8, "--batch", 4).out
+    (tmp_path / "said.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
+    ran = plan("said.json", 8, "--batch", 4)
+    assert (ran.code, ran.out) == (2, "")
+    assert "--batch 4: the file itself has train_micro_batch_size_per_gpu = 2" in ran.err
+
+
+def test_a_batch_that_a_client_fills_in_does_not_hide_a_refusal(plan, tmp_path):
+    (tmp_path / "trainer.json").write_text(
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'
+    )
+    ran = plan("trainer.json", 8)
+    assert ran.code == 2
+    assert ran.out.splitlines()[1].startswith("batch   filled in by the client")
+    assert ran.out.splitlines()[2] == "refused"
+
+
+def test_keys_that_deepspeed_passes_over_are_errors_but_for_the_drop_in(plan, tmp_path):
+    (tmp_path / "noted.json").write_text('{"train_batch_size": 8, "_comment": "for eight GPUs"}')
+    assert "_comment: unknown key, which DeepSpeed passes over in silence" in plan("noted.json", 8).err
+    assert plan("noted.json", 8, "--drop-in").code == 0
 
 
 def test_a_name_that_no_optimizer_has_is_one_line(plan, tmp_path):
@@ -84,6 +126,10 @@ def test_a_model_is_built_on_the_meta_device_and_priced(plan):
     assert re.search(r"1\.01\d* ?M parameters", ran.out)
 
 
+def test_a_name_that_a_module_makes_when_asked_is_found(plan):
+    assert re.search(r"1(\.0\d*)? ?M parameters", plan("plain.json", 8, "--model", "their_model:lazy").out)
+
+
 def test_a_model_of_four_terabytes_takes_no_memory(plan):
     assert re.search(r"1 ?T parameters", plan("plain.json", 8, "--model", "their_model:huge").out)
 
@@ -94,7 +140,12 @@ def test_a_model_of_four_terabytes_takes_no_memory(plan):
         ("their_model", "--model their_model: write it as module:function"),
         ("their_model:absent", "their_model has no function 'absent'"),
         ("their_model:number", "their_model has no function 'number'"),
-        ("no_such_module:build", "No module named 'no_such_module'"),
+        ("no_such_module:build", "there is no module 'no_such_module', neither in this folder nor among the installed"),
+        ("their_model.inner:build", "there is no module 'their_model.inner'"),
+        ("needy_model:build", "needy_model needs the package 'no_such_package', which is not installed"),
+        ("broken_model:build", "SyntaxError: invalid syntax"),
+        ("their_model:needy", "their_model needs the package 'no_such_package', which is not installed"),
+        ("their_model:lazy_and_needy", "their_model needs the package 'no_such_package', which is not installed"),
         ("their_model:broken", "RuntimeError: no weights here"),
         ("their_model:wrong", "returned a int, not a torch.nn.Module"),
     ],
