@@ -6,7 +6,7 @@ For a model that does not, `activation_checkpointing.mode` in the configuration 
 from collections.abc import Callable
 from typing import Any
 
-from mizzen.config.load import load
+from mizzen.config.load import load_section
 from mizzen.config.schema import Config
 from mizzen.config.source import Source
 from mizzen.rewrite.checkpointing import Checkpointing
@@ -25,7 +25,10 @@ def configure(
     profile: bool | None = None,
 ) -> None:
     """Say how `checkpoint` keeps inputs: as the section `activation_checkpointing` says, and as arguments say."""
-    config = deepspeed_config if isinstance(deepspeed_config, Config) else load(deepspeed_config or {})
+    if isinstance(deepspeed_config, Config):
+        config = deepspeed_config
+    else:
+        config = load_section(deepspeed_config or {}, "activation_checkpointing")
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,

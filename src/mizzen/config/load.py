@@ -28,6 +28,13 @@ def load(source: Source) -> Config:
     return config
 
 
+def load_section(source: Source, name: str) -> Config:
+    """A configuration with one section of a source; what else is in it is for `initialize` to judge."""
+    raw = read_source(source)
+    spread_paths(raw)
+    return load({name: raw[name]} if name in raw else {})
+
+
 def _raise_first(problems: list[Problem]) -> None:
     """All problems in one error, because a user wants to correct a file once."""
     if problems:

@@ -8,7 +8,7 @@ import pytest
 
 from mizzen.ambient import AMBIENT
 from mizzen.config import load
-from mizzen.config.load import _translate
+from mizzen.config.load import _translate, load_section
 from mizzen.errors import ConfigError
 
 BROKEN = [
@@ -472,3 +472,12 @@ def test_at_reads_any_spelling_and_stops_where_nothing_is():
     assert config.at("elasticity.micro_batch_sizes.1") == 4
     for path in ("elasticity.micro_batch_sizes.2", "zero_optimization.offload_param.device", "amp.other", "seed.x"):
         assert config.at(path) is None
+
+
+def test_one_section_can_be_read_without_the_rest():
+    mixed = {"_comment": 1, "train_batch_size": 0, "activation_checkpointing": {"profile": True}, "fp16.enabled": True}
+    config = load_section(mixed, "activation_checkpointing")
+    assert config.activation_checkpointing.profile and config.train_batch_size is None
+    assert load_section({"fp16.enabled": True}, "fp16").fp16.enabled
+    with pytest.raises(ConfigError, match="activation_checkpointing.profil: unknown key"):
+        load_section({"activation_checkpointing": {"profil": True}}, "activation_checkpointing")
