@@ -1,4 +1,4 @@
-"""The batch triad: train = micro * accumulation * dp, in whole numbers. Elastic batches are `elastic.py`'s business."""
+"""The batch triad: train = micro * accumulation * dp, in whole numbers. `elastic.py` computes elastic batches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,12 +58,29 @@ class Batch:
 
 def check_batch(config: Config) -> None:
     """Refuse a triad that no number of data-parallel ranks can share, or not the number that the file itself names."""
+    if config.elasticity.enabled:
+        _check_elastic(config)
+        return
     factors = {key: config.at(key) for key in (MICRO, ACCUMULATION, "data_parallel_size")}
     given = {key: value for key, value in factors.items() if value is not None}
     if config.train_batch_size is not None and given:
         _quotient(config.train_batch_size, given)
     if config.train_batch_size is not None and len(given) == len(factors):
         Batch(config.train_batch_size, *given.values())
+
+
+def _check_elastic(config: Config) -> None:
+    elastic, given = config.elasticity, [key for key in TRIAD if config.at(key) is not None]
+    if given and not elastic.ignore_non_elastic_batch_info:
+        raise ConfigError(
+            given[0],
+            "given although elasticity.enabled derives the batch: leave it out, "
+            "or set elasticity.ignore_non_elastic_batch_info to true",
+        )
+    largest = max(elastic.micro_batch_sizes, default=0)
+    if elastic.max_train_batch_size and largest > elastic.max_train_batch_size:
+        message = f"{largest} is above elasticity.max_train_batch_size, {elastic.max_train_batch_size}"
+        raise ConfigError("elasticity.micro_batch_sizes", message)
 
 
 def _read(given: Config | Mapping[str, Any], key: str) -> int | None:

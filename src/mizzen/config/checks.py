@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from mizzen.config.batch import TRIAD, check_batch
+from mizzen.config.batch import check_batch
 from mizzen.config.compression import CompressionConfig
 from mizzen.config.data import CurriculumMetricConfig, LegacyCurriculumConfig
 from mizzen.config.schema import Config
@@ -13,7 +13,7 @@ from mizzen.errors import ConfigError
 
 def check(config: Config) -> None:
     """Raise a `ConfigError` for the first rule that the configuration breaks."""
-    _check_batch(config)
+    check_batch(config)
     _check_precision(config)
     _check_optimizer(config)
     _check_needs(config)
@@ -21,24 +21,6 @@ def check(config: Config) -> None:
     _check_curricula(config)
     _check_compression(config.compression_training)
     _check_ranges(config)
-
-
-def _check_batch(config: Config) -> None:
-    elastic = config.elasticity
-    if not elastic.enabled:
-        check_batch(config)
-        return
-    given = [key for key in TRIAD if config.at(key) is not None]
-    if given and not elastic.ignore_non_elastic_batch_info:
-        raise ConfigError(
-            given[0],
-            "given although elasticity.enabled derives the batch: leave it out, "
-            "or set elasticity.ignore_non_elastic_batch_info to true",
-        )
-    largest = max(elastic.micro_batch_sizes, default=0)
-    if elastic.max_train_batch_size and largest > elastic.max_train_batch_size:
-        message = f"{largest} is above elasticity.max_train_batch_size, {elastic.max_train_batch_size}"
-        raise ConfigError("elasticity.micro_batch_sizes", message)
 
 
 def _check_precision(config: Config) -> None:
@@ -156,11 +138,12 @@ def _check_compression(compression: CompressionConfig) -> None:
             path = f"compression_training.{name}.different_groups"
             raise ConfigError(path, "needed when the technique is enabled, but absent: give at least one group")
     for name, group in compression.weight_quantization.different_groups.items():
-        if group.params.target_bits > group.params.start_bits:
-            message = f"{group.params.target_bits} is above start_bits, {group.params.start_bits}"
-            raise ConfigError(
-                f"compression_training.weight_quantization.different_groups.{name}.params.target_bits", message
-            )
+        path, bits = f"compression_training.weight_quantization.different_groups.{name}.params", group.params
+        if bits.target_bits > bits.start_bits:
+            raise ConfigError(f"{path}.target_bits", f"{bits.target_bits} is above start_bits, {bits.start_bits}")
+        if not bits.quantization_period and bits.target_bits < bits.start_bits:
+            message = f"0 steps between start_bits, {bits.start_bits}, and target_bits, {bits.target_bits}: give one or more"
+            raise ConfigError(f"{path}.quantization_period", message)
 
 
 _RANGES: Final = (

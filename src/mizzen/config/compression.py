@@ -61,8 +61,8 @@ class WeightQuantizationParams(Section):
     """Bits at the start."""
     target_bits: Count
     """Bits at the end."""
-    quantization_period: Count = 1
-    """Steps between two reductions of bits."""
+    quantization_period: Whole = 1
+    """Steps between two reductions of bits; may be 0 where the bits stay as they are."""
 
 
 class _Group(Section):

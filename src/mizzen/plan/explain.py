@@ -1,5 +1,6 @@
 """A plan in words, for people: layout, batch, the transforms in their order, and the bytes of one rank."""
 
+from mizzen.config.batch import TRIAD
 from mizzen.config.clients import OPEN_BATCH, is_batch_open
 from mizzen.model.sketch import count_of
 from mizzen.plan.build import Plan
@@ -19,6 +20,8 @@ def explain(plan: Plan) -> str:
             f"model   {count_of(plan.sketch.numel)} parameters, {count_of(plan.sketch.trainable_numel)} trainable"
         )
         lines.append(f"memory  {plan.cost} per rank, without activations")
+    if open_keys := [path for path in plan.resolved.config.autos() if path not in TRIAD]:
+        lines.append(f'open    "auto" means the default until a client fills it in: {", ".join(open_keys)}')
     lines += [f"note    {note}" for note in plan.notes]
     lines.append("changes" if plan.steps else "changes none: the model runs as it is")
     for number, step in enumerate(plan.steps, 1):

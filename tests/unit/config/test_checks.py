@@ -45,6 +45,11 @@ def batch(train, micro=None, accumulation=None, **more):
     return {key: value for key, value in sizes.items() if value is not None} | more
 
 
+def quantized(start, target, period):
+    params = {"start_bits": start, "target_bits": target, "quantization_period": period}
+    return {"compression_training": {"weight_quantization": {"different_groups": {"g": {"params": params}}}}}
+
+
 ELASTIC = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4], "version": 0.1}
 
 
@@ -263,6 +268,12 @@ RULES = [
                 "weight_quantization": {"different_groups": {"g": {"params": {"start_bits": 8, "target_bits": 4}}}}
             }
         },
+    ),
+    (
+        quantized(8, 4, 0),
+        "compression_training.weight_quantization.different_groups.g.params.quantization_period: 0 steps between "
+        "start_bits, 8, and target_bits, 4: give one or more",
+        quantized(8, 8, 0),
     ),
     (
         {"autotuning": {"start_profile_step": 6}},

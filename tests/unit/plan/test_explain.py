@@ -1,5 +1,6 @@
 """What `mizzen plan` prints, to the letter."""
 
+from mizzen.config.clients import with_batch
 from mizzen.config.load import load
 from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.order import ORDER
@@ -32,6 +33,17 @@ def test_a_model_on_many_ranks():
         "changes\n"
         "  1. shard: ZeRO stage 2 over dp=8 in 2 buckets, sums in float32\n"
         "     memory -157.9 MiB (parameters 0 B, gradients 16.6 MiB, masters -58.2 MiB, states -116.4 MiB)"
+    )
+
+
+def test_what_a_client_will_fill_in_is_said():
+    config = {**CONFIG, "zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
+    assert explain(build(with_batch(load(config), None), 8, Sketch(()), ORDER)) == (
+        "world   8 ranks: pp=1 dp=8 sp=1 tp=1 ep=1\n"
+        "batch   filled in by the client; --batch N says how many samples a rank takes at once\n"
+        'open    "auto" means the default until a client fills it in: bf16.enabled, zero_optimization.stage\n'
+        "changes\n"
+        "  1. shard: ZeRO stage 0 over dp=8, sums in float32"
     )
 
 
