@@ -65,7 +65,7 @@ def _add_explain(commands: Any) -> None:
 def check(arguments: argparse.Namespace) -> int:
     """Print every problem and return 2, or say that all is well and return 0."""
     with _without_warnings():
-        findings = examine(Path(arguments.file), drop_in=arguments.drop_in)
+        findings = examine(Path(arguments.file), pass_over=arguments.drop_in)
     problems, summary = list(findings.problems), []
     if findings.config is not None:
         problems += map(str, [*wrong_names(findings.config), *refusals(findings.config)])

@@ -21,14 +21,14 @@ class Findings:
     notes: tuple[str, ...]
 
 
-def examine(source: Source, *, drop_in: bool = False) -> Findings:
+def examine(source: Source, *, pass_over: bool = False) -> Findings:
     """Look for every problem that can be found without knowing the number of ranks.
 
-    As the drop-in reads a file, keys that DeepSpeed passes over are notes.
+    With `pass_over`, as the drop-in does, keys that DeepSpeed does not read are notes.
     """
     try:
         raw = read_source(source)
-        ignored = drop_ignored(raw, Config) if drop_in else []
+        ignored = drop_ignored(raw, Config) if pass_over else []
         spread_paths(raw)
         unknown = name_keys(raw, Config)
     except ConfigError as error:
