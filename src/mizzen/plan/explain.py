@@ -20,7 +20,9 @@ def explain(plan: Plan) -> str:
             f"model   {count_of(plan.sketch.numel)} parameters, {count_of(plan.sketch.trainable_numel)} trainable"
         )
         lines.append(f"memory  {plan.cost} per rank, without activations")
-    if open_keys := [path for path in plan.resolved.config.autos() if path not in TRIAD]:
+    rates = ("optimizer.params.", "scheduler.params.")  # they change nothing of a plan
+    autos = [path for path in plan.resolved.config.autos() if not path.startswith(rates)]
+    if open_keys := [path for path in autos if path not in TRIAD]:
         lines.append(f'open    "auto" means the default until a client fills it in: {", ".join(open_keys)}')
     lines += [f"note    {note}" for note in plan.notes]
     lines.append("changes" if plan.steps else "changes none: the model runs as it is")
