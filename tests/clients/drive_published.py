@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from clients.small import Tokens, forget, gpt2, leave
 from drop_in.published_files import EVALUATED, FOLDER, STEPS, TABLE, completed, number, read
 
+
 def arguments_of(name: str, folder: Path, **more) -> TrainingArguments:
-    """What a user of the file says on the command line: the numbers that stand in the file, and his own for the rest."""
+    """What a user of the file says on the command line: the numbers of the file, and others for the rest."""
     raw, whole = read(name), completed(name, 2)
     rule = raw.get("optimizer", {}).get("params", {})
     first, second = rule["betas"] if isinstance(rule.get("betas"), list) else (0.9, 0.999)
@@ -41,7 +42,7 @@ def train(name: str, folder: Path) -> str:
     try:
         trainer = Trainer(model=gpt2(), args=arguments_of(name, folder), train_dataset=Tokens(96))
         trainer.train()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is what the user sees
         return f"{type(error).__name__}\n{error}"
     trainer.accelerator.free_memory()
     return "trained"

@@ -142,7 +142,9 @@ def _check_compression(compression: CompressionConfig) -> None:
         if bits.target_bits > bits.start_bits:
             raise ConfigError(f"{path}.target_bits", f"{bits.target_bits} is above start_bits, {bits.start_bits}")
         if not bits.quantization_period and bits.target_bits < bits.start_bits:
-            message = f"0 steps between start_bits, {bits.start_bits}, and target_bits, {bits.target_bits}: give one or more"
+            message = (
+                f"0 steps between start_bits, {bits.start_bits}, and target_bits, {bits.target_bits}: give one or more"
+            )
             raise ConfigError(f"{path}.quantization_period", message)
 
 

@@ -10,7 +10,9 @@ from mizzen.plan.cost import Cost
 def explain(plan: Plan) -> str:
     """The whole plan as text."""
     layout, batch = plan.resolved.layout, plan.resolved.batch
-    samples = f"{batch.train} samples per step = {batch.micro} micro x {batch.accumulation} accumulation x {batch.dp} dp"
+    samples = (
+        f"{batch.train} samples per step = {batch.micro} micro x {batch.accumulation} accumulation x {batch.dp} dp"
+    )
     lines = [
         f"world   {layout.world} ranks: pp={layout.pp} dp={layout.dp} sp={layout.sp} tp={layout.tp} ep={layout.ep}",
         f"batch   {OPEN_BATCH if is_batch_open(plan.resolved.config) else samples}",
