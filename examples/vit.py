@@ -17,7 +17,7 @@ CONFIG = {
     "train_batch_size": 32,
     "zero_optimization": {"stage": 3},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "activation_checkpointing": {"enabled": True},
+    "activation_checkpointing": {"mode": "full"},
     "steps_per_print": 20,
 }
 

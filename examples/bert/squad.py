@@ -2,8 +2,8 @@
 
     python examples/bert/squad.py --model_name_or_path runs/bert/checkpoints --steps 200
 
-The questions are made: a text is four functions of the standard library, each with what it says of itself; a question is
-the name of one of them, and its answer what is said there. Without weights to load, it starts from nothing.
+The questions are made: a text is four functions of the standard library, each with what it says of itself; a question
+is the name of one of them, and its answer what is said there. Without weights to load, it starts from nothing.
 """
 
 import argparse
