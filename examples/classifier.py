@@ -2,6 +2,8 @@
 
 On one rank:  python examples/classifier.py
 On two:       mizzen run --num_gpus 2 examples/classifier.py --stage 2
+A schedule:   python examples/classifier.py --schedule range_test, then --schedule one_cycle
+Its numbers:  python examples/classifier.py --monitor csv
 """
 
 import argparse
@@ -30,16 +32,37 @@ class Net(nn.Module):
         return self.scores(self.layers(hidden.flatten(1)))
 
 
+SCHEDULES = {
+    "warmup": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20}},
+    "range_test": {
+        "type": "LRRangeTest",
+        "params": {"lr_range_test_min_lr": 1e-5, "lr_range_test_step_size": 20, "lr_range_test_step_rate": 5},
+    },
+    "one_cycle": {
+        "type": "OneCycle",
+        "params": {
+            **{"cycle_min_lr": 2e-4, "cycle_max_lr": 3e-3, "cycle_first_step_size": 50, "cycle_second_step_size": 50},
+            **{"decay_lr_rate": 0.01, "decay_step_size": 20, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9},
+        },
+    },
+}
+
+
 def get_config(args: argparse.Namespace) -> dict:
     """A configuration as a dict; `mizzen config explain KEY` says what each key does."""
     config = {
         "train_batch_size": 32,
         "steps_per_print": 50,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "weight_decay": 3e-7}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20}},
+        "scheduler": SCHEDULES[args.schedule],
         "zero_optimization": {"stage": args.stage},
     }
-    return config | ({args.dtype: {"enabled": True}} if args.dtype != "fp32" else {})
+    if args.dtype != "fp32":
+        config[args.dtype] = {"enabled": True}
+    if args.monitor is not None:
+        key = "tensorboard" if args.monitor == "tensorboard" else "csv_monitor"
+        config[key] = {"enabled": True, "output_path": "runs/classifier", "job_name": args.schedule}
+    return config
 
 
 @torch.no_grad()
@@ -59,6 +82,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--stage", type=int, default=0, choices=[0, 1, 2, 3])
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--schedule", default="warmup", choices=SCHEDULES)
+    parser.add_argument("--monitor", choices=["csv", "tensorboard"], help="write the numbers of each step")
     parser.add_argument("--local_rank", type=int, default=-1, help="given by launchers")
     args = parser.parse_args()
 
