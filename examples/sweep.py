@@ -24,7 +24,7 @@ STAGES = (0, 1, 2, 3)
 def config(stage: int) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "progress": {"enabled": False},
         "jsonl_monitor": {"enabled": True, "output_path": str(OUTPUT), "job_name": f"stage{stage}"},
@@ -43,10 +43,14 @@ def train(stage: int, steps: int, width: int) -> None:
 
 
 def held() -> int:
-    """The bytes of all numbers with a point that this process holds, each memory once."""
+    """The bytes of all numbers with a point that this process holds; memory that several tensors share counts once."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.is_floating_point()]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    total = end = 0
+    for start, size in sorted((storage.data_ptr(), storage.nbytes()) for storage in storages):
+        total += max(0, start + size - max(start, end))
+        end = max(end, start + size)
+    return total
 
 
 def sweep(args: argparse.Namespace) -> list[tuple[int, float, float]]:
