@@ -2,12 +2,12 @@
 
     python examples/sweep.py --ranks 2 --steps 10
 
-Memory is what a rank holds between two steps: parameters, gradients, master weights, optimizer states.
+Memory is what the plan says that a rank holds: parameters, gradients, master weights, optimizer states.
 """
 
 import argparse
-import gc
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,26 +31,24 @@ def config(stage: int) -> dict:
     }
 
 
-def train(stage: int, steps: int, width: int) -> None:
+def train(stage: int, steps: int) -> None:
     """What a rank does."""
     torch.manual_seed(0)
-    engine, *_ = mizzen.initialize(model=GPT(width), training_data=library_text(), config=config(stage))
+    engine, *_ = mizzen.initialize(model=GPT(), training_data=library_text(), config=config(stage))
     for _ in range(steps):
         engine.train_batch()
-    if engine.global_rank == 0:
-        (OUTPUT / f"stage{stage}.bytes").write_text(str(held()))
     engine.destroy()
 
 
-def held() -> int:
-    """The bytes of all numbers with a point that this process holds; memory that several tensors share counts once."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.is_floating_point()]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    total = end = 0
-    for start, size in sorted((storage.data_ptr(), storage.nbytes()) for storage in storages):
-        total += max(0, start + size - max(start, end))
-        end = max(end, start + size)
-    return total
+def planned(stage: int, ranks: int) -> float:
+    """MiB of a rank, as `mizzen plan` says before anything is started."""
+    file = (OUTPUT / f"stage{stage}.json").absolute()
+    file.write_text(json.dumps(config(stage)))
+    words = ["plan", str(file), "--world", str(ranks), "--model", "gpt_bytes:GPT"]
+    command = [sys.executable, "-m", "mizzen.cli", *words]
+    said = subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout
+    size, unit = re.search(r"^memory +([\d.]+) (\w+)", said, re.MULTILINE).groups()
+    return float(size) * {"KiB": 2**-10, "MiB": 1, "GiB": 2**10}[unit]
 
 
 def sweep(args: argparse.Namespace) -> list[tuple[int, float, float]]:
@@ -59,12 +57,12 @@ def sweep(args: argparse.Namespace) -> list[tuple[int, float, float]]:
     for stage in STAGES:
         record = OUTPUT / f"stage{stage}.jsonl"
         record.unlink(missing_ok=True)
-        words = [__file__, "--stage", str(stage), "--steps", str(args.steps), "--width", str(args.width)]
+        words = [__file__, "--stage", str(stage), "--steps", str(args.steps)]
         launcher = [sys.executable, "-m", "mizzen.cli", "run", "--num_gpus", str(args.ranks), *words]
         subprocess.run(launcher, check=True)
         steps = [json.loads(line) for line in record.read_text().splitlines()][2:]
         rate = sum(step["samples"] for step in steps) / sum(step["seconds"] for step in steps)
-        found.append((stage, int((OUTPUT / f"stage{stage}.bytes").read_text()) / 2**20, rate))
+        found.append((stage, planned(stage, args.ranks), rate))
         print(f"stage {stage}: {found[-1][1]:7.1f} MiB a rank, {rate:6.1f} samples/s", flush=True)
     return found
 
@@ -89,12 +87,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--stage", type=int, default=None, help="train with this one: what the sweep starts")
     parser.add_argument("--local_rank", type=int, default=-1, help="given by launchers")
     args = parser.parse_args()
     if args.stage is not None:
-        train(args.stage, args.steps, args.width)
+        train(args.stage, args.steps)
         return
     OUTPUT.mkdir(parents=True, exist_ok=True)
     draw(sweep(args), OUTPUT / "sweep.png")
