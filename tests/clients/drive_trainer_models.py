@@ -122,9 +122,10 @@ def precisions(folder: Path) -> dict:
     return found
 
 
-def with_adapter() -> torch.nn.Module:
-    model = llama()
+def with_adapter(build=llama) -> torch.nn.Module:
+    model = build()
     chosen = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(6)
     return get_peft_model(model, chosen)
 
 
@@ -138,6 +139,14 @@ def adapters(folder: Path) -> dict:
         found[f"lora, {name}, resumed"] = simple(
             folder / f"lora {name} 2", with_adapter, config, resumed=place / "checkpoint-10"
         )
+        forget()
+    source = folder / "base"
+    if torch.distributed.get_rank() == 0:
+        llama(5).save_pretrained(source)
+    torch.distributed.barrier()
+    read = partial(with_adapter, partial(AutoModelForCausalLM.from_pretrained, source))
+    for name, config in {"ddp": None, "stage 3": configuration(3)}.items():
+        found[f"lora read, {name}"] = simple(folder / f"lora read {name}", read, config)
         forget()
     return found
 

@@ -107,8 +107,10 @@ def test_low_precision_is_the_same_at_every_stage_and_near_ddp(models, kind):
             assert [run["scale"] for run in runs] == [runs[0]["scale"]] * 4
 
 
-@pytest.mark.parametrize("name", ["stage 2", "stage 3"])
-@pytest.mark.parametrize("kind", ["lora", "pretrained", "generation"])
+KINDS = [(kind, stage) for kind in ("lora", "pretrained", "generation") for stage in ("stage 2", "stage 3")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*KINDS, ("lora read", "stage 3")])
 def test_other_models_get_what_they_get_from_ddp(models, kind, name):
     for rank in models[0]:
         found, expected = rank[f"{kind}, {name}"], rank[f"{kind}, ddp"]
@@ -131,7 +133,7 @@ def test_adapters_are_saved_and_resumed(models, name):
 def test_a_model_is_sharded_while_it_is_read_or_made(models):
     for rank in models[0]:
         whole = rank["pretrained, ddp"]["held at first"]
-        for name in ("pretrained, stage 3", "made, stage 3"):
+        for name in ("pretrained, stage 3", "made, stage 3", "lora read, stage 3"):
             assert rank[name]["held at first"] < 0.6 * whole
         assert rank["made, stage 3"]["losses"] == close(rank["made, ddp"]["losses"])
 

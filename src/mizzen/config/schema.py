@@ -144,6 +144,8 @@ class Config(Section):
 
     seed: Whole | None = None
     """Seed of every random choice; absent takes torch's seed on rank 0."""
+    dropout_stream: Literal["engine", "torch"] = "engine"
+    """Where dropout draws from: a stream per data-parallel rank, or torch's own generator, as under DDP."""
     deterministic: Flag = False
     """Give bitwise the same numbers at the same layout, also on a GPU; slower."""
     communication_timeout: Positive = 10.0

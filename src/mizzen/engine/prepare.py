@@ -160,8 +160,8 @@ def seed_of(config: Config, mesh: Mesh) -> int:
 
 
 def stream_of(config: Config, seed: int, mesh: Mesh) -> RandomStream:
-    """The random numbers of the model: the process's own where one rank trains and no seed was asked for."""
-    if config.seed is None and mesh.layout.world == 1:
+    """The random numbers of the model: torch's own if asked for, and where one rank trains without a seed."""
+    if config.dropout_stream == "torch" or (config.seed is None and mesh.layout.world == 1):
         return RandomStream(None)
     return RandomStream(seed, [mesh.coordinate(axis) for axis in ("pp", *DATA_AXES)])
 

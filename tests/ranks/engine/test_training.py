@@ -304,3 +304,35 @@ def test_counted_losses_are_normalised_by_the_count_of_all_ranks(world):
         for weight, loss in world(size).run(ragged, size):
             torch.testing.assert_close(weight, expected.detach())
             assert loss == pytest.approx(float(total / 10))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 1)
+
+    def forward(self, inputs):
+        return self.layer(nn.functional.dropout(inputs, 0.5)).mean()
+
+
+def drawn(stream, seed):
+    """The loss of a forward with dropout after torch itself was seeded, and what torch draws next."""
+    torch.manual_seed(0)
+    model = Dropping()
+    config = {"train_micro_batch_size_per_gpu": 2, "progress": {"enabled": False}, "dropout_stream": stream}
+    engine = mizzen.initialize(model=model, config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+    torch.manual_seed(seed)
+    return engine(torch.ones(2, 64)).item(), torch.rand(()).item()
+
+
+def test_dropout_can_draw_from_torchs_own_stream(world):
+    """As under DDP: the script's seed decides, on every rank."""
+    torch.manual_seed(0)
+    model = Dropping()
+    torch.manual_seed(5)
+    expected = model(torch.ones(2, 64)).item(), torch.rand(()).item()
+    assert world(2).run(drawn, "torch", 5) == [expected, expected]
+    first, second = world(2).run(drawn, "engine", 5)
+    assert first[0] != second[0], "a stream for each rank"
+    torch.manual_seed(5)
+    assert first[1] == second[1] == torch.rand(()).item(), "and torch's is left alone"

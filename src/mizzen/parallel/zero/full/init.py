@@ -72,7 +72,8 @@ class Init:
             if groups.get_world_size(self.group) > 1:
                 accelerator = get_accelerator()
                 everyone: Any = torch.distributed.group.WORLD
-                mesh = DeviceMesh.from_group(self.group or everyone, accelerator.name, mesh_dim_names=("dp_shard",))
+                # Without names: clients (PEFT) take a tensor on a mesh that has some for one that is computed in parts.
+                mesh = DeviceMesh.from_group(self.group or everyone, accelerator.name)
                 self.building = AMBIENT.building = Building(Bench(mesh, self.dtype, accelerator.device()))
                 self.building.start()
         return self
