@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.engine.access import Owner, trained_name
+from mizzen.engine.changes import Changes
 from mizzen.engine.engine import Driving, Engine
 from mizzen.engine.face import Surroundings
 from mizzen.engine.optimizer import repoint
@@ -19,7 +20,7 @@ from mizzen.engine.saving import Saving, folder_of, preflight, team_of
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.monitor.report import Observer
-from mizzen.optim.guard import Guard, Sides
+from mizzen.optim.guard import Guard
 from mizzen.plan.parts import Parts, Store
 from mizzen.precision.arithmetic import Arithmetic
 from mizzen.progress import get_progress
@@ -42,22 +43,24 @@ def build_engine(
         repoint(optimizer, stores, _reduced_over(stores))
         for store in stores:
             store.rest()
+    changes = Changes(parts[0].module, stores, optimizer)
+    if optimizer is not None:
         updater = Updater(
             stores,
             optimizer,
             _reduced_over(stores),
             max_norm=config.gradient_clipping,
             scaler=arithmetic.scaler,
-            sides=Sides(parts[0].module),
+            changes=changes,
             stopping=stopping,
         )
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
     get_progress().set_hang_timeout(config.hang_timeout)
     phases.at_step(0)  # from now on there is something to save
-    runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic)
+    runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic, changes)
     saving = Saving(config.checkpoint, team_of(surroundings.mesh))
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
-    engine = Engine(parts, Driving(runner, updater, scheduler, phases, saving, stopping, observers), surroundings)
+    engine = Engine(parts, Driving(runner, updater, scheduler, phases, saving, stopping, changes, observers), surroundings)
     zero = config.zero_optimization
     engine.owners = [
         Owner(name, store, optimizer, arithmetic.scaler, zero.enable_sanity_checks, zero.stage)

@@ -9,6 +9,7 @@ from weakref import finalize
 
 from torch import Tensor
 
+from mizzen.engine.changes import Changes
 from mizzen.engine.face import Face, Surroundings
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.phases import Phases
@@ -35,6 +36,7 @@ class Driving:
     phases: Phases
     saving: Saving
     stopping: Stopping
+    changes: Changes
     observers: tuple[Observer, ...] = ()
 
 
@@ -49,6 +51,7 @@ class Engine(Face):
         self.phases = driving.phases
         self.saving = driving.saving
         self.stopping = driving.stopping
+        self.changes = driving.changes
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
         self.guard: finalize[[], Engine] | None = None
@@ -56,7 +59,11 @@ class Engine(Face):
         self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
             self.optimizer = EngineOptimizer(
-                self.updater.optimizer, step=self.step, clear=self.zero_grad, scaler=self.updater.scaler
+                self.updater.optimizer,
+                step=self.step,
+                clear=self.zero_grad,
+                scaler=self.updater.scaler,
+                members=self.changes.members,
             )
         self._stepper = Stepper()
         self._clock = time.perf_counter()

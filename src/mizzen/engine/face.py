@@ -26,6 +26,7 @@ from mizzen.config.values import real, whole
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import load_state_dict, refresh_masters
+from mizzen.engine.changes import Changes
 from mizzen.engine.export import save, state_dict
 from mizzen.engine.loading import LoadReport, Wishes, load_checkpoint
 from mizzen.engine.optimizer import EngineOptimizer
@@ -163,6 +164,7 @@ class Face(nn.Module):
         """The micro-batches since the last step."""
         self.saving: Saving
         self.stopping: Stopping
+        self.changes: Changes
         self.parts: Parts = ()
         self.observers: tuple[Observer, ...] = ()
         self.last_step: StepReport | None = None
@@ -453,6 +455,7 @@ class Face(nn.Module):
         step, the next save or `finish_saving()` raises what went wrong after that.
         """
         settings = self.settings.checkpoint
+        self.changes.take_over()
         return save_checkpoint(
             self,
             folder_of(settings, save_dir),
@@ -505,6 +508,7 @@ class Face(nn.Module):
             module_only=load_module_only,
             custom=custom_load_fn,
         )
+        self.changes.take_over()
         return load_checkpoint(
             self, folder_of(self.settings.checkpoint, load_dir), None if tag is None else str(tag), wishes
         )

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
+from mizzen.optim.guard import Members
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.plan.parts import Store
@@ -23,7 +24,13 @@ class EngineOptimizer(Optimizer):
     """
 
     def __init__(
-        self, inner: Optimizer, *, step: Callable[[], Any], clear: Callable[[], None], scaler: LossScaler
+        self,
+        inner: Optimizer,
+        *,
+        step: Callable[[], Any],
+        clear: Callable[[], None],
+        scaler: LossScaler,
+        members: Members,
     ) -> None:
         super().__init__([torch.zeros(0)], dict(inner.defaults))
         self.optimizer = inner
@@ -34,12 +41,21 @@ class EngineOptimizer(Optimizer):
         self.loss_scaler = scaler
         self._step = step
         self._clear = clear
+        self._members = members
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """The engine's own step."""
         if closure is not None:
             raise UsageError("a closure cannot be given: the engine has already run forward and backward")
         self._step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: what is trained, and in which groups, is decided before the first step."""
+        if "optimizer" not in vars(self):  # torch's own constructor asks, for the group that it is given
+            super().add_param_group(param_group)
+            return
+        given = param_group.get("params", ())
+        raise self._members.refusal([given] if isinstance(given, torch.Tensor) else list(given))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whatever `set_to_none` says."""

@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from mizzen.engine.changes import Changes
 from mizzen.engine.phases import Phases
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.update import Tally
@@ -37,9 +38,16 @@ class Accumulate:
     """One micro-batch after the other."""
 
     def __init__(
-        self, module: nn.Module, stores: Sequence[Store], phases: Phases, stream: RandomStream, arithmetic: Arithmetic
+        self,
+        module: nn.Module,
+        stores: Sequence[Store],
+        phases: Phases,
+        stream: RandomStream,
+        arithmetic: Arithmetic,
+        changes: Changes,
     ) -> None:
         self.module = module
+        self.changes = changes
         self.arithmetic = arithmetic
         self.stores = tuple(stores)
         self.phases = phases
@@ -47,6 +55,8 @@ class Accumulate:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
+        if torch.is_grad_enabled():
+            self.changes.take_over()
         for store in self.stores:
             store.gradients.hide()
         with self.phases.phase("forward"), self.stream.drawn():

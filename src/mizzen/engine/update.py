@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from mizzen.accelerator import Fetch, get_accelerator
 from mizzen.comm import collectives, groups
+from mizzen.engine.changes import Changes
 from mizzen.engine.stopping import Stopping
 from mizzen.errors import UsageError
-from mizzen.optim.guard import Sides
 from mizzen.optim.rules import decided, decides, scaled
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
@@ -90,14 +90,14 @@ class Updater:
         *,
         max_norm: float,
         scaler: LossScaler,
-        sides: Sides,
+        changes: Changes,
         stopping: Stopping | None = None,
     ) -> None:
         self.stores = tuple(stores)
         self.optimizer = optimizer
         self.scaler = scaler
         self.group = group
-        self.sides = sides
+        self.changes = changes
         self.stopping = stopping or Stopping()
         self.max_norm = max_norm
         self.ranks = groups.get_world_size(group) if group is not None else 1
@@ -115,7 +115,7 @@ class Updater:
         `factor_of(has_losses, has_strangers, has_scaled)` is given what any rank has seen, so that all get one answer
         or error.
         """
-        self.sides.check(store.parameters for store in self.stores)
+        self.changes.before_step()
         for store in self.stores:
             store.gradients.collect()
         is_ahead = self.goes_ahead and decides(self.optimizer)

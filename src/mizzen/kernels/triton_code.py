@@ -298,3 +298,19 @@ def unpack(messages: Tensor, values: Tensor, *, bits: int, block: int) -> None:
         GROUP=BLOCKS,
         num_warps=4,
     )
+
+
+@triton.jit
+def _keep_writes(values, masters, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    value = tl.load(values + places, mask=inside, other=0.0).to(tl.float32)
+    master = tl.load(masters + places, mask=inside, other=0.0).to(tl.float32)
+    rounded = master.to(values.dtype.element_ty).to(tl.float32)
+    tl.store(masters + places, value, mask=inside & (value != rounded))
+
+
+def keep_writes(values: Tensor, masters: Tensor) -> None:
+    """Where a value is not its fp32 master rounded, make it the master."""
+    if count := values.numel():
+        _keep_writes[(triton.cdiv(count, 1024),)](values, masters, count, BLOCK=1024, num_warps=4)

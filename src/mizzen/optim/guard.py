@@ -1,6 +1,7 @@
-"""What would make a step other than it seems: an optimizer that nobody sees, and parameters that change sides."""
+"""What would make a step other than it seems: an optimizer that nobody sees, parameters that join one or change sides."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 from weakref import ref
 
 import torch
@@ -25,6 +26,36 @@ class Guard:
                     f"this {type(optimizer).__name__} was built on '{name}', which an engine trains, and would find no "
                     "gradient there: give it to initialize(optimizer=...), and call engine.step()"
                 )
+
+
+class Members:
+    """Refuse a step after parameters have joined an optimizer: nobody would sum their gradients over the ranks."""
+
+    def __init__(self, optimizer: Optimizer | None, model: nn.Module) -> None:
+        self.optimizer = optimizer
+        self.model = model
+        self._known = self._now()
+
+    def _now(self) -> list[Any]:
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        return [each for group in groups for each in group["params"]]
+
+    def check(self) -> None:
+        """Before a step."""
+        known = set(map(id, self._known))
+        if joined := [each for each in self._now() if id(each) not in known]:
+            raise self.refusal(joined)
+
+    def refusal(self, parameters: Iterable[Any]) -> UsageError:
+        """What to say of parameters that somebody wants to join."""
+        names = {id(each): f"'{name}'" for name, each in self.model.named_parameters()}
+        found = [names.get(id(each), "a tensor that is not in the model") for each in parameters] or ["a group"]
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        return UsageError(
+            f"{found[0]}{more} cannot join the optimizer after initialize(), which decides what is trained: give every "
+            "group to initialize(), one whose turn comes later with lr 0 until then; or make a new engine of "
+            "engine.module, whose optimizer states begin anew"
+        )
 
 
 class Sides:

@@ -51,6 +51,7 @@ class Store(Protocol):
     at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients
     after the step    publish(), once or twice, then gradients.clear(taken=True)
     any time          pieces(), state_pieces(), not_finite(); spread() after pieces("master") were written to
+                      take_back() and replace() where somebody has moved parameters, or put others in their place
     """
 
     group: ProcessGroup | None
@@ -111,6 +112,12 @@ class Store(Protocol):
 
     def refresh(self) -> None:
         """Take the parameters' values over as masters, after somebody has written to the parameters."""
+
+    def take_back(self) -> None:
+        """Let parameters that somebody has moved be where they are trained, with their values of now, or refuse."""
+
+    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
+        """Train what stands in the model in the place of a parameter, or refuse; returns what is to stand there."""
 
     def follow(self, name: str, value: Tensor) -> None:
         """The master of a parameter was given this whole value: let what the model computes with follow."""

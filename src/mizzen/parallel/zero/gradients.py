@@ -7,7 +7,7 @@ same order. So ranks whose gradients arrive in another order, or not at all, sti
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.errors import UsageError
@@ -51,13 +51,29 @@ class Gradients:
         """Whether the owners have all gradients. False before the first: ranks that got none must not stay away."""
         self._next = 0
         self._pending: list[Finish] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[int, RemovableHandle] = {}
         for bucket in buckets:
             for position, parameter in enumerate(bucket.parameters):
-                parameter.grad = None
-                parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
-                hook = partial(self._arrived, bucket, position)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._expect(bucket, position, parameter)
+
+    def _expect(self, bucket: LiveBucket, position: int, parameter: Tensor) -> None:
+        """Hear of the gradients of a parameter."""
+        parameter.grad = None
+        parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
+        hook = partial(self._arrived, bucket, position)
+        self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def exchange(self, bucket: LiveBucket, position: int, new: nn.Parameter) -> None:
+        """Another parameter takes a place in a bucket, with the gradient that was there and any that it has itself."""
+        old, came = bucket.parameters[position], new.grad
+        self._handles.pop(id(old)).remove()
+        self._expect(bucket, position, new)
+        new.grad, old.grad = old.grad, None
+        bucket.parameters = (*bucket.parameters[:position], new, *bucket.parameters[position + 1 :])
+        if came is not None:
+            new.grad = came if new.grad is None else new.grad + came
+            self._is_complete = False
+            self.keep(bucket, position)
 
     def hide(self) -> None:
         """Let parameters be without a gradient during a forward."""
@@ -97,7 +113,7 @@ class Gradients:
 
     def detach(self) -> None:
         """Remove the hooks and let go of all tensors."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         for bucket in self.buckets:
             for parameter in bucket.parameters:

@@ -11,12 +11,14 @@ from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives, groups
 from mizzen.comm.communicator import Work
+from mizzen.kernels.masters import keep_writes
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.piece import Piece, piece_of_range
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
 from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
+from mizzen.parallel.zero.residence import Residence
 from mizzen.parallel.zero.slots import Bucket, Buffer
 from mizzen.parallel.zero.stock import Stock
 from mizzen.precision.policy import Policy, wider
@@ -71,6 +73,7 @@ class FlatStore:
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
         self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
+        self.residence = Residence(self.buckets)
 
     def _take_in(self, buffer: Buffer) -> Iterator[LiveBucket]:
         flat = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.dtype), device=self.device)
@@ -122,6 +125,21 @@ class FlatStore:
         """What the mean gradient is to be multiplied with before a step."""
         return self.holding.gain
 
+    def take_back(self) -> None:
+        """Let parameters that were moved out of their buckets be there again, with the values that they have now."""
+        self.residence.restore()
+
+    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
+        """Train another parameter in the place of one that is no longer in the model."""
+        bucket, position = self.residence.find(name)
+        new = self.residence.admit(bucket, position, parameter)
+        old = bucket.parameters[position]
+        self.gradients.exchange(bucket, position, new)
+        old.data = old.data.clone()
+        self.parameters[name] = new
+        self.residence.restore()
+        return new
+
     def follow(self, name: str, value: Tensor) -> None:
         """Let a parameter have the value that was given to its master."""
         with torch.no_grad():
@@ -151,6 +169,7 @@ class FlatStore:
 
     def attach(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
+        self.refresh()  # what somebody has written to the parameters holds
         for bucket in self.buckets:
             if not bucket.targets:
                 continue
@@ -208,11 +227,11 @@ class FlatStore:
 
     def refresh(self) -> None:
         """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
+        self.take_back()
         for bucket in self.buckets:
             mine, master = bucket.mine(bucket.values), bucket.master
             if mine.data_ptr() != master.data_ptr():
-                is_new = mine != master.to(mine.dtype)
-                master.copy_(torch.where(is_new, mine.to(master.dtype), master))
+                keep_writes(mine, master)
 
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""
@@ -230,6 +249,8 @@ class FlatStore:
 
     def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
         """What this rank holds, by parameter name."""
+        if of == "master":
+            self.refresh()
         owned = ((bucket, bucket.master if of == "master" else bucket.gradient) for bucket in self.buckets)
         return [piece for bucket, tensor in owned for piece in _pieces(bucket, 0, tensor)]
 
@@ -253,6 +274,7 @@ class FlatStore:
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
         self.buckets, self.parameters, self.everything = (), {}, {}
+        self.residence = Residence(())
         self.stock.clear()
 
 

@@ -1,0 +1,85 @@
+"""What somebody has changed in a model since its engine was made: taken over where training can go on, or refused.
+
+A parameter that was moved, or that another one of its shape and dtype has replaced, is trained on with the values that
+it has now. What nobody would train, or would train wrongly, is refused by name.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mizzen.ambient import AMBIENT
+from mizzen.errors import UsageError
+from mizzen.model.tree import Tree, named
+from mizzen.optim.guard import Members, Sides
+from mizzen.plan.parts import Store
+
+
+class Changes:
+    """Looks at a model before every forward that is differentiated, before every step, save and load."""
+
+    def __init__(self, model: nn.Module, stores: Sequence[Store], optimizer: Optimizer | None) -> None:
+        self.stores = tuple(stores)
+        self.tree = Tree(model)
+        self.sides = Sides(model)
+        self.members = Members(optimizer, model)
+
+    def before_step(self) -> None:
+        """Refuse a step that would not be what it seems."""
+        self.members.check()
+        self.take_over()
+        self.sides.check(store.parameters for store in self.stores)
+
+    def take_over(self) -> None:
+        """Train on with what stands in the model now, or say what of it cannot be."""
+        stores = [store for store in self.stores if store.parameters]  # an engine that has given its model back has none
+        if stores and not self.tree.is_same():
+            self._exchange(stores)
+            self.tree.look()
+        for store in stores:
+            store.take_back()
+
+    def _exchange(self, stores: Sequence[Store]) -> None:
+        now = named(self.tree.model)
+        known = {id(each) for each in self.tree.parameters.values()}
+        known |= {id(each) for store in stores for each in store.everything.values()}
+        known |= {id(each) for store in stores for each, _ in store.replaced}
+        new = {name: parameter for name, parameter in now.items() if id(parameter) not in known}
+        present = {id(parameter) for parameter in now.values()}
+        for store in stores:
+            for name, old in list(store.parameters.items()):
+                own = {id(old)} | {id(each) for each, known_as in store.replaced if known_as == name}
+                if own & present:
+                    continue
+                names = [place for place, each in self.tree.parameters.items() if id(each) in own]
+                self._replace(store, name, {place: new.pop(place) for place in names if place in new})
+        if added := [name for name, parameter in new.items() if parameter.requires_grad]:
+            raise UsageError(
+                f"{_some(added)} came to the model after initialize(), which decides what is trained, and nobody would "
+                "train it: make a new engine of engine.module, or freeze it with requires_grad_(False)"
+            )
+
+    def _replace(self, store: Store, name: str, found: Mapping[str, Tensor]) -> None:
+        """Let what stands in the places of a parameter be that parameter."""
+        if not found:
+            raise UsageError(
+                f"'{name}' is no longer in the model, and its engine trains it: put it back, or make a new engine of "
+                "engine.module"
+            )
+        first, *others = found.values()
+        if any(each.data_ptr() != first.data_ptr() or each.shape != first.shape for each in others):
+            raise UsageError(
+                f"{', '.join(map(repr, found))} were one parameter, and were replaced by several: give them one again, "
+                "or make a new engine of engine.module"
+            )
+        owner = AMBIENT.owners.get(store.parameters[name])
+        parameter = store.replace(name, first)
+        AMBIENT.owners.set(parameter, owner)
+        for place in found:
+            path, _, leaf = place.rpartition(".")
+            self.tree.model.get_submodule(path).register_parameter(leaf, parameter)
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

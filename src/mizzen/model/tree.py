@@ -1,0 +1,47 @@
+"""The modules and parameters of a model as they stood at one time: a cheap question whether one was exchanged since."""
+
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Tree:
+    """Which module has which modules and parameters. Everything it knows it keeps alive, so no new object looks old.
+
+    A sharded parameter is not looked at: it leaves its module and returns whenever its shards are gathered.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.look()
+
+    def look(self) -> None:
+        """Take the model as it stands now."""
+        self.parameters: dict[str, Tensor] = named(self.model)
+        """Every parameter by name, a tied one under each of its names."""
+        modules = [module for module in self.model.modules() if type(module._parameters) is dict]
+        places = [(module._modules, name, inner) for module in modules for name, inner in module._modules.items()]
+        places += [
+            (module._parameters, name, parameter)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if not isinstance(parameter, DTensor)
+        ]
+        self._tables: list[dict[str, Any]] = [table for table, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._objects = [there for _, _, there in places]
+        parents = [module._modules for module in modules if module._modules]
+        self._sized: list[dict[str, Any]] = [*parents, *(module._parameters for module in modules)]
+        self._size = sum(map(len, self._sized))
+
+    def is_same(self) -> bool:
+        """Whether every module and parameter still stands where it stood, and no other was added."""
+        found = map(dict.get, self._tables, self._names)
+        return sum(map(len, self._sized)) == self._size and all(map(is_, found, self._objects))
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model by name, a tied one under each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))
