@@ -29,6 +29,7 @@ from mizzen.engine.prepare import (
     grouped,
     loaders_of,
     place,
+    refuse_wrapped,
     renewed,
     seed_of,
     stream_of,
@@ -70,6 +71,7 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
+    refuse_wrapped(model)
     source = _only_source(args, config, config_params)
     given = read_source(source)
     _listen(given.get("log_level"))

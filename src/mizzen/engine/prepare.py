@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,44 @@ from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
 from mizzen.errors import ConfigError, UsageError
-from mizzen.log import info_once
+from mizzen.log import info_once, warn_once
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups, tell_slips
 from mizzen.optim.rules import is_known, whole_groups
 from mizzen.parallel.zero.full.early import make_whole
+from mizzen.parallel.zero.full.staying import Staying
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.parallel.zero.shard import DATA_AXES
 from mizzen.plan.build import Plan
 from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy
+
+
+WRAPPERS: Final = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "what is inside it, its .module",
+    "torch.nn.parallel.data_parallel.DataParallel": "what is inside it, its .module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "the model as it was before",
+    "torch.distributed.fsdp.FSDPModule": "the model as it was before fully_shard()",
+    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": "the model as it was before fully_shard()",
+    "torch.distributed._composable.replicate.DDP": "the model as it was before replicate()",
+    "apex.parallel.distributed.DistributedDataParallel": "what is inside it, its .module",
+    "mizzen.engine.engine.Engine": "what is inside it, its .module",
+}
+"""Classes of modules that see to gradients or shards themselves, with what to give instead."""
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a model in which something else already sums gradients or shards parameters."""
+    for name, module in model.named_modules():
+        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
+        kind = next((kind for kind in kinds if kind in WRAPPERS), None)
+        if kind is not None and not isinstance(module, Staying):  # that one is ours, of an earlier engine
+            place = f"'{name}' in the model is" if name else "model= is"
+            raise UsageError(
+                f"{place} wrapped: it is of {kind.rpartition('.')[2]}, which sums gradients or shards parameters itself, "
+                f"as an engine does. Give initialize() {WRAPPERS[kind]}"
+            )
 
 
 def at_home(config: Config) -> Config:
@@ -240,13 +267,20 @@ def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
     if optimizer is not None:
         tell_slips(optimizer)
     config, layout = plan.resolved.config, plan.resolved.layout
-    is_shared = config.zero_optimization.stage > 0 and layout.dp * layout.sp > 1
+    stage = config.zero_optimization.stage
+    is_shared = stage > 0 and layout.dp * layout.sp > 1
+    if optimizer is not None and is_shared and stage > 1 and not config.is_given("gradient_clipping"):
+        warn_once(
+            f"at ZeRO stage {stage} p.grad is None after backward: torch.nn.utils.clip_grad_norm_ on parameters and edits "
+            f"of p.grad have no effect. Gradients are clipped at a norm of {config.gradient_clipping:g}, the default of "
+            "gradient_clipping: set that key; mizzen.zero.safe_set_full_grad changes a gradient"
+        )
     if optimizer is None or not is_shared or is_known(optimizer) or config.zero_allow_untested_optimizer:
         return
     raise ConfigError(
         "zero_allow_untested_optimizer",
         f"{type(optimizer).__name__} is not known to treat each parameter by itself, and at stage "
-        f"{config.zero_optimization.stage} every rank steps only its share of them; set this key to true if it does, "
+        f"{stage} every rank steps only its share of them; set this key to true if it does, "
         "or use stage 0",
     )
 

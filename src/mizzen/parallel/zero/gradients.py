@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mizzen.errors import UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
+from mizzen.log import warn_once
 from mizzen.parallel.zero.live import LiveBucket
 from mizzen.parallel.zero.reduce import Finish, Reducer
 
@@ -95,9 +96,15 @@ class Gradients:
 
     def collect(self) -> None:
         """Make every owned gradient complete."""
-        if not self._is_complete:
-            self.arm(True)
-            self.settle()
+        if self._is_complete:
+            self.see_edits()
+            return
+        self.arm(True)
+        self.settle()
+
+    def see_edits(self) -> None:
+        """Take over what somebody has done to `grad` since the gradients were complete, or say that it has no effect."""
+        raise NotImplementedError
 
     def follow(self, name: str, value: Callable[[], Tensor]) -> None:
         """A complete gradient was given a whole value, which is asked of the ranks only where it is summed anew."""
@@ -183,12 +190,31 @@ class WholeGradients(Gradients):
                     bucket.parameters[position].grad = None
                 bucket.shown.clear()
 
+    def settle(self) -> None:
+        """Send the rest, and wait."""
+        super().settle()
+        for bucket in self.buckets:
+            bucket.seen = bucket.whole._version if bucket.whole is not None else 0
+
+    def see_edits(self) -> None:
+        """Stage 0 has the mean in `grad`, and takes another one that is put there. Stage 1 has summed what was there."""
+        for bucket in self.buckets:
+            new = {at for at in bucket.shown if bucket.parameters[at].grad is not bucket.views[at]}
+            if bucket.is_shared:
+                is_edited = new or (bucket.whole is not None and bucket.whole._version != bucket.seen)
+                tell_edit(1, bucket.plan.slots[min(new, default=0)].name if is_edited else None)
+            elif new:
+                bucket.put(self._new(bucket, new))
+                bucket.filled()
+                self._show(bucket, new)
+
     def follow(self, name: str, value: Callable[[], Tensor]) -> None:
         """Stage 1 sums what lies here anew after a further backward: the mean of what all ranks have is the value."""
         for bucket in self.buckets:
             for slot, view in zip(bucket.plan.slots, bucket.views, strict=False):
                 if bucket.is_shared and slot.name == name:
                     view.copy_(value())
+                    bucket.seen = view._version
 
     def keep(self, bucket: LiveBucket, position: int) -> None:
         """Add it to its place, and show that."""
@@ -259,6 +285,12 @@ class PassingGradients(Gradients):
         super().settle()
         self._has_sum |= self._is_complete
 
+    def see_edits(self) -> None:
+        """Whatever is in `grad` was put there by somebody: those of backward were freed as they left."""
+        for bucket in self.buckets:
+            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
+                tell_edit(2, slot.name if parameter.grad is not None else None)
+
     def keep(self, bucket: LiveBucket, position: int) -> None:
         """Leave it where it is, in the dtype in which the next one is to be added to it."""
         parameter = bucket.parameters[position]
@@ -292,6 +324,17 @@ class PassingGradients(Gradients):
         """Nothing is left on any rank."""
         super().clear(taken=taken)
         self._has_sum = False
+
+
+def tell_edit(stage: int, name: str | None) -> None:
+    """Say once that an edit of `grad` has no effect, if there was one."""
+    if name is not None:
+        warn_once(
+            f"somebody has changed the grad of parameters after backward, such as '{name}'. At ZeRO stage {stage} this "
+            "has no effect, and neither has torch.nn.utils.clip_grad_norm_: gradients were summed over the ranks "
+            "before. Set gradient_clipping in the configuration; mizzen.zero.safe_set_full_grad changes a gradient",
+            key="grad was changed after backward",
+        )
 
 
 def note_finite(bucket: LiveBucket, whole: Tensor) -> None:

@@ -64,6 +64,8 @@ class LiveBucket:
     """The slots to which nothing has come yet."""
     shown: set[int] = field(default_factory=set)
     """The slots whose place is at present the `grad` of its parameter."""
+    seen: int = 0
+    """The version of `whole` when it was complete: another one means that somebody has written to it."""
     finite: Tensor | None = None
     """For each slot, whether this rank's own gradient was finite before it was summed; None before it was."""
     missing: set[int] = field(default_factory=set)
