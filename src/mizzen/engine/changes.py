@@ -73,6 +73,9 @@ class Changes:
                 f"{', '.join(map(repr, found))} were one parameter, and were replaced by several: give them one again, "
                 "or make a new engine of engine.module"
             )
+        for each in others:  # a forward may have used both already
+            if each is not first and each.grad is not None:
+                first.grad = each.grad if first.grad is None else first.grad + each.grad
         owner = AMBIENT.owners.get(store.parameters[name])
         parameter = store.replace(name, first)
         AMBIENT.owners.set(parameter, owner)

@@ -10,8 +10,9 @@ from torch.nn import functional
 import mizzen
 from mizzen.errors import UsageError
 
-STEPS, WHEN, RANKS = 5, 2, 2
+STEPS, WHEN, RANKS = 3, 1, 2
 MOMENTS = ("before forward", "before step")
+INSIDE = "before forward of the module itself"
 
 
 class Net(nn.Module):
@@ -125,6 +126,9 @@ TAKEN_OVER = (
 )
 
 
+REPLACED = (by_state_dict, by_a_parameter, by_a_module)
+
+
 def values_of(model):
     """Values by name, without the name that `by_a_wrapper` puts in."""
     return {name.replace(".0.", "."): each.detach().float().clone() for name, each in model.named_parameters()}
@@ -147,9 +151,10 @@ def train(stage, change, moment, **sections):
     dtype = engine.module.conv.weight.dtype
     for step in range(STEPS):
         images, targets = (each[engine.global_rank * 2 :][:2] for each in batch(step))
-        if step == WHEN and moment == "before forward":
+        if step == WHEN and moment != "before step":
             change(engine.module, False)
-        engine.backward(loss_of(engine(images.to(dtype)), targets))
+        model = engine.module if step == WHEN and moment == INSIDE else engine
+        engine.backward(loss_of(model(images.to(dtype)), targets))
         if step == WHEN and moment == "before step":
             change(engine.module, False)
         assert engine.step().applied
@@ -162,7 +167,7 @@ def trained(stage, changes, **sections):
     return {
         (change.__name__, moment): train(stage, change, moment, **sections)
         for change in changes
-        for moment in MOMENTS
+        for moment in (*MOMENTS, *([INSIDE] if change in REPLACED else []))
         if not (change is transposed and moment == "before step")  # what is transposed has another gradient
     }
 
@@ -183,7 +188,7 @@ def plain(change, moment, low=None):
 
     for step in range(STEPS):
         images, targets = batch(step)
-        if step == WHEN and moment == "before forward":
+        if step == WHEN and moment != "before step":
             changed()
         shares = []
         for rank in range(RANKS):
@@ -217,6 +222,52 @@ def test_a_model_that_was_changed_trains_as_in_a_plain_loop(world, stage):
 def test_what_is_written_to_weights_that_have_masters_holds(world, stage):
     changes = (clamped, clamped_by_data, from_a_vector, by_data, by_state_dict, by_a_parameter)
     compare(world(RANKS).run(trained, stage, changes, bf16={"enabled": True}), torch.bfloat16)
+
+
+def moved_before_a_checkpoint(stage, folder):
+    """Parameters that were moved, and then loaded or saved."""
+    engine, *_ = mizzen.initialize(model=Net(), config=config_of(stage, bf16={"enabled": True}))
+    engine.save_checkpoint(folder, "first")
+    before = values_of(engine.module)
+    by_data(engine.module, False)
+    by_a_parameter(engine.module, False)
+    engine.load_checkpoint(folder, "first")
+    loaded = values_of(engine.module)
+    by_data(engine.module, False)
+    clamped_by_data(engine.module, False)
+    by_a_parameter(engine.module, False)
+    written = values_of(engine.module)
+    engine.save_checkpoint(folder, "second")
+    engine.load_checkpoint(folder, "first")
+    engine.load_checkpoint(folder, "second")
+    weight = engine.module.head.weight
+    assert torch.equal(mizzen.zero.safe_get_full_fp32_param(weight), weight.float())
+    return before, loaded, written, values_of(engine.module)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_checkpoint_has_what_the_model_has(world, stage, tmp_path):
+    for before, loaded, written, again in world(RANKS).run(moved_before_a_checkpoint, stage, str(tmp_path)):
+        for name, value in before.items():
+            assert torch.equal(loaded[name], value), name
+            assert torch.equal(again[name], written[name]), name
+
+
+def back_and_forth(stage):
+    """A model that is evaluated in another dtype in between."""
+    engine, *_ = mizzen.initialize(model=Net(), config=config_of(stage))
+    one_step(engine)
+    engine.module.double()
+    with torch.no_grad():
+        assert engine(batch(0)[0].double()).dtype == torch.float64
+    engine.module.float()
+    one_step(engine)
+    return values_of(engine.module)
+
+
+def test_a_model_may_be_evaluated_in_another_dtype(world):
+    first, second = world(RANKS).run(back_and_forth, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 # What cannot be trained is refused, by its name and on every rank.

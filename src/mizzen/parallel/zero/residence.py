@@ -70,8 +70,9 @@ class Residence:
                 self.admit(bucket, position, parameter)
                 if parameter.is_shared():
                     warn_once(
-                        f"'{slot.name}' was put into shared memory, perhaps on its way to another process. It is trained "
-                        "in the memory of its engine: what others see of it stays as it is now"
+                        f"'{slot.name}' was put into shared memory, perhaps on its way to another process, and others may "
+                        "be. They are trained in the memory of their engine: what others see of them stays as it is now",
+                        key="parameters in shared memory",
                     )
                 place = bucket.values[slot.start : slot.stop].view(slot.shape)
                 place.copy_(parameter.detach().clone())  # a part of the buffer itself may have been transposed
