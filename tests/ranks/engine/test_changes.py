@@ -382,3 +382,29 @@ def test_a_change_that_cannot_be_trained_is_refused_on_every_rank(world, stage):
     for change, words in REFUSED.items():
         for moment in MOMENTS:
             assert re.match(words, first[change.__name__, moment]), (change, moment, first[change.__name__, moment])
+
+
+def replace_at_stage_3():
+    """What another module, or one more, raises where parameters are sharded."""
+    found = []
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    for change in (larger_head, removed_module, added_module, by_a_module):
+        engine, optimizer, *_ = mizzen.initialize(model=Net(), config=config_of(3, zero_optimization=zero))
+        one_step(engine)
+        change(engine.module, None)
+        for act in (one_step, lambda engine: engine.step()):
+            try:
+                act(engine)
+                found.append("nothing")
+            except UsageError as error:
+                found.append(str(error))
+    return found
+
+
+def test_a_module_that_replaces_a_sharded_one_is_refused(world):
+    words = ["'head.weight' was replaced in the model, with its module"] * 2
+    words += ["'head.weight' is no longer in the model"] * 2 + ["'further.weight' and 1 more came to the model"] * 2
+    words += ["'head.weight' was replaced in the model, with its module"] * 2
+    for found in world(RANKS).run(replace_at_stage_3):
+        for start, error in zip(words, found, strict=True):
+            assert error.startswith(start), error

@@ -169,7 +169,7 @@ class FlatStore:
 
     def attach(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
-        self.refresh()  # what somebody has written to the parameters holds
+        self._keep_writes()
         for bucket in self.buckets:
             if not bucket.targets:
                 continue
@@ -228,6 +228,9 @@ class FlatStore:
     def refresh(self) -> None:
         """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
         self.take_back()
+        self._keep_writes()
+
+    def _keep_writes(self) -> None:
         for bucket in self.buckets:
             mine, master = bucket.mine(bucket.values), bucket.master
             if mine.data_ptr() != master.data_ptr():
