@@ -60,7 +60,9 @@ def build_engine(
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic, changes)
     saving = Saving(config.checkpoint, team_of(surroundings.mesh))
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
-    engine = Engine(parts, Driving(runner, updater, scheduler, phases, saving, stopping, changes, observers), surroundings)
+    engine = Engine(
+        parts, Driving(runner, updater, scheduler, phases, saving, stopping, changes, observers), surroundings
+    )
     zero = config.zero_optimization
     engine.owners = [
         Owner(name, store, optimizer, arithmetic.scaler, zero.enable_sanity_checks, zero.stage)

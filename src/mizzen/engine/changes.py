@@ -33,7 +33,9 @@ class Changes:
 
     def take_over(self) -> None:
         """Train on with what stands in the model now, or say what of it cannot be."""
-        stores = [store for store in self.stores if store.parameters]  # an engine that has given its model back has none
+        stores = [
+            store for store in self.stores if store.parameters
+        ]  # an engine that has given its model back has none
         if stores and not self.tree.is_same():
             self._exchange(stores)
             self.tree.look()

@@ -34,7 +34,6 @@ from mizzen.plan.build import Plan
 from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy
 
-
 WRAPPERS: Final = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "what is inside it, its .module",
     "torch.nn.parallel.data_parallel.DataParallel": "what is inside it, its .module",
@@ -56,8 +55,8 @@ def refuse_wrapped(model: nn.Module) -> None:
         if kind is not None and not isinstance(module, Staying):  # that one is ours, of an earlier engine
             place = f"'{name}' in the model is" if name else "model= is"
             raise UsageError(
-                f"{place} wrapped: it is of {kind.rpartition('.')[2]}, which sums gradients or shards parameters itself, "
-                f"as an engine does. Give initialize() {WRAPPERS[kind]}"
+                f"{place} wrapped: it is of {kind.rpartition('.')[2]}, which sums gradients or shards parameters "
+                f"itself, as an engine does. Give initialize() {WRAPPERS[kind]}"
             )
 
 
@@ -271,9 +270,9 @@ def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
     is_shared = stage > 0 and layout.dp * layout.sp > 1
     if optimizer is not None and is_shared and stage > 1 and not config.is_given("gradient_clipping"):
         warn_once(
-            f"at ZeRO stage {stage} p.grad is None after backward: torch.nn.utils.clip_grad_norm_ on parameters and edits "
-            f"of p.grad have no effect. Gradients are clipped at a norm of {config.gradient_clipping:g}, the default of "
-            "gradient_clipping: set that key; mizzen.zero.safe_set_full_grad changes a gradient"
+            f"at ZeRO stage {stage} p.grad is None after backward: torch.nn.utils.clip_grad_norm_ on parameters and "
+            f"edits of p.grad have no effect. Gradients are clipped at a norm of {config.gradient_clipping:g}, the "
+            "default of gradient_clipping: set that key; mizzen.zero.safe_set_full_grad changes a gradient"
         )
     if optimizer is None or not is_shared or is_known(optimizer) or config.zero_allow_untested_optimizer:
         return

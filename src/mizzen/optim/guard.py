@@ -1,4 +1,4 @@
-"""What would make a step other than it seems: an optimizer that nobody sees, parameters that join one or change sides."""
+"""What would make a step other than it seems: an optimizer nobody sees, parameters that join one or change sides."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -64,3 +64,36 @@ def test_train_batch_moves_data_to_the_device():
     report = engine.train_batch(iter(micro_batches(case, 0, 0)))
     assert report.applied
     assert report.tokens == 8 * 12
+
+
+def weights_after(case: Case, change=lambda model: None) -> list[torch.Tensor]:
+    """Train two steps with a change in between."""
+    engine, *_ = mizzen.initialize(model=build(case), config=case.config)
+    for step in range(2):
+        (tokens,) = micro_batches(case, step, 0)
+        engine.backward(engine(tokens.to(engine.device)))
+        assert engine.step().applied
+        if step == 0:
+            change(engine.module)
+    found = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
+def to_the_host_and_back(model: torch.nn.Module) -> None:
+    model.cpu().to(get_accelerator().device())
+
+
+def shrink(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_that_was_moved_or_written_to_is_trained_on(dtype):
+    case = Case(0, 1, dtype=dtype, optimizer="SGD")
+    plain, moved, shrunk = (weights_after(case, change) for change in (lambda model: None, to_the_host_and_back, shrink))
+    for expected, same, other in zip(plain, moved, shrunk, strict=True):
+        assert torch.equal(same, expected)
+        assert not torch.equal(other, expected)
+        assert other.norm() < 0.75 * expected.norm() or not expected.norm()

@@ -8,6 +8,7 @@ import torch
 from mizzen.accelerator import get_accelerator
 from mizzen.kernels.gpu import gpu_code
 from mizzen.kernels.head_loss import head_loss, plain_head_loss
+from mizzen.kernels.masters import keep_writes, plain_keep_writes
 from mizzen.kernels.quantize import pack, plain_pack, plain_unpack, unpack
 from mizzen.kernels.rms_norm import plain_rms_norm, rms_norm
 from mizzen.kernels.rotary import plain_rotary, rotary
@@ -157,3 +158,29 @@ def test_quantized_blocks_that_are_not_finite_stay_so():
         back = unpack(pack(values, bits), 256, bits)
         assert not back[0, :128].isfinite().any() and not back[1, 128:].isfinite().any()
         assert not back[0, 128:].any() and not back[1, :128].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_take_what_was_written_and_nothing_else(dtype):
+    masters = torch.cat([normal(3_000_001), normal(1000) * 1e-6, normal(1000) * 1e4])
+    ties = torch.arange(256, device=masters.device, dtype=torch.int32) * 0x8000 + 0x3F000000  # halfway in bf16
+    masters = torch.cat([masters, ties.view(torch.float32)])
+    values, before = masters.to(dtype), masters.clone()
+    keep_writes(values, masters)
+    assert torch.equal(masters, before)  # a master rounded is not a write: its low bits stay
+    values[::7].mul_(0.5)
+    expected = before.clone()
+    plain_keep_writes(values, expected)
+    keep_writes(values, masters)
+    assert torch.equal(masters, expected) and not torch.equal(masters, before)
+
+
+def test_masters_are_compared_without_memory():
+    masters = normal(1 << 24)
+    values = masters.to(torch.bfloat16)
+    keep_writes(values, masters)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    keep_writes(values, masters)
+    assert torch.cuda.max_memory_allocated() == before

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mizzen.kernels.head_loss import plain_slopes
+from mizzen.kernels.masters import plain_keep_writes
 from mizzen.kernels.quantize import BLOCK, plain_pack, plain_unpack
 from mizzen.kernels.rotary import plain_rotary
 from mizzen.kernels.swiglu import plain_swiglu
@@ -103,3 +104,14 @@ def test_what_is_not_finite_stays_so(code, bits):
     code.unpack(messages, back, bits=bits, block=BLOCK)
     assert not back[0, :BLOCK].isfinite().any() and not back[1, BLOCK:].isfinite().any()
     assert not back[0, BLOCK:].any() and not back[1, :BLOCK].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_that_follow_writes(code, dtype):
+    torch.manual_seed(0)
+    masters = torch.randn(2500)
+    values, expected = masters.to(dtype), masters.clone()
+    values[::3].mul_(0.5)
+    plain_keep_writes(values, expected)
+    code.keep_writes(values, masters)
+    assert torch.equal(masters, expected)

@@ -103,7 +103,7 @@ class Gradients:
         self.settle()
 
     def see_edits(self) -> None:
-        """Take over what somebody has done to `grad` since the gradients were complete, or say that it has no effect."""
+        """Take over what somebody has done to `grad` since gradients were complete, or say that it has no effect."""
         raise NotImplementedError
 
     def follow(self, name: str, value: Callable[[], Tensor]) -> None:
@@ -197,7 +197,7 @@ class WholeGradients(Gradients):
             bucket.seen = bucket.whole._version if bucket.whole is not None else 0
 
     def see_edits(self) -> None:
-        """Stage 0 has the mean in `grad`, and takes another one that is put there. Stage 1 has summed what was there."""
+        """Stage 0 has the mean in `grad`, and takes another that is put there. Stage 1 has summed what was there."""
         for bucket in self.buckets:
             new = {at for at in bucket.shown if bucket.parameters[at].grad is not bucket.views[at]}
             if bucket.is_shared:

@@ -1,7 +1,7 @@
 """Whether parameters still lie in their flat buffer. One that was moved comes back with the values that it has now.
 
-`model.to(...)`, `share_memory()`, `vector_to_parameters` and `p.data = ...` give a parameter other memory. The optimizer
-would go on with what is in the buffer, and the model with the other.
+`model.to(...)`, `share_memory()`, `vector_to_parameters` and `p.data = ...` give a parameter other memory. The
+optimizer would go on with what is in the buffer, and the model with the other.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,7 @@ class Residence:
 
     def find(self, name: str) -> tuple[LiveBucket, int]:
         """The bucket of a parameter, and its place there."""
-        return next(
-            (bucket, position) for bucket, position in self._places if bucket.plan.slots[position].name == name
-        )
+        return next((bucket, position) for bucket, position in self._places if bucket.plan.slots[position].name == name)
 
     def admit(self, bucket: LiveBucket, position: int, parameter: Tensor) -> nn.Parameter:
         """The parameter, unless it does not fit the place that it is to have."""
@@ -70,8 +68,8 @@ class Residence:
                 self.admit(bucket, position, parameter)
                 if parameter.is_shared():
                     warn_once(
-                        f"'{slot.name}' was put into shared memory, perhaps on its way to another process, and others may "
-                        "be. They are trained in the memory of their engine: what others see of them stays as it is now",
+                        f"'{slot.name}' was put into shared memory, perhaps on its way to another process, and others "
+                        "may be. They are trained in the memory of their engine: what is shared stays as it is now",
                         key="parameters in shared memory",
                     )
                 place = bucket.values[slot.start : slot.stop].view(slot.shape)

@@ -317,8 +317,8 @@ def _check_places(units: Iterable[LiveUnit]) -> None:
 def _replaced(name: str) -> UsageError:
     return UsageError(
         f"'{name}' was replaced in the model, with its module or by an assignment, and nobody would train what came: "
-        "put the module back and copy values into what GatheredParameters(..., modifier_rank=0) has gathered, or make a "
-        "new engine of engine.module"
+        "put the module back and copy values into what GatheredParameters(..., modifier_rank=0) has gathered, or make "
+        "a new engine of engine.module"
     )
 
 
