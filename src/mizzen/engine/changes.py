@@ -7,9 +7,12 @@ it has now. What nobody would train, or would train wrongly, is refused by name.
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mizzen.ambient import AMBIENT
+from mizzen.comm.fingerprint import compare
+from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import UsageError
 from mizzen.model.tree import Tree, named
 from mizzen.optim.guard import Members, Sides
@@ -24,12 +27,29 @@ class Changes:
         self.tree = Tree(model)
         self.sides = Sides(model)
         self.members = Members(optimizer, model)
+        self.has_new = False
+        """Whether parameters on this rank were given new values by a change, since the last step."""
+        self._values: list[dict[str, str]] = []
+        """For each store a sum of each parameter, as they are before the step; empty if there are no new values."""
 
     def before_step(self) -> None:
         """Refuse a step that would not be what it seems."""
         self.members.check()
         self.take_over()
         self.sides.check(store.parameters for store in self.stores)
+        self._values = [_sums(store) for store in self.stores] if self.has_new else []
+
+    def compare(self, changed: float, ranks: int) -> None:
+        """Once it is known how many ranks have new values: refuse a step unless all have the same. All call this."""
+        if changed and changed < ranks:
+            raise UsageError(
+                f"parameters were moved or replaced on {int(changed)} of {ranks} ranks, and have other values there "
+                "than before: make such a change on every rank"
+            )
+        for store, values in zip(self.stores, self._values, strict=False):
+            if store.group is not None:
+                compare(values, store.group)
+        self.has_new = False
 
     def take_over(self) -> None:
         """Train on with what stands in the model now, or say what of it cannot be."""
@@ -40,7 +60,7 @@ class Changes:
             self._exchange(stores)
             self.tree.look()
         for store in stores:
-            store.take_back()
+            self.has_new |= store.take_back()
 
     def _exchange(self, stores: Sequence[Store]) -> None:
         now = named(self.tree.model)
@@ -84,6 +104,11 @@ class Changes:
         for place in found:
             path, _, leaf = place.rpartition(".")
             self.tree.model.get_submodule(path).register_parameter(leaf, parameter)
+
+
+def _sums(store: Store) -> dict[str, str]:
+    whole = {name: each for name, each in store.parameters.items() if not isinstance(each, DTensor)}
+    return {f"the values of '{name}'": str(int(sum_of_bits(each))) for name, each in whole.items()}
 
 
 def _some(names: Sequence[str]) -> str:

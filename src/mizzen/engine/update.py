@@ -46,6 +46,8 @@ class Sums(NamedTuple):
     """Ranks that were asked to stop."""
     ahead: Any
     """Ranks that launch the step before they know of its norm."""
+    changed: Any
+    """Ranks on which parameters were moved or replaced, and have new values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class Updater:
         total = Sums(*numbers)
         self._all_ahead = total.ahead == self.ranks
         self.stopping.agree(total.requests > 0)
+        self.changes.compare(total.changed, self.ranks)
         if 0 < total.counted < total.losses:
             raise UsageError(MANY_KINDS)
         share = factor_of(total.losses > 0, total.strangers > 0, total.scaled > 0)
@@ -171,10 +174,13 @@ class Updater:
             self._step(1.0)
 
     def _is_mixed(self, sums: Sums) -> Any:
-        """Whether some ranks have seen losses, a kind of them, or gradients from elsewhere, and others have not."""
+        """Whether some ranks have seen losses, a kind of them, or gradients from elsewhere, and others have not.
+
+        So it is while there are new values in the model: they are compared first.
+        """
         seen = (sums.losses, sums.counted, sums.strangers, sums.scaled)
         some, kind, strange, scaled = ((count > 0) & (count < self.ranks) for count in seen)
-        return some | kind | strange | scaled
+        return some | kind | strange | scaled | (sums.changed > 0)
 
     def _publish(self) -> None:
         for store in self.stores:
@@ -215,6 +221,7 @@ class Updater:
             scaled=self.scaler.has_scaled,
             requests=self.stopping.is_asked,
             ahead=is_ahead,
+            changed=self.changes.has_new,
         )
         values = [
             value.detach().to(squares) if isinstance(value, Tensor) else squares.new_full((), value or 0)

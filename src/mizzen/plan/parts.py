@@ -113,11 +113,11 @@ class Store(Protocol):
     def refresh(self) -> None:
         """Take the parameters' values over as masters, after somebody has written to the parameters."""
 
-    def take_back(self) -> None:
-        """Let parameters that somebody has moved be where they are trained, with their values of now, or refuse."""
+    def take_back(self) -> bool:
+        """Let parameters that somebody has moved be where they are trained, or refuse; whether one has new values."""
 
     def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
-        """Train what stands in the model in the place of a parameter, or refuse; returns what is to stand there."""
+        """Train another parameter in the place of one, from the next `take_back()` on, or refuse."""
 
     def follow(self, name: str, value: Tensor) -> None:
         """The master of a parameter was given this whole value: let what the model computes with follow."""

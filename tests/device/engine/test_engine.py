@@ -92,8 +92,10 @@ def shrink(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_model_that_was_moved_or_written_to_is_trained_on(dtype):
     case = Case(0, 1, dtype=dtype, optimizer="SGD")
-    plain, moved, shrunk = (weights_after(case, change) for change in (lambda model: None, to_the_host_and_back, shrink))
+    plain, moved, shrunk = (
+        weights_after(case, change) for change in (lambda model: None, to_the_host_and_back, shrink)
+    )
     for expected, same, other in zip(plain, moved, shrunk, strict=True):
         assert torch.equal(same, expected)
         assert not torch.equal(other, expected)
-        assert other.norm() < 0.75 * expected.norm() or not expected.norm()
+        assert other.dim() < 2 or other.norm() < 0.75 * expected.norm()

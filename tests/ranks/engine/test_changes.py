@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import mizzen
-from mizzen.errors import UsageError
+from mizzen.errors import MizzenError, UsageError
 
 STEPS, WHEN, RANKS = 3, 1, 2
 MOMENTS = ("before forward", "before step")
@@ -252,21 +252,26 @@ def test_a_checkpoint_has_what_the_model_has(world, stage, tmp_path):
             assert torch.equal(again[name], written[name]), name
 
 
-def back_and_forth(stage):
-    """A model that is evaluated in another dtype in between."""
+def back_and_forth(stage, *, moves):
+    """Train, and evaluate in another dtype in between."""
     engine, *_ = mizzen.initialize(model=Net(), config=config_of(stage))
     one_step(engine)
-    engine.module.double()
-    with torch.no_grad():
-        assert engine(batch(0)[0].double()).dtype == torch.float64
-    engine.module.float()
+    if moves:
+        engine.module.double()
+        with torch.no_grad():
+            assert engine(batch(0)[0].double()).dtype == torch.float64
+        engine.module.float()
     one_step(engine)
     return values_of(engine.module)
 
 
+def with_and_without(stage):
+    return back_and_forth(stage, moves=True), back_and_forth(stage, moves=False)
+
+
 def test_a_model_may_be_evaluated_in_another_dtype(world):
-    first, second = world(RANKS).run(back_and_forth, 2)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    for moved, stayed in world(RANKS).run(with_and_without, 2):
+        assert all(torch.equal(moved[name], stayed[name]) for name in stayed)
 
 
 # What cannot be trained is refused, by its name and on every rank.
@@ -381,6 +386,47 @@ def test_a_change_that_cannot_be_trained_is_refused_on_every_rank(world, stage):
     for change, words in REFUSED.items():
         for moment in MOMENTS:
             assert re.match(words, first[change.__name__, moment]), (change, moment, first[change.__name__, moment])
+
+
+def own_head(model, rank):
+    torch.manual_seed(rank)
+    model.head = nn.Linear(16, 3)
+
+
+def on_one_rank(model, rank):
+    if rank == 0:
+        by_data(model, False)
+
+
+def moved_on_one_rank(model, rank):
+    if rank == 0:
+        to_double_and_back(model, False)
+
+
+def parted(stage, change):
+    engine, *_ = mizzen.initialize(model=Net(), config=config_of(stage))
+    one_step(engine)
+    change(engine.module, engine.global_rank)
+    for moment in range(2):
+        try:
+            one_step(engine, 1 + moment)
+        except MizzenError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (own_head, "the ranks are not about to do the same: the values of 'head.bias': rank 1 has"),
+        (on_one_rank, "parameters were moved or replaced on 1 of 2 ranks, and have other values there"),
+        (moved_on_one_rank, "nothing"),
+    ],
+)
+def test_ranks_that_change_a_model_in_different_ways_are_told(world, stage, change, words):
+    for found in world(RANKS).run(parted, stage, change):
+        assert found.startswith(words), found
 
 
 def replace_at_stage_3():

@@ -22,6 +22,10 @@ class Residence:
         self._places = [(bucket, position) for bucket in has_memory for position in range(len(bucket.parameters))]
         self._note()
 
+    def forget(self) -> None:
+        """Look at every parameter the next time: one has taken the place of another."""
+        self._addresses = []
+
     def _note(self) -> None:
         self._parameters = [bucket.parameters[position] for bucket, position in self._places]
         self._addresses = [*map(Tensor.data_ptr, self._parameters)]
@@ -57,14 +61,16 @@ class Residence:
             )
         return parameter
 
-    def restore(self) -> None:
-        """Bring every parameter back that was moved, or say which cannot be."""
+    def restore(self) -> bool:
+        """Bring every parameter back that was moved, or say which cannot be; returns whether one has new values."""
         if self._is_as_noted():
-            return
-        for (bucket, position), address in zip(self._places, self._addresses, strict=True):
+            return False
+        has_new = False
+        for bucket, position in self._places:
             parameter, slot = bucket.parameters[position], bucket.plan.slots[position]
-            is_there = parameter.data_ptr() == address and parameter.shape == slot.shape and parameter.is_contiguous()
-            if not is_there:
+            place = bucket.values[slot.start : slot.stop].view(slot.shape)
+            is_same = parameter.data_ptr() == place.data_ptr() and parameter.shape == place.shape
+            if not is_same or not parameter.is_contiguous():
                 self.admit(bucket, position, parameter)
                 if parameter.is_shared():
                     warn_once(
@@ -72,10 +78,12 @@ class Residence:
                         "may be. They are trained in the memory of their engine: what is shared stays as it is now",
                         key="parameters in shared memory",
                     )
-                place = bucket.values[slot.start : slot.stop].view(slot.shape)
-                place.copy_(parameter.detach().clone())  # a part of the buffer itself may have been transposed
+                value = parameter.detach().to(place.device, copy=True)  # it may be a part of the buffer, transposed
+                has_new |= not torch.equal(value, place)
+                place.copy_(value)
                 parameter.data = alone(place)
         self._note()
+        return has_new
 
 
 def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

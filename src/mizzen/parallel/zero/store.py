@@ -125,9 +125,9 @@ class FlatStore:
         """What the mean gradient is to be multiplied with before a step."""
         return self.holding.gain
 
-    def take_back(self) -> None:
+    def take_back(self) -> bool:
         """Let parameters that were moved out of their buckets be there again, with the values that they have now."""
-        self.residence.restore()
+        return self.residence.restore()
 
     def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
         """Train another parameter in the place of one that is no longer in the model."""
@@ -137,7 +137,7 @@ class FlatStore:
         self.gradients.exchange(bucket, position, new)
         old.data = old.data.clone()
         self.parameters[name] = new
-        self.residence.restore()
+        self.residence.forget()
         return new
 
     def follow(self, name: str, value: Tensor) -> None:

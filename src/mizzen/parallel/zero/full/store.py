@@ -197,8 +197,9 @@ class FullStore:
             if not unit.open:
                 forget(unit.module)
 
-    def take_back(self) -> None:
+    def take_back(self) -> bool:
         """Sharded parameters stay where they are, and are looked at whenever the model is entered."""
+        return False
 
     def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
         """What came with another module, or by an assignment, is not sharded."""
