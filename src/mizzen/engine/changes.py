@@ -27,10 +27,13 @@ class Changes:
         self.tree = Tree(model)
         self.sides = Sides(model)
         self.members = Members(optimizer, model)
-        self.has_new = False
-        """Whether parameters on this rank were given new values by a change, since the last step."""
         self._values: list[dict[str, str]] = []
         """For each store a sum of each parameter, as they are before the step; empty if there are no new values."""
+
+    @property
+    def has_new(self) -> bool:
+        """Whether parameters on this rank were given new values by a change, since the last step."""
+        return any(store.places.has_new for store in self.stores)
 
     def before_step(self) -> None:
         """Refuse a step that would not be what it seems."""
@@ -49,7 +52,7 @@ class Changes:
         for store, values in zip(self.stores, self._values, strict=False):
             if store.group is not None:
                 compare(values, store.group)
-        self.has_new = False
+            store.places.has_new = False
 
     def take_over(self) -> None:
         """Train on with what stands in the model now, or say what of it cannot be."""
@@ -60,7 +63,7 @@ class Changes:
             self._exchange(stores)
             self.tree.look()
         for store in stores:
-            self.has_new |= store.take_back()
+            store.places.restore()
 
     def _exchange(self, stores: Sequence[Store]) -> None:
         now = named(self.tree.model)
@@ -99,7 +102,7 @@ class Changes:
             if each is not first and each.grad is not None:
                 first.grad = each.grad if first.grad is None else first.grad + each.grad
         owner = AMBIENT.owners.get(store.parameters[name])
-        parameter = store.replace(name, first)
+        parameter = store.places.replace(name, first)
         AMBIENT.owners.set(parameter, owner)
         for place in found:
             path, _, leaf = place.rpartition(".")

@@ -25,7 +25,7 @@ def keep_writes(values: Tensor, masters: Tensor) -> None:
     Both are flat and as long. A GPU reads both once, and writes what is new; a CPU looks at a stretch at a time.
     """
     if values.device.type == "cpu":
-        for some, theirs in zip(values.split(_CACHE), masters.split(_CACHE), strict=True):
+        for some, theirs in zip(torch.split(values, _CACHE), torch.split(masters, _CACHE), strict=True):
             if not torch.equal(some, theirs.to(some.dtype)):
                 plain_keep_writes(some, theirs)
         return

@@ -22,7 +22,9 @@ class Tree:
         self.parameters: dict[str, Tensor] = named(self.model)
         """Every parameter by name, a tied one under each of its names."""
         modules = [module for module in self.model.modules() if type(module._parameters) is dict]
-        places = [(module._modules, name, inner) for module in modules for name, inner in module._modules.items()]
+        places: list[tuple[dict[str, Any], str, Any]] = [
+            (module._modules, name, inner) for module in modules for name, inner in module._modules.items()
+        ]
         places += [
             (module._parameters, name, parameter)
             for module in modules

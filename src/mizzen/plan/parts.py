@@ -42,6 +42,19 @@ class Collector(Protocol):
         """Start again from zero; `taken` says that a step was taken with what was there."""
 
 
+class Places(Protocol):
+    """Where trained parameters lie. Somebody may move one, or put another one in its place in the model."""
+
+    has_new: bool
+    """Whether one of them has brought new values since this was last set to false."""
+
+    def restore(self) -> None:
+        """Let parameters that were moved be where they are trained, or refuse."""
+
+    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
+        """Train another parameter in the place of one, from the next `restore()` on, or refuse."""
+
+
 class Store(Protocol):
     """The trained state of a part, of which this rank holds some or all. The engine's thread calls everything.
 
@@ -51,7 +64,7 @@ class Store(Protocol):
     at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients
     after the step    publish(), once or twice, then gradients.clear(taken=True)
     any time          pieces(), state_pieces(), not_finite(); spread() after pieces("master") were written to
-                      take_back() and replace() where somebody has moved parameters, or put others in their place
+                      places.restore() and places.replace() where somebody has moved or replaced parameters
     """
 
     group: ProcessGroup | None
@@ -76,6 +89,10 @@ class Store(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The trained parameters by name."""
+
+    @property
+    def places(self) -> Places:
+        """Where they lie."""
 
     @property
     def gradients(self) -> Collector:
@@ -112,12 +129,6 @@ class Store(Protocol):
 
     def refresh(self) -> None:
         """Take the parameters' values over as masters, after somebody has written to the parameters."""
-
-    def take_back(self) -> bool:
-        """Let parameters that somebody has moved be where they are trained, or refuse; whether one has new values."""
-
-    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
-        """Train another parameter in the place of one, from the next `take_back()` on, or refuse."""
 
     def follow(self, name: str, value: Tensor) -> None:
         """The master of a parameter was given this whole value: let what the model computes with follow."""

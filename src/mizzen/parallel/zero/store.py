@@ -73,7 +73,7 @@ class FlatStore:
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
         self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
-        self.residence = Residence(self.buckets)
+        self.places = Residence(self.buckets, self.parameters, self.gradients)
 
     def _take_in(self, buffer: Buffer) -> Iterator[LiveBucket]:
         flat = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.dtype), device=self.device)
@@ -125,21 +125,6 @@ class FlatStore:
         """What the mean gradient is to be multiplied with before a step."""
         return self.holding.gain
 
-    def take_back(self) -> bool:
-        """Let parameters that were moved out of their buckets be there again, with the values that they have now."""
-        return self.residence.restore()
-
-    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
-        """Train another parameter in the place of one that is no longer in the model."""
-        bucket, position = self.residence.find(name)
-        new = self.residence.admit(bucket, position, parameter)
-        old = bucket.parameters[position]
-        self.gradients.exchange(bucket, position, new)
-        old.data = old.data.clone()
-        self.parameters[name] = new
-        self.residence.forget()
-        return new
-
     def follow(self, name: str, value: Tensor) -> None:
         """Let a parameter have the value that was given to its master."""
         with torch.no_grad():
@@ -169,7 +154,7 @@ class FlatStore:
 
     def attach(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
-        self._keep_writes()
+        _keep_writes(self.buckets)
         for bucket in self.buckets:
             if not bucket.targets:
                 continue
@@ -227,14 +212,8 @@ class FlatStore:
 
     def refresh(self) -> None:
         """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
-        self.take_back()
-        self._keep_writes()
-
-    def _keep_writes(self) -> None:
-        for bucket in self.buckets:
-            mine, master = bucket.mine(bucket.values), bucket.master
-            if mine.data_ptr() != master.data_ptr():
-                keep_writes(mine, master)
+        self.places.restore()
+        _keep_writes(self.buckets)
 
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""
@@ -277,8 +256,16 @@ class FlatStore:
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
         self.buckets, self.parameters, self.everything = (), {}, {}
-        self.residence = Residence(())
+        self.places = Residence((), {}, self.gradients)
         self.stock.clear()
+
+
+def _keep_writes(buckets: Iterable[LiveBucket]) -> None:
+    """Let masters that lie apart have what somebody has written to the parameters."""
+    for bucket in buckets:
+        mine, master = bucket.mine(bucket.values), bucket.master
+        if mine.data_ptr() != master.data_ptr():
+            keep_writes(mine, master)
 
 
 def _by_arrival(buckets: list[LiveBucket], parameters: Mapping[str, nn.Parameter]) -> tuple[LiveBucket, ...]:

@@ -43,10 +43,28 @@ from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 
 
+class ShardedPlaces:
+    """Sharded parameters stay where they are, and are looked at whenever the model is entered."""
+
+    has_new = False
+
+    def restore(self) -> None:
+        """Nothing was moved."""
+
+    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
+        """Refuse: what came with another module, or by an assignment, is not sharded."""
+        raise UsageError(
+            f"'{name}' was replaced in the model, with its module or by an assignment, and nobody would train what "
+            "came: put the module back and copy values into what GatheredParameters(..., modifier_rank=0) has "
+            "gathered, or make a new engine of engine.module"
+        )
+
+
 class FullStore:
     """The units of one model."""
 
     is_sharded = True
+    places = ShardedPlaces()
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks) -> None:
         self.holding = holding
@@ -197,14 +215,6 @@ class FullStore:
             if not unit.open:
                 forget(unit.module)
 
-    def take_back(self) -> bool:
-        """Sharded parameters stay where they are, and are looked at whenever the model is entered."""
-        return False
-
-    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
-        """What came with another module, or by an assignment, is not sharded."""
-        raise _replaced(name)
-
     def follow(self, name: str, value: Tensor) -> None:
         """A master was written to, which is the parameter itself, unless it rests in another form or is gathered."""
         parameter = self.everything[name]
@@ -313,14 +323,6 @@ def _check_places(units: Iterable[LiveUnit]) -> None:
             "would train what came: the sharded parameter is there again. Copy values instead, with load_state_dict "
             "alone, or into what GatheredParameters(..., modifier_rank=0) has gathered"
         )
-
-
-def _replaced(name: str) -> UsageError:
-    return UsageError(
-        f"'{name}' was replaced in the model, with its module or by an assignment, and nobody would train what came: "
-        "put the module back and copy values into what GatheredParameters(..., modifier_rank=0) has gathered, or make "
-        "a new engine of engine.module"
-    )
 
 
 def _replacement(
