@@ -81,7 +81,7 @@ class Residence:
             is_same = parameter.data_ptr() == place.data_ptr() and parameter.shape == place.shape
             if not is_same or not parameter.is_contiguous():
                 self._check(bucket, position, parameter)
-                if parameter.device.type == "cpu" and parameter.is_shared():
+                if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
                     warn_once(
                         f"'{slot.name}' was put into shared memory, perhaps on its way to another process, and others "
                         "may be. They are trained in the memory of their engine: what is shared stays as it is now",
