@@ -101,8 +101,10 @@ class Changes:
         for each in others:  # a forward may have used both already
             if each is not first and each.grad is not None:
                 first.grad = each.grad if first.grad is None else first.grad + each.grad
-        owner = AMBIENT.owners.get(store.parameters[name])
+        old = store.parameters[name]
+        owner = AMBIENT.owners.get(old)
         parameter = store.places.replace(name, first)
+        AMBIENT.owners.remove(old)
         AMBIENT.owners.set(parameter, owner)
         for place in found:
             path, _, leaf = place.rpartition(".")
