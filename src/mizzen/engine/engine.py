@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import finalize
 
 from torch import Tensor
 
@@ -51,8 +50,6 @@ class Engine(Face):
         self.stopping = driving.stopping
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
-        self.guard: finalize[[], Engine] | None = None
-        """Takes away what sees other optimizers step."""
         self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
             self.optimizer = EngineOptimizer(
@@ -183,8 +180,6 @@ class Engine(Face):
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
         super().destroy()
         self.updater = None
-        if self.guard is not None:
-            self.guard()
 
     # What both end with
 

@@ -6,6 +6,7 @@ same order. So ranks whose gradients arrive in another order, or not at all, sti
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -52,11 +53,13 @@ class Gradients:
         self._next = 0
         self._pending: list[Finish] = []
         self._handles: list[RemovableHandle] = []
-        for bucket in buckets:
+        # torch's collector does not see through these hooks: a strong one would keep all of this for ever.
+        arrived = WeakMethod(self._arrived)
+        for number, bucket in enumerate(buckets):
             for position, parameter in enumerate(bucket.parameters):
                 parameter.grad = None
                 parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
-                hook = partial(self._arrived, bucket, position)
+                hook = partial(_tell, arrived, number, position)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def hide(self) -> None:
@@ -105,8 +108,9 @@ class Gradients:
                 parameter.grad_dtype = parameter.dtype
         self.buckets = ()
 
-    def _arrived(self, bucket: LiveBucket, position: int, parameter: Tensor) -> None:
-        """Autograd has put a gradient on a parameter."""
+    def _arrived(self, number: int, position: int) -> None:
+        """Autograd has put a gradient on a parameter, which has this position in the bucket of this number."""
+        bucket = self.buckets[number]
         if not self.is_armed:
             self._is_complete = False
             self.has_strangers |= not self.is_open
@@ -276,6 +280,12 @@ class PassingGradients(Gradients):
         """Nothing is left on any rank."""
         super().clear(taken=taken)
         self._has_sum = False
+
+
+def _tell(arrived: "WeakMethod[Callable[[int, int], None]]", number: int, position: int, _: Tensor) -> None:
+    """Tell of a gradient, if there is still somebody to tell."""
+    if (tell := arrived()) is not None:
+        tell(number, position)
 
 
 def note_finite(bucket: LiveBucket, whole: Tensor) -> None:
