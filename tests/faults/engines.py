@@ -69,7 +69,11 @@ def main() -> int:
     print(f"{'engines in a row, on two ranks':58} {'tries':>6} {'failures':>9} {'seconds':>8}")
     for stage, ending in itertools.product(STAGES, ENDINGS):
         started = time.perf_counter()
-        grown = [found for found in World(pool, 2, "gloo").run(engines_in_a_row, stage, (ending,), count, timeout=600) if found]
+        grown = [
+            found
+            for found in World(pool, 2, "gloo").run(engines_in_a_row, stage, (ending,), count, timeout=600)
+            if found
+        ]
         name = f"stage {stage}, {ending}"
         print(f"{name:58} {count:6} {len(grown):9} {time.perf_counter() - started:8.1f}", flush=True)
         for found in grown:

@@ -46,6 +46,8 @@ class Gradients:
         """What gradients are multiplied with as they are copied into a bucket that leaves."""
         self.overlaps = overlap
         self.is_armed = self.is_open = False
+        self.has_arrived = False
+        """Whether autograd has put a gradient on any parameter since the last step."""
         self.has_strangers = False
         """Whether gradients came from a backward that nobody announced with `arm`."""
         self._is_complete = False
@@ -92,7 +94,8 @@ class Gradients:
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
-        self.is_armed = self.is_open = self.has_strangers = self._is_complete = False
+        self.is_armed = self.is_open = self._is_complete = False
+        self.has_arrived = self.has_strangers = False
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -110,7 +113,7 @@ class Gradients:
 
     def _arrived(self, number: int, position: int) -> None:
         """Autograd has put a gradient on a parameter, which has this position in the bucket of this number."""
-        bucket = self.buckets[number]
+        bucket, self.has_arrived = self.buckets[number], True
         if not self.is_armed:
             self._is_complete = False
             self.has_strangers |= not self.is_open
