@@ -309,6 +309,20 @@ class Face(nn.Module):
             return self.window.steps > 0
         return self.window.tally.loss is not None
 
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged over the data-parallel ranks instead of summed, as the configuration says."""
+        return self.settings.gradient_allreduce_op == "mean"
+
+    @gradient_average.setter
+    def gradient_average(self, value: bool) -> None:
+        if value != self.gradient_average:
+            wanted = "mean" if value else "sum"
+            raise UsageError(
+                f"engine.gradient_average = {value!r}: how gradients are reduced is decided by initialize(); set "
+                f'gradient_allreduce_op to "{wanted}" in the configuration'
+            )
+
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
         return self.settings.zero_optimization.stage > 0
