@@ -106,7 +106,7 @@ print(*files[ours + 1:], sep="\\n")
 
 
 def test_the_compiler_is_loaded_by_torch_alone_and_only_for_an_optimizer(tmp_path):
-    """Every `torch.optim.Optimizer` loads `torch._dynamo` when it is made, and again for each step; nothing else does."""
+    """Every `torch.optim.Optimizer` loads `torch._dynamo` when it is made, and when it steps; nothing else does."""
     chain = python("-c", FIRST_USE, home=tmp_path).stdout.splitlines()
     assert chain and all("torch" in name for name in chain), chain
     assert any(name.endswith("torch/optim/optimizer.py") for name in chain), chain

@@ -58,20 +58,9 @@ _NEEDS: Final = (
         "sequence_parallel_size is 1",
     ),
     _Need("tensor_parallel", _has_tensor_parallelism, "no size in tensor_parallel is above 1"),
-    *(
-        _Need(
-            f"compression_training.{technique}.different_groups",
-            lambda config, technique=technique: bool(
-                config.at(f"compression_training.{technique}.shared_parameters.enabled")
-            ),
-            f"compression_training.{technique}.shared_parameters.enabled is false",
-        )
-        for technique in (
-            *("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning"),
-            "channel_pruning",
-        )
-    ),
 )
+
+_COMPRESSION: Final = "compression_training."
 
 
 def why_inert(found: Found, config: Config) -> str | None:
@@ -96,6 +85,9 @@ def is_changed(found: Found, config: Config) -> bool:
 def _switched_off(path: str, config: Config) -> str | None:
     """The switch of a section around a key that is off, outermost first."""
     parts = path.split(".")
+    if path.startswith(_COMPRESSION) and parts[2:3] == ["different_groups"]:  # their switch stands beside them
+        switch = f"{_COMPRESSION}{parts[1]}.shared_parameters.enabled"
+        return None if config.at(switch) else _is_off(switch, config)
     for depth in range(1, len(parts)):
         around = ".".join(parts[:depth])
         section = config.at(around)

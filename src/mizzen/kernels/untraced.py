@@ -7,7 +7,7 @@ compiles nothing. This is the only file that may use torch's own lazy form of it
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch
+from torch._compile import _disable_dynamo
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -15,4 +15,4 @@ Result = TypeVar("Result")
 
 def untraced(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """A function that is never traced, nor what it calls; the compiler is loaded by the first call."""
-    return torch._disable_dynamo(function)
+    return _disable_dynamo(function)

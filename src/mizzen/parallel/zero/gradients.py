@@ -6,6 +6,7 @@ same order. So ranks whose gradients arrive in another order, or not at all, sti
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -285,7 +286,7 @@ class PassingGradients(Gradients):
         self._has_sum = False
 
 
-def _tell(arrived: "WeakMethod[Callable[[int, int], None]]", number: int, position: int, _: Tensor) -> None:
+def _tell(arrived: "WeakMethod[Any]", number: int, position: int, _: Tensor) -> None:
     """Tell of a gradient, if there is still somebody to tell."""
     if (tell := arrived()) is not None:
         tell(number, position)
