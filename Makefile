@@ -11,7 +11,7 @@ CLIENTS := .venv-clients/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint test-torch test-cluster test-clients client-tests docs faults faults-checkpoint \
-  faults-launcher bench bench-cpu bench-checkpoint clean
+  faults-launcher faults-engines bench bench-cpu bench-checkpoint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,13 +70,16 @@ docs: .venv/ready ## regenerate docs/config.md from the configuration's own word
 	$(BIN)/python -m mizzen.cli config docs > docs/config.md.new
 	mv docs/config.md.new docs/config.md
 
-faults: faults-checkpoint faults-launcher ## every fault of saves and of jobs, counted, in about half an hour
+faults: faults-checkpoint faults-launcher faults-engines ## every fault of saves and of jobs, counted, in about half an hour
 
 faults-checkpoint: .venv/ready ## break saves in every way and show what is left of them; see docs/checkpoints.md
 	PYTHONPATH=src:tests $(BIN)/python -m faults.table $(ARGS)
 
 faults-launcher: .venv/ready ## kills, hangs, preemptions and ports; FULL=1 for ten times as many; see docs/launcher.md
 	PYTHONPATH=src:tests $(BIN)/python -m faults.launcher.figures $(ARGS)
+
+faults-engines: .venv/ready ## a hundred engines in a row, and what they leave behind; see docs/training.md
+	PYTHONPATH=src:tests $(BIN)/python -m faults.engines $(ARGS)
 
 bench: bench-cpu bench-checkpoint ## mizzen beside its peers on two CPU ranks, in about five minutes; see docs/bench.md
 

@@ -64,6 +64,8 @@ class Ambient:
     """`checkpointing.checkpoint(f, x)` takes no engine: how inputs are kept, and the named random streams."""
     owners: Owners = field(default_factory=Owners)
     """Parameter -> the engine state that owns it: `safe_get_full_grad(p)` gets only the parameter."""
+    guard: Any = None
+    """The hook that sees every optimizer step: torch's hooks belong to the process, and one does for all engines."""
     building: Any = None
     """The `zero.Init` in force: a context inside another is part of it, wherever it is entered."""
     leaves: Owners = field(default_factory=Owners)

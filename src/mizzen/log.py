@@ -71,3 +71,17 @@ def warn_once(message: str, *, key: str | None = None) -> None:
     if (key or message) not in AMBIENT.warned:
         AMBIENT.warned.add(key or message)
         log_dist(message, level=logging.WARNING)
+
+
+def warn_of(messages: Iterable[str]) -> None:
+    """Warn of all that was not yet said in this process, in one line, on rank 0 only."""
+    new = [message for message in messages if message not in AMBIENT.warned]
+    if new:
+        AMBIENT.warned.update(new)
+        log_dist("; ".join(new), level=logging.WARNING)
+
+
+def say(message: str) -> None:
+    """Write what the user has asked to see to standard output, on rank 0: no level hides it."""
+    if _is_meant_for_this_rank(None):
+        sys.stdout.write(f"{message}\n")

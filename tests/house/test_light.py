@@ -75,3 +75,38 @@ def test_nothing_in_the_folder_of_the_library_is_made_by_an_import(tmp_path):
     python("-c", "import mizzen, mizzen.config", home=tmp_path)
     assert sorted(path for path in SOURCE.rglob("*") if "__pycache__" not in path.parts) == before
     assert not (ROOT / "build.ninja").exists()
+
+
+FIRST_USE = """
+import sys, traceback
+chain = []
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._dynamo" and not chain:
+            chain.extend(frame.filename for frame in traceback.extract_stack()[:-1])
+sys.meta_path.insert(0, Look())
+import mizzen, torch
+from torch import nn
+def use(stage, **more):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}, "steps_per_print": 100, **more}
+    engine, *_ = mizzen.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine, engine(torch.ones(2, 4)).sum()
+for stage in range(4):
+    use(stage)[0].destroy()
+assert "torch._dynamo" not in sys.modules, chain
+for stage in range(4):
+    engine, loss = use(stage, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+    engine.backward(loss)
+    assert engine.step().applied
+files = [name for name in chain if "importlib" not in name]
+ours = max(number for number, name in enumerate(files) if "mizzen" in name)
+print(*files[ours + 1:], sep="\\n")
+"""
+
+
+def test_the_compiler_is_loaded_by_torch_alone_and_only_for_an_optimizer(tmp_path):
+    """Every `torch.optim.Optimizer` loads `torch._dynamo` when it is made, and when it steps; nothing else does."""
+    chain = python("-c", FIRST_USE, home=tmp_path).stdout.splitlines()
+    assert chain and all("torch" in name for name in chain), chain
+    assert any(name.endswith("torch/optim/optimizer.py") for name in chain), chain

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.write import Item
+from mizzen.comm.mesh import Aside
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 from mizzen.model.piece import Piece
@@ -39,9 +40,13 @@ class Staging:
 
 
 class Background:
-    """The thread of at most one save. The process does not end before it has."""
+    """The thread of at most one save. The process does not end before it has.
 
-    def __init__(self) -> None:
+    Engines of one layout share the group that saves talk on, so a save also waits for those of other engines.
+    """
+
+    def __init__(self, aside: Aside | None = None) -> None:
+        self._aside = aside or Aside(None)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.staging = Staging()
@@ -62,6 +67,7 @@ class Background:
     def start(self, do: Callable[[], None]) -> None:
         """Let something go on beside training."""
         self._thread = threading.Thread(target=self._run, args=(do,), name="mizzen-save", daemon=False)
+        self._aside.thread = self._thread
         self._thread.start()
 
     def _run(self, do: Callable[[], None]) -> None:
@@ -73,10 +79,9 @@ class Background:
             self._error = error
 
     def wait(self) -> None:
-        """Wait for the save under way, if there is one, and raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait for the save under way, if there is one, and raise its error if it was this engine's."""
+        self._aside.wait()
+        self._thread = None
         self.surface()
 
     def surface(self) -> None:

@@ -115,6 +115,8 @@ class Communicator:
         self.watch = Watch(world.rank, len(world.ranks), backend.store(), patience)
         self._trails: dict[Any, Trail] = {}
         """On a device: where the ranks of each group say to have been since that was last compared."""
+        self.meshes: dict[Any, Any] = {}
+        """The meshes of this job, by layout: `comm.mesh` keeps them here, so that they go with the job."""
 
     def group(self, handle: Any, operation: str) -> Group | None:
         """Who is in a group, or a word of warning to a rank that is not."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from mizzen.config.observe import CommsLoggerConfig
-from mizzen.log import log_dist
+from mizzen.log import say
 
 TRIMMED: Final = 0.1
 """The share of measurements that a mean leaves out at either end."""
@@ -88,7 +88,7 @@ class CommLog:
         measured.algorithm.append(algorithm)
         measured.bus.append(bus)
         if self.settings.verbose:
-            log_dist(
+            say(
                 f"comm op: {name} | time (ms): {milliseconds:.2f} | msg size: {in_words(size)} | "
                 f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}"
             )

@@ -8,7 +8,8 @@ Forming a group is something that all ranks do, in the same order; a group forme
 ranks and not by others, ends in a hang or, worse, in two groups under one name. So `Mesh.build` forms every group there
 will be, in a fixed order, and asking for a product that is not in `PRODUCTS` is an error. It costs little: products
 that have the same ranks share one group, all axes of size 1 share one group of this rank alone, and a product of
-everything is the job's own group.
+everything is the job's own group. And a layout is laid over a job once: engines of equal layout share the mesh. Groups
+hold threads, sockets and, on a device, memory, and cannot be given back while another rank may still use them.
 
 [Note: groups of ours]
 `init_device_mesh` would give each axis of size 1 a group of its own, and every group torch's default timeout of half an
@@ -20,6 +21,7 @@ one root.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Final
 
 import torch
@@ -47,6 +49,26 @@ EXPERT_PRODUCTS: Final = (("dp_replicate", "edp"),)  # gradients of experts are 
 Partition = tuple[tuple[int, ...], ...]
 
 
+@dataclass(slots=True)
+class Aside:
+    """All ranks once more, for what goes on beside training, such as a save: the two never mix.
+
+    One thread at a time uses the group. Engines that share a mesh wait for each other's, in the order in which all
+    ranks have started them.
+    """
+
+    group: ProcessGroup | None
+    """None for one rank."""
+    thread: Thread | None = None
+    """The last that was started to use it."""
+
+    def wait(self) -> None:
+        """Come back when nobody uses the group."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """A Layout laid over the ranks of this job, seen from one of them."""
@@ -57,24 +79,29 @@ class Mesh:
     expert: DeviceMesh
     """The second view, whose axes are `layout.expert_axes`."""
     rank: int
-    aside: ProcessGroup | None
-    """All ranks once more, for what goes on beside training, such as a save: the two never mix. None for one rank."""
+    aside: Aside
     _meshes: Mapping[tuple[str, ...], DeviceMesh] = field(repr=False, compare=False)
 
     @classmethod
     def build(cls, layout: Layout, *, device_type: str, timeout: timedelta | None = None) -> "Mesh":
-        """Form all groups of a layout. Every rank of the job calls this, with the same layout."""
+        """The mesh of a layout, whose groups the first call forms. Every rank calls this, with the same layout."""
         if not dist.is_initialized():
             raise UsageError("a mesh needs a process group: call mizzen.init_distributed() first")
         if dist.get_world_size() != layout.world:
             raise LayoutError(
                 f"the layout is for {layout.world} ranks ({layout}), but the job has {dist.get_world_size()}"
             )
-        limit = timeout or timedelta(seconds=current().watch.patience.timeout)
-        builder = _Builder(layout, device_type, dist.get_rank(), limit)
-        devices = builder.view(AXES, layout.shape, PRODUCTS)
-        expert = builder.view(layout.expert_axes, layout.expert_shape, EXPERT_PRODUCTS)
-        return cls(layout, devices, expert, dist.get_rank(), builder.aside(), builder.meshes)
+        comm = current()
+        limit = timeout or timedelta(seconds=comm.watch.patience.timeout)
+        key = (layout, device_type, limit)
+        if key not in comm.meshes:
+            builder = _Builder(layout, device_type, dist.get_rank(), limit)
+            devices = builder.view(AXES, layout.shape, PRODUCTS)
+            expert = builder.view(layout.expert_axes, layout.expert_shape, EXPERT_PRODUCTS)
+            aside = Aside(builder.aside())
+            comm.meshes[key] = cls(layout, devices, expert, dist.get_rank(), aside, builder.meshes)
+        found: Mesh = comm.meshes[key]
+        return found
 
     def axis(self, name: str) -> DeviceMesh:
         """The one-dimensional mesh that this rank belongs to along one axis."""

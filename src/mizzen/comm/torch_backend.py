@@ -293,6 +293,8 @@ class TorchBackend:
 
     def destroy(self, handle: Any) -> None:
         """As torch does it; a group's name is never given to another while the job lasts."""
+        for known in (self._groups, self._timeouts, self._backends) if handle is not None else ():
+            known.pop(handle.group_name, None)
         dist.destroy_process_group(handle)
 
 

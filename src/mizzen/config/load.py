@@ -6,13 +6,14 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from mizzen.config.checks import check
-from mizzen.config.migrate import Found, Problem, drop_autos, move_old_keys, name_keys, spread_paths, walk
+from mizzen.config.inert import is_changed, why_inert
+from mizzen.config.migrate import Problem, drop_autos, move_old_keys, name_keys, spread_paths, walk
 from mizzen.config.origin import AS_AUTO, Origin
 from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
 from mizzen.config.values import BelowError, shown
 from mizzen.errors import ConfigError
-from mizzen.log import info_once
+from mizzen.log import warn_of
 
 
 def load(source: Source) -> Config:
@@ -50,7 +51,6 @@ def _parse(raw: dict[str, Any]) -> Config:
         raise
 
 
-_PRECISIONS: Final = ("fp16", "bf16", "torch_autocast")
 _MESSAGES: Final = {
     "missing": "required here, but absent",
     "literal_error": "{shown} is not one of [{expected}]",
@@ -79,33 +79,13 @@ def _translate(problem: Any) -> Problem:
 
 
 def _apply_fates(raw: dict[str, Any], config: Config) -> None:
+    inert = []
     for found in walk(raw, Config):
-        if found.fate.kind == "refused" and _is_changed(found, config):
+        if found.fate.kind == "refused" and is_changed(found, config):
             raise ConfigError(found.path, f"refused: {found.fate.reason}")
         if reason := why_inert(found, config):
-            info_once(f"{found.path} has no effect here: {reason}")
-
-
-def why_inert(found: Found, config: Config) -> str | None:
-    """Why a key that was given changes nothing; None where it does, or holds its default."""
-    section, _, key = found.path.partition(".")
-    reason = found.fate.reason if found.fate.kind == "no_effect" else None
-    if reason is None and key != "enabled" and section in _PRECISIONS and found.fate.kind == "read":
-        is_used = config.at(f"{section}.enabled") or (section == "fp16" and config.computes_in_fp16)
-        reason = None if is_used or not key else _is_off(f"{section}.enabled", config)
-    return reason if reason and _is_changed(found, config) else None
-
-
-def _is_off(switch: str, config: Config) -> str:
-    """Why a switch is off, in the words of the file."""
-    if config.is_auto(switch):
-        return f'{switch} is "auto", which is false unless a client says otherwise'
-    return f"{switch} is {'false' if config.is_given(switch) else 'absent'}"
-
-
-def _is_changed(found: Found, config: Config) -> bool:
-    value = config.at(found.path)
-    return value is not None and value != found.field.get_default(call_default_factory=True)
+            inert.append(f"{found.path} has no effect here: {reason}")
+    warn_of(inert)
 
 
 def _origins(raw: dict[str, Any], moved: Mapping[str, str], autos: frozenset[str]) -> dict[str, Origin]:

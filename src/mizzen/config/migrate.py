@@ -15,7 +15,7 @@ from mizzen.config.ignored import is_harmless, why_ignored
 from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, places
 from mizzen.config.values import shown
 from mizzen.errors import ConfigError
-from mizzen.log import info_once, warn_once
+from mizzen.log import warn_once
 
 AUTO: Final = "auto"
 Problem = tuple[str, str]
@@ -72,7 +72,7 @@ def spread_paths(raw: dict[str, Any]) -> None:
         if is_auto(holder.setdefault(last, value)):
             holder[last] = value
         elif holder[last] != value:
-            info_once(f'"{path}" at the top level gives way to the value inside {".".join(parents)}')
+            warn_once(f'"{path}" at the top level gives way to the value inside {".".join(parents)}')
 
 
 def drop_ignored(raw: dict[str, Any], root: type[Section]) -> list[str]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mizzen.config.describe import fate_words
-from mizzen.config.load import load, why_inert
+from mizzen.config.inert import why_inert
+from mizzen.config.load import load
 from mizzen.config.migrate import Problem, drop_ignored, name_keys, spread_paths, walk
 from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source

@@ -96,7 +96,8 @@ class Config(Section):
     prescale_gradients: Flag = False
     """Divide gradients before they are summed over the ranks instead of after."""
     gradient_predivide_factor: Positive = 1.0
-    """Part of the division that happens before the sum, with `prescale_gradients`."""
+    """The part of the division by the number of ranks that happens before the sum, unless `prescale_gradients` puts all
+    of it there."""
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
     """Whether gradients are averaged or summed over the data-parallel ranks."""
     sparse_gradients: Flag = False

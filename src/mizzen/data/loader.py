@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, get_worker_info
 
+from mizzen.data.given import Likeness, check_sharing, likeness_of
 from mizzen.data.sampler import Ending, MicroBatches, Position, Share, derive_seed, epoch_order
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
@@ -73,12 +74,13 @@ class Loader:
         self.shuffle = shuffle
         self.ending = ending
         self._seed = seed
-        self._torch_arguments: dict[str, Any] = {
+        self.torch_arguments: dict[str, Any] = {
             "collate_fn": collate_fn or default_collate,
             # Each worker would read all of an iterable, or a part that depends on their number: one keeps its order.
             "num_workers": min(workers, 1) if self.size is None and not _shards_itself(dataset) else workers,
             "pin_memory": pin_memory,
         }
+        """What torch's own loader, of which each iteration has one, is made with."""
         self._position = self._next = Position()
         self.before_batch: Callable[[], None] = _nothing
         """Called each time that a batch is asked for, before anything is read."""
@@ -170,12 +172,12 @@ class Loader:
         generator = torch.Generator().manual_seed(seed)
         if self.size is None:
             stream = Stream(self.dataset, self.share, position.samples, drop_last=self.ending == "drop")
-            return DataLoader(stream, batch_size=None, generator=generator, **self._torch_arguments)
+            return DataLoader(stream, batch_size=None, generator=generator, **self.torch_arguments)
         order = torch.arange(self.size)
         if self.shuffle:
             order = epoch_order(self.size, seed=self._seed, epoch=position.epoch)
         batches = MicroBatches(order, self.share, start=position.samples, ending=self.ending)
-        return DataLoader(self.dataset, batch_sampler=batches, generator=generator, **self._torch_arguments)
+        return DataLoader(self.dataset, batch_sampler=batches, generator=generator, **self.torch_arguments)
 
 
 class Stream(IterableDataset[list[Any]]):
@@ -227,18 +229,24 @@ class LoaderFactory:
         collate_fn: Collate | None = None,
         workers: int | None = None,
     ) -> "Loader | DataLoader[Any]":
-        """A loader of micro-batches of `batch_size` samples; a user's own DataLoader or sampler is used as it is.
+        """A loader of micro-batches of `batch_size` samples.
+
+        A user's own sampler is used as it is, and so is a DataLoader whose sampler knows of ranks; another DataLoader
+        is shared out with its own batch size, order, collation and workers.
 
         Training data is shuffled, and every epoch is a whole number of steps. Other routes keep the order of the data
         set; nothing is repeated or left out there, so ranks may get a different number of batches.
         """
-        if isinstance(dataset, DataLoader):
-            return dataset
         if route not in ROUTES:
             raise UsageError(f"route {route!r} is not one of {', '.join(ROUTES)}")
+        if isinstance(dataset, DataLoader):
+            like = likeness_of(dataset, self.rank, self.ranks, batch_size)
+            return dataset if like is None else self._like(like, collate_fn, is_training=route == "train")
         workers = workers if workers is not None else 0 if self.device_type == "cpu" else WORKERS
         pinned = pin_memory and self.device_type not in UNPINNED
         if sampler is not None:
+            if self.ranks > 1:
+                check_sharing(sampler, self.rank, self.ranks)
             chosen: dict[str, Any] = {"sampler": sampler, "batch_size": batch_size, "drop_last": self.drop_last}
             if isinstance(sampler, BatchSampler):
                 chosen = {"batch_sampler": sampler}
@@ -254,6 +262,20 @@ class LoaderFactory:
             workers=workers,
             pin_memory=pinned,
         )
+
+    def _like(self, like: Likeness, collate_fn: Collate | None, *, is_training: bool) -> Loader:
+        loader = Loader(
+            like.dataset,
+            Share(like.batch_size, self.rank, self.ranks, self.accumulation),
+            seed=self.seed,
+            shuffle=like.shuffle,
+            ending="drop" if like.drop_last else "wrap" if is_training else "short",
+            collate_fn=collate_fn or like.collate_fn,
+            workers=like.workers,
+            pin_memory=like.pin_memory,
+        )
+        loader.torch_arguments.update(like.options)
+        return loader
 
 
 def _nothing() -> None:

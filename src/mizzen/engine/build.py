@@ -1,7 +1,6 @@
 """From an applied plan to an engine: the only place where a run's variants are chosen."""
 
 from typing import Any
-from weakref import finalize
 
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -9,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
+from mizzen.checkpoint.background import Background
 from mizzen.engine.access import Owner, trained_name
 from mizzen.engine.changes import Changes
 from mizzen.engine.engine import Driving, Engine
@@ -58,7 +58,8 @@ def build_engine(
     get_progress().set_hang_timeout(config.hang_timeout)
     phases.at_step(0)  # from now on there is something to save
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic, changes)
-    saving = Saving(config.checkpoint, team_of(surroundings.mesh))
+    mesh = surroundings.mesh
+    saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside))
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
     engine = Engine(
         parts, Driving(runner, updater, scheduler, phases, saving, stopping, changes, observers), surroundings
@@ -69,7 +70,8 @@ def build_engine(
         for store in stores
         for name in store.everything
     ]
-    engine.guard = finalize(engine, register_optimizer_step_pre_hook(Guard(trained_name)).remove)
+    # Never taken away: torch walks through its hooks in each step, and a collector may end an engine in the middle.
+    AMBIENT.guard = AMBIENT.guard or register_optimizer_step_pre_hook(Guard(trained_name))
     for owner in engine.owners:
         AMBIENT.owners.set(owner.store.everything[owner.name], owner)
     known = {(id(owner.store), owner.name): owner for owner in engine.owners}

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import finalize
 
 from torch import Tensor
 
@@ -54,8 +53,6 @@ class Engine(Face):
         self.changes = driving.changes
         self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
-        self.guard: finalize[[], Engine] | None = None
-        """Takes away what sees other optimizers step."""
         self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
             self.optimizer = EngineOptimizer(
@@ -108,15 +105,18 @@ class Engine(Face):
             raise UsageError(f"step() inside {self.window.held_by}(): leave the context first")
         if self.managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
+            self.window.steps += 1
             self.step_was_due = False
             return self._report(False, ACCUMULATING)
-        return self._finish(1, lr_kwargs)
+        calls = self.window.steps + 1
+        is_counted = self.managed and self.window.boundary is None
+        return self._finish(calls if is_counted else max(calls, self.window.passes), lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the parameters."""
         if self.window.boundary is not None:
             return self.window.boundary
-        return not self.managed or (self.micro_steps + 1) % self.batch.accumulation == 0
+        return not self.managed or self.window.steps + 1 >= self.batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next `step()` updates the parameters, instead of counting; None counts again."""
@@ -173,14 +173,15 @@ class Engine(Face):
         return micros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, whatever `set_to_none` says."""
-        self.window.close()
+        """Forget all gradients, whatever `set_to_none` says. How many micro-batches make a step does not change."""
+        self.window.forget()
         if self.updater is not None:
             self.updater.clear()
 
     def moved(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""
         self.zero_grad()
+        self.window.close()
         self._stepper.forget()
         self._consecutive_skips = 0
         for observer in self.observers:
@@ -190,8 +191,6 @@ class Engine(Face):
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
         super().destroy()
         self.updater = None
-        if self.guard is not None:
-            self.guard()
 
     # What both end with
 
@@ -200,9 +199,10 @@ class Engine(Face):
         self.step_was_due = True
         self._stepper.check(self.lr_scheduler, lr_kwargs or {})
         with self.phases.phase("step"):
-            outcome = updater.update(self.window.tally, self._factor_of)
-        self.micro_steps += micros
-        self.global_samples += self.batch.train
+            outcome = updater.update(self.window.tally, micros, self._factor_of)
+        samples = round(outcome.micros * self.batch.micro * self.batch.dp)
+        self.micro_steps += micros - self.window.steps
+        self.global_samples += samples
         if self.optimizer is not None:
             self.optimizer.overflow = not outcome.applied
         rates, momentum = self.get_lr(), self.get_mom()
@@ -211,9 +211,11 @@ class Engine(Face):
             self._consecutive_skips = 0
         else:
             self.skipped_steps += 1
-            self._consecutive_skips += not updater.scaler.may_cure(outcome.loss)
+            self._consecutive_skips += not (outcome.has_overflowed and updater.scaler.may_cure(outcome.loss))
         self.phases.at_step(self.global_steps)
-        report = self.last_step = self._report(outcome.applied, outcome.reason, outcome, rates=rates, momentum=momentum)
+        report = self.last_step = self._report(
+            outcome.applied, outcome.reason, outcome, samples=samples, rates=rates, momentum=momentum
+        )
         self.window.close()
         if outcome.applied:
             self._stepper.advance(self.lr_scheduler, lr_kwargs or {})
@@ -227,7 +229,8 @@ class Engine(Face):
         if outcome.applied:
             scaler.taken()
             return
-        scaler.skipped(outcome.reason)
+        if outcome.has_overflowed:
+            scaler.skipped(outcome.reason)
         limit = self.settings.max_consecutive_skips
         if limit and self._consecutive_skips >= limit:
             raise StepError(
@@ -241,6 +244,7 @@ class Engine(Face):
         reason: str,
         outcome: Outcome | None = None,
         *,
+        samples: int = 0,
         rates: Sequence[float] = (),
         momentum: Sequence[Any] = (),
     ) -> StepReport:
@@ -251,7 +255,7 @@ class Engine(Face):
             applied=applied,
             reason=reason if applied or reason == ACCUMULATING else f"step {self.global_steps + 1}: {reason}",
             lr=tuple(rates),
-            samples=self.batch.train if outcome else 0,
+            samples=samples,
             tokens=tokens * self.batch.dp if tokens is not None else None,
             seconds=seconds,
             skipped_steps=self.skipped_steps,

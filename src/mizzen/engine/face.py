@@ -227,19 +227,29 @@ class Face(nn.Module):
         return self.batch.train, self.batch.micro, self.batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step by changing the accumulation alone."""
+        """Change the samples per step by changing the accumulation alone, between two steps."""
+        self._between_steps("set_train_batch_size")
         step, train_batch_size = self.batch.micro * self.batch.dp, _whole("train_batch_size", train_batch_size)
         if train_batch_size < 1 or train_batch_size % step:
             raise ConfigError("train_batch_size", f"{train_batch_size} is not a multiple of micro x dp = {step}")
         self.batch = replace(self.batch, train=train_batch_size, accumulation=train_batch_size // step)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per forward pass, and with them the samples per step."""
+        """Change the samples per forward pass, and with them the samples per step, between two steps."""
+        self._between_steps("set_train_micro_batch_size")
         micro_batch_size = _whole("train_micro_batch_size_per_gpu", micro_batch_size)
         if micro_batch_size < 1:
             raise ConfigError("train_micro_batch_size_per_gpu", f"{micro_batch_size} is not at least 1")
         train = micro_batch_size * self.batch.accumulation * self.batch.dp
         self.batch = replace(self.batch, train=train, micro=micro_batch_size)
+
+    def _between_steps(self, call: str) -> None:
+        """Refuse a new size for a step whose first micro-batches were divided, and are counted, by the old one."""
+        if not self.window.is_empty:
+            raise UsageError(
+                f"{call}() in the middle of an accumulation: the micro-batches so far count for the old size. Call it "
+                "after a step() that updates"
+            )
 
     # Where it stands
 
@@ -298,8 +308,22 @@ class Face(nn.Module):
     def is_accumulating(self) -> bool:
         """Whether micro-batches wait for a step. Where boundaries are set from outside, counting would not tell."""
         if self.window.boundary is None and self.managed:
-            return self.micro_steps % self.batch.accumulation > 0
+            return self.window.steps > 0
         return self.window.tally.loss is not None
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged over the data-parallel ranks instead of summed, as the configuration says."""
+        return self.settings.gradient_allreduce_op == "mean"
+
+    @gradient_average.setter
+    def gradient_average(self, value: bool) -> None:
+        if value != self.gradient_average:
+            wanted = "mean" if value else "sum"
+            raise UsageError(
+                f"engine.gradient_average = {value!r}: how gradients are reduced is decided by initialize(); set "
+                f'gradient_allreduce_op to "{wanted}" in the configuration'
+            )
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""

@@ -37,7 +37,7 @@ class EngineOptimizer(Optimizer):
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.overflow = False
-        """Whether the last step was skipped because a gradient was not finite."""
+        """Whether the last step was skipped: a gradient was not finite, or none arrived."""
         self.loss_scaler = scaler
         self._step = step
         self._clear = clear

@@ -21,7 +21,7 @@ from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
 from mizzen.errors import ConfigError, UsageError
-from mizzen.log import info_once, warn_once
+from mizzen.log import warn_once
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups, tell_slips
@@ -68,14 +68,14 @@ def at_home(config: Config) -> Config:
     if get_accelerator().name != "cpu" or not needless:
         return config
     for name in needless:
-        info_once(f"zero_optimization.{name} to the cpu has no effect here: training runs on the cpu")
+        warn_once(f"zero_optimization.{name} to the cpu has no effect here: training runs on the cpu")
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=dict.fromkeys(needless))})
 
 
 def agree(plan: Plan) -> None:
     """All ranks compare what they are about to do, in one exchange; a rank that differs is named with the field."""
     for note in plan.notes:
-        info_once(note)
+        warn_once(note)
     if plan.resolved.layout.world == 1:
         return
     config = plan.resolved.config
@@ -290,7 +290,7 @@ def choose_scheduler(given: Any, config: Config, optimizer: Optimizer | None) ->
         if given is not None:
             raise UsageError("lr_scheduler= without an optimizer: name one in the configuration, or give one")
         if config.scheduler is not None:
-            info_once("scheduler has no effect here: this engine has no optimizer, so it does not train")
+            warn_once("scheduler has no effect here: this engine has no optimizer, so it does not train")
         return None
     if given is None:
         if config.scheduler is None or config.scheduler.type is None:

@@ -45,8 +45,8 @@ class Saving(Observer):
 
     settings: CheckpointConfig
     team: Team
+    background: Background
     run: str = field(default_factory=lambda: os.urandom(8).hex())
-    background: Background = field(default_factory=Background)
 
     def on_step(self, report: StepReport) -> None:
         """Raise what a save beside training has run into."""
@@ -84,7 +84,7 @@ class Saving(Observer):
 
 def team_of(mesh: Mesh) -> Team:
     """All ranks, on the group that training does not use."""
-    return Team(mesh.rank, mesh.layout.world, mesh.aside)
+    return Team(mesh.rank, mesh.layout.world, mesh.aside.group)
 
 
 def folder_of(settings: CheckpointConfig, given: str | os.PathLike[str] | None) -> Path:

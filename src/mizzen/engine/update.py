@@ -24,6 +24,11 @@ SOME_SCALED: Final = (
     "some ranks called engine.scale(loss).backward() in this step and others a bare loss.backward(): use one of the two"
 )
 
+NO_GRADIENT: Final = (
+    "no gradient arrived on any rank: the loss depends on no parameter that this engine trains, or its graph was cut "
+    "(detach, no_grad, a call of another model)"
+)
+
 STEADY: Final = 8
 """Steps in a row without a factor after which the next is launched as if it had none: near the limit they alternate."""
 
@@ -48,6 +53,10 @@ class Sums(NamedTuple):
     """Ranks that launch the step before they know of its norm."""
     changed: Any
     """Ranks on which parameters were moved or replaced, and have new values."""
+    arrived: Any
+    """Ranks on which at least one gradient arrived."""
+    micros: Any
+    """Micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,14 @@ class Outcome:
     applied: bool
     norm: float
     loss: float | None
+    micros: float
+    """Micro-batches of a rank, in the mean over the ranks."""
     reason: str = ""
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether gradients were not finite."""
+        return not math.isfinite(self.norm)
 
 
 class Updater:
@@ -110,8 +126,8 @@ class Updater:
         self._all_ahead = False
         """Whether every rank has launched the last step ahead."""
 
-    def update(self, tally: Tally, factor_of: Callable[[bool, bool, bool], float]) -> Outcome:
-        """Take the step, unless a gradient is not finite. One factor for all gradients.
+    def update(self, tally: Tally, micros: int, factor_of: Callable[[bool, bool, bool], float]) -> Outcome:
+        """Take the step, unless a gradient is not finite or there is none at all. One factor for all gradients.
 
         The loss scale is taken out, the mean over what was counted is taken, and the norm clipped.
         `factor_of(has_losses, has_strangers, has_scaled)` is given what any rank has seen, so that all get one answer
@@ -121,7 +137,7 @@ class Updater:
         for store in self.stores:
             store.gradients.collect()
         is_ahead = self.goes_ahead and decides(self.optimizer)
-        sums = self._sum_over_ranks(tally, is_ahead=is_ahead)
+        sums = self._sum_over_ranks(tally, micros, is_ahead=is_ahead)
         share = _or_nan(factor_of, tally.loss is not None, self._has_strangers(), self.scaler.has_scaled)
         verdict = self._judge(sums, tally.is_counted, share)
         coming = Fetch(torch.stack([*sums, *verdict]), get_accelerator())
@@ -144,13 +160,13 @@ class Updater:
         is_right = not self._is_mixed(total)
         if not is_right:
             norm, factor = (value.item() for value in self._judge(Sums(*values[:-2]), total.counted > 0, share))
-        mean = total.loss / total.count if total.count else None
-        if not math.isfinite(norm):
-            reason = self._culprits()
+        mean, each = total.loss / total.count if total.count else None, total.micros / self.ranks
+        reason = NO_GRADIENT if not total.arrived else "" if math.isfinite(norm) else self._culprits()
+        if reason:
             for store in self.stores:
                 store.rest()
             self.clear()
-            return Outcome(False, norm, mean, reason)
+            return Outcome(False, norm, mean, each, reason)
         is_right = is_right and (factor == 1 or self._unclipped < STEADY)
         self._unclipped = self._unclipped + 1 if factor == 1 else 0
         if not (is_ahead and is_right):
@@ -159,15 +175,16 @@ class Updater:
         if not (is_published and is_right and self._all_ahead):
             self._publish()
         self.clear(taken=True)
-        return Outcome(True, norm, mean)
+        return Outcome(True, norm, mean, each)
 
     def _step_ahead(self, sums: Sums, norm: Tensor, factor: Tensor) -> None:
         """Launch the step before the host knows of its norm, so that the device has work while the host catches up.
 
-        The device leaves it out where the norm is not finite, where ranks have seen different things, and where
-        gradients turn out to need a factor that the last ones did not: its kernel would write to all of them.
+        The device leaves it out where the norm is not finite or no gradient came, where ranks have seen different
+        things, and where gradients turn out to need a factor that the last ones did not: its kernel would write to all
+        of them.
         """
-        is_off = ~norm.isfinite() | self._is_mixed(sums)
+        is_off = ~norm.isfinite() | (sums.arrived == 0) | self._is_mixed(sums)
         is_free = self._unclipped >= STEADY
         is_off = is_off | (factor != 1) if is_free else is_off
         with decided(self.optimizer, None if is_free else factor, is_off):
@@ -208,7 +225,7 @@ class Updater:
         for store in self.stores:
             store.gradients.clear(taken=taken)
 
-    def _sum_over_ranks(self, tally: Tally, *, is_ahead: bool) -> Sums:
+    def _sum_over_ranks(self, tally: Tally, micros: int, *, is_ahead: bool) -> Sums:
         """The one reduction of a step, and what its one wait is for. Numbers get to the device without a copy."""
         squares = torch.stack([store.squares() for store in self.stores]).sum()
         mine = Sums(
@@ -222,6 +239,8 @@ class Updater:
             requests=self.stopping.is_asked,
             ahead=is_ahead,
             changed=self.changes.has_new,
+            arrived=any(store.gradients.has_arrived for store in self.stores),
+            micros=micros,
         )
         values = [
             value.detach().to(squares) if isinstance(value, Tensor) else squares.new_full((), value or 0)

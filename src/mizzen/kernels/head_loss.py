@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mizzen.kernels.gpu import gpu_code
+from mizzen.kernels.untraced import untraced
 
 MOST_CHUNKS: Final = 16
 """More and smaller chunks make matrix products slow, and each of them rounds the sum of weight gradients once more."""
@@ -68,7 +69,7 @@ def with_labels(hidden: Tensor, labels: Tensor, labelled: int, ignore_index: int
 
 
 # A compiler could only unroll the chunks and lose the point of them.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def head_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -20,6 +20,9 @@ class Collector(Protocol):
     waits_for_last: bool
     """Whether gradients stay on their rank until the last backward before a step."""
 
+    has_arrived: bool
+    """Whether a gradient of any parameter came since the last step."""
+
     has_strangers: bool
     """Whether gradients came in from a backward that was not announced with `arm`."""
 

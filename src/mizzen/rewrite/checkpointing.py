@@ -11,7 +11,7 @@ from mizzen.ambient import AMBIENT
 from mizzen.config.memory import ActivationCheckpointingConfig
 from mizzen.config.section import fate_of
 from mizzen.errors import NotBuilt
-from mizzen.log import info_once
+from mizzen.log import warn_once
 from mizzen.rewrite.replay import Keeping
 from mizzen.rewrite.streams import TENSOR_PARALLEL, RandomStreams
 
@@ -44,7 +44,7 @@ class Checkpointing:
         arguments = {key: value for key, value in given.items() if value is not None}
         for key, value in arguments.items():
             if value and (reason := fate_of(ActivationCheckpointingConfig.model_fields[key]).reason):
-                info_once(f"checkpointing.configure: {key} has no effect here: {reason}")
+                warn_once(f"checkpointing.configure: {key} has no effect here: {reason}")
         asked = section.model_copy(update=arguments)
         self.rank, self.ranks = _ask(mpu, "rank", 0), _ask(mpu, "world_size", 1)
         self.partition(asked.partition_activations)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
+from mizzen.kernels.untraced import untraced
 from mizzen.rewrite.standing import Standing
 from mizzen.rewrite.streams import RandomStreams
 
@@ -120,7 +121,7 @@ def _replayed(
 
 # Never traced: a compiler accepts no contexts but torch's own, and without this one a repetition that it leaves to
 # Python would draw other numbers from the streams.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _replayed_with_streams(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], keeping: Keeping
 ) -> Any:

@@ -49,8 +49,8 @@ def check(layout):
     assert mesh.expert.mesh_dim_names == layout.expert_axes and tuple(mesh.expert.shape) == layout.expert_shape
     if layout.world > 1:  # all ranks once more, and in no other group's way
         value = torch.ones(1)
-        comm.all_reduce(value, group=mesh.aside)
-        assert value.item() == layout.world and mesh.aside is not dist.group.WORLD
+        comm.all_reduce(value, group=mesh.aside.group)
+        assert value.item() == layout.world and mesh.aside.group is not dist.group.WORLD
     after = dist.distributed_c10d._world.group_count
     assert mesh.axis("tp") is mesh.axes("tp")
     assert dist.distributed_c10d._world.group_count == after > 0

@@ -178,7 +178,6 @@ def bare_backward() -> list[str]:
             engine.step()
         messages.append(str(caught.value))
         engine.zero_grad()
-        engine.micro_steps += 1
     return messages
 
 

@@ -393,11 +393,11 @@ def test_origins():
 def test_keys_of_a_precision_that_is_not_enabled_are_told(caplog):
     AMBIENT.warned.clear()
     idle = {"fp16": {"loss_scale": 128, "hysteresis": 2}, "torch_autocast": {"enabled": False, "dtype": "fp16"}}
-    with caplog.at_level("INFO", logger="mizzen"):
+    with caplog.at_level("WARNING", logger="mizzen"):
         load(idle)
     assert caplog.messages == [
-        "fp16.loss_scale has no effect here: fp16.enabled is absent",
-        "torch_autocast.dtype has no effect here: torch_autocast.enabled is false",
+        "fp16.loss_scale has no effect here: fp16.enabled is absent; "
+        "torch_autocast.dtype has no effect here: torch_autocast.enabled is false"
     ]
     caplog.clear()
     with caplog.at_level("INFO", logger="mizzen"):
@@ -432,6 +432,78 @@ def test_a_key_without_effect_is_named_once_and_only_when_it_says_something(capl
     assert caplog.messages == [
         "zero_optimization.contiguous_gradients has no effect here: gradients always lie in one contiguous buffer"
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "reason"),
+    [
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 2},
+            "gradient_predivide_factor",
+            "all of the division comes before the sum",
+        ),
+        (
+            {"use_data_before_expert_parallelism": True},
+            "use_data_before_expert_parallelism",
+            "expert_parallel.enabled is false",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "leaf_module": {"names": ["no.such"]}}},
+            "zero_optimization.leaf_module.names",
+            "stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "stage3_prefetch_bucket_size": 5}},
+            "zero_optimization.stage3_prefetch_bucket_size",
+            "stage 3",
+        ),
+        ({"flops_profiler": {"profile_step": 5}}, "flops_profiler.profile_step", "flops_profiler.enabled is absent"),
+        ({"tensorboard": {"output_path": "x"}}, "tensorboard.output_path", "tensorboard.enabled is absent"),
+        ({"comms_logger": {"verbose": True}}, "comms_logger.verbose", "comms_logger.enabled is absent"),
+        ({"autotuning": {"tuner_num_trials": 7}}, "autotuning.tuner_num_trials", "autotuning.enabled is absent"),
+        (
+            {"data_efficiency": {"data_sampling": {"enabled": True}}},
+            "data_efficiency.data_sampling.enabled",
+            "data_efficiency.enabled is absent",
+        ),
+        (
+            {"seq_parallel_communication_data_type": "bf16"},
+            "seq_parallel_communication_data_type",
+            "sequence_parallel_size is 1",
+        ),
+        (
+            {"compression_training": {"row_pruning": {"different_groups": {"a": {"params": {"dense_ratio": 0.5}}}}}},
+            "compression_training.row_pruning.different_groups.a.params.dense_ratio",
+            "compression_training.row_pruning.shared_parameters.enabled is absent",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_a_key_that_waits_for_another_is_named_where_that_is_absent(caplog, config, path, reason):
+    AMBIENT.warned.clear()
+    with caplog.at_level("WARNING", logger="mizzen"):
+        load(config)
+        load(config)
+    (line,) = caplog.messages
+    assert f"{path} has no effect here: " in line and reason in line
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"gradient_predivide_factor": 2},
+        {"zero_optimization": {"stage": 3, "leaf_module": {"names": ["a"]}, "stage3_prefetch_bucket_size": 5}},
+        {"comms_logger": {"enabled": True, "verbose": True}},
+        {"tensorboard": {"enabled": False, "output_path": ""}},
+        {"data_efficiency": {"enabled": False}},
+    ],
+    ids=str,
+)
+def test_a_key_that_works_is_not_named(caplog, config):
+    AMBIENT.warned.clear()
+    with caplog.at_level("WARNING", logger="mizzen"):
+        load(config)
+    assert caplog.messages == []
 
 
 def test_a_configuration_is_frozen_and_holds_nothing_of_the_caller():

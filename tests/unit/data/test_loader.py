@@ -11,7 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from mizzen.ambient import AMBIENT
 from mizzen.data.loader import Loader, LoaderFactory
@@ -405,3 +416,72 @@ class TestFactory:
     def test_so_is_a_loader(self):
         own = DataLoader(range(4))
         assert LoaderFactory(seed=3)(own, batch_size=2) is own
+
+
+class TestGiven:
+    """A DataLoader as training data: each rank gets its own part, or a word that it does not."""
+
+    @pytest.fixture(autouse=True)
+    def heard(self, monkeypatch):
+        monkeypatch.setattr(AMBIENT, "warned", set())
+
+    def shared(self, ranks=2, micro=2, **arguments):
+        """What each rank gets of a DataLoader with these arguments, and what was said."""
+        factories = [LoaderFactory(seed=3, rank=rank, ranks=ranks) for rank in range(ranks)]
+        given = DataLoader(batch_size=micro, **arguments)
+        return [numbers(factory(given, batch_size=micro)) for factory in factories], " ".join(AMBIENT.warned)
+
+    def test_one_in_order_is_shared_out(self):
+        assert self.shared(dataset=range(8)) == ([[[0, 1], [4, 5]], [[2, 3], [6, 7]]], "")
+
+    @pytest.mark.parametrize(("drop_last", "batches"), [(False, 3), (True, 2)])
+    def test_a_shuffled_one_gives_every_sample_once(self, drop_last, batches):
+        (first, second), said = self.shared(dataset=range(10), shuffle=True, drop_last=drop_last)
+        seen = [*sum(first, []), *sum(second, [])]
+        assert len(first) == len(second) == batches and said == ""
+        assert len(set(seen)) == (10 if not drop_last else 8) and seen != sorted(seen)
+
+    def test_it_keeps_collation_workers_and_batch_size(self):
+        given = DataLoader(range(12), batch_size=3, collate_fn=tuple, num_workers=1, prefetch_factor=4)
+        loader = LoaderFactory(seed=3, rank=1, ranks=2)(given, batch_size=2)
+        assert list(loader) == [(3, 4, 5), (9, 10, 11)]
+        made = loader._torch_loader(Position())
+        assert (made.num_workers, made.prefetch_factor) == (1, 4)
+        assert any("has batches of 3" in words and "= 2" in words for words in AMBIENT.warned)
+
+    def test_for_evaluation_nothing_is_repeated(self):
+        given = DataLoader(range(5), batch_size=2)
+        found = [LoaderFactory(seed=3, rank=r, ranks=2)(given, batch_size=2, route="eval") for r in range(2)]
+        assert [numbers(each) for each in found] == [[[0, 1], [4]], [[2, 3]]]
+
+    def test_a_subset_is_shared_out(self):
+        (first, second), _ = self.shared(dataset=range(10), sampler=SubsetRandomSampler([1, 3, 5, 7]))
+        assert sorted(sum(first, []) + sum(second, [])) == [1, 3, 5, 7]
+
+    def test_an_iterable_is_shared_out_and_told_of(self):
+        found, said = self.shared(dataset=Counting(8))
+        assert found == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]] and "shards_itself" in said
+
+    def test_one_whose_sampler_knows_of_ranks_is_used_as_it_is(self):
+        sampler = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
+        given = DataLoader(range(8), batch_size=2, sampler=sampler)
+        assert LoaderFactory(seed=3, rank=1, ranks=2)(given, batch_size=2) is given and not AMBIENT.warned
+        batches = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+        assert LoaderFactory(seed=3, rank=1, ranks=2)(batches, batch_size=2) is batches and not AMBIENT.warned
+        with pytest.raises(UsageError, match="part 1 of 2.*rank 0 of 4"):
+            LoaderFactory(seed=3, rank=0, ranks=4)(given, batch_size=2)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"batch_sampler": [[0, 1], [2, 3]]},
+            {"sampler": WeightedRandomSampler([1.0] * 4, 4), "batch_size": 2},
+            {"sampler": RandomSampler(range(4), replacement=True), "batch_size": 2},
+            {"batch_size": None},
+        ],
+        ids=["batches", "weights", "replacement", "no batches"],
+    )
+    def test_what_cannot_be_shared_out_is_told_of(self, arguments):
+        given = DataLoader(range(4), **arguments)
+        assert LoaderFactory(seed=3, rank=1, ranks=2)(given, batch_size=2) is given
+        assert any("all train on the same" in words for words in AMBIENT.warned)

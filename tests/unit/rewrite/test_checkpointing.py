@@ -58,7 +58,7 @@ def test_a_wrong_configuration_is_refused_as_everywhere():
 )
 def test_arguments_without_effect_are_named(monkeypatch, argument, key):
     said = []
-    monkeypatch.setattr(behind, "info_once", said.append)
+    monkeypatch.setattr(behind, "warn_once", said.append)
     checkpointing.configure(None, **{argument: 3 if argument == "num_checkpoints" else True})
     (line,) = said
     assert line.startswith(f"checkpointing.configure: {key} has no effect here: ")

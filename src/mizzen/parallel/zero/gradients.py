@@ -6,6 +6,8 @@ same order. So ranks whose gradients arrive in another order, or not at all, sti
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -46,6 +48,8 @@ class Gradients:
         """What gradients are multiplied with as they are copied into a bucket that leaves."""
         self.overlaps = overlap
         self.is_armed = self.is_open = False
+        self.has_arrived = False
+        """Whether autograd has put a gradient on any parameter since the last step."""
         self.has_strangers = False
         """Whether gradients came from a backward that nobody announced with `arm`."""
         self._is_complete = False
@@ -53,27 +57,30 @@ class Gradients:
         self._next = 0
         self._pending: list[Finish] = []
         self._handles: dict[int, RemovableHandle] = {}
-        for bucket in buckets:
+        for number, bucket in enumerate(buckets):
             for position, parameter in enumerate(bucket.parameters):
-                self._expect(bucket, position, parameter)
+                self._expect(number, position, parameter)
 
-    def _expect(self, bucket: LiveBucket, position: int, parameter: Tensor) -> None:
-        """Hear of the gradients of a parameter."""
+    def _expect(self, number: int, position: int, parameter: Tensor) -> None:
+        """Hear of the gradients of a parameter.
+
+        torch's collector does not see through these hooks: a strong one would keep all of this for ever.
+        """
         parameter.grad = None
         parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
-        hook = partial(self._arrived, bucket, position)
+        hook = partial(_tell, WeakMethod(self._arrived), number, position)
         self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def exchange(self, bucket: LiveBucket, position: int, new: nn.Parameter) -> None:
         """Another parameter takes a place in a bucket, with the gradient that was there and any that it has itself."""
         old, came = bucket.parameters[position], new.grad
         self._handles.pop(id(old)).remove()
-        self._expect(bucket, position, new)
+        self._expect(self.buckets.index(bucket), position, new)
         new.grad, old.grad = old.grad, None
         bucket.parameters = (*bucket.parameters[:position], new, *bucket.parameters[position + 1 :])
         if came is not None:
             new.grad = came if new.grad is None else new.grad + came
-            self._is_complete = False
+            self.has_arrived, self._is_complete = True, False
             self.keep(bucket, position)
 
     def hide(self) -> None:
@@ -112,7 +119,8 @@ class Gradients:
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
-        self.is_armed = self.is_open = self.has_strangers = self._is_complete = False
+        self.is_armed = self.is_open = self._is_complete = False
+        self.has_arrived = self.has_strangers = False
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -128,8 +136,9 @@ class Gradients:
                 parameter.grad_dtype = parameter.dtype
         self.buckets = ()
 
-    def _arrived(self, bucket: LiveBucket, position: int, parameter: Tensor) -> None:
-        """Autograd has put a gradient on a parameter."""
+    def _arrived(self, number: int, position: int) -> None:
+        """Autograd has put a gradient on a parameter, which has this position in the bucket of this number."""
+        bucket, self.has_arrived = self.buckets[number], True
         if not self.is_armed:
             self._is_complete = False
             self.has_strangers |= not self.is_open
@@ -335,6 +344,12 @@ def tell_edit(stage: int, name: str | None) -> None:
             "before. Set gradient_clipping in the configuration; mizzen.zero.safe_set_full_grad changes a gradient",
             key="grad was changed after backward",
         )
+
+
+def _tell(arrived: "WeakMethod[Any]", number: int, position: int, _: Tensor) -> None:
+    """Tell of a gradient, if there is still somebody to tell."""
+    if (tell := arrived()) is not None:
+        tell(number, position)
 
 
 def note_finite(bucket: LiveBucket, whole: Tensor) -> None:

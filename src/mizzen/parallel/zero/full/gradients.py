@@ -37,6 +37,8 @@ class UnitGradients:
         self.group = group
         """All ranks that train together."""
         self.place = place
+        self.has_arrived = False
+        """Whether autograd has put a gradient on any parameter since the last step."""
         self.has_strangers = False
         """Whether gradients came from a backward that nobody announced with `arm`."""
         self._is_open = False
@@ -46,6 +48,7 @@ class UnitGradients:
     def see(self, unit: LiveUnit, gradients: Sequence[Tensor | None]) -> None:
         """Remember which of this rank's own gradients are finite, before they are laid out for sending and summed."""
         found = [gradient for gradient in gradients if gradient is not None]
+        self.has_arrived |= bool(found)
         if not all(is_all_finite(gradient.reshape(-1)) for gradient in found):
             fine = found[0].new_zeros(1)
             unit.note_finite(are_finite([fine if gradient is None else gradient for gradient in gradients]))
@@ -63,6 +66,7 @@ class UnitGradients:
 
     def take_one(self, unit: LiveUnit, one: Trained, sent: Tensor) -> None:
         """The same for one parameter."""
+        self.has_arrived = True
         self._send(sent, unit.gradient[one.start : one.start + one.length], one.name, add=True)
 
     def _send(self, sent: Tensor, chunk: Tensor, title: str, *, add: bool) -> None:
@@ -111,7 +115,8 @@ class UnitGradients:
         self.place.step += taken
         if not taken and any(not unit.sums.is_empty for unit in self.units):
             self.reducer.forget()
-        self.has_strangers = self._is_open = self._is_complete = self.place.is_backward = False
+        self.has_arrived = self.has_strangers = False
+        self._is_open = self._is_complete = self.place.is_backward = False
         for unit in self.units:
             unit.forget()
 

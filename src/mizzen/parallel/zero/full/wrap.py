@@ -129,11 +129,11 @@ def _post_backward(group: Any, see: See, fills: bool, *unused: Any) -> None:
     """
     if group._training_state.name == "PRE_BACKWARD":  # its backward has begun, and nothing of it was sent
         trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        see([each.unsharded_param.grad for each in trained])
         for each in trained if fills else ():
             parameter = each.unsharded_param
             if parameter.grad is None and each.unsharded_accumulated_grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        see([each.unsharded_param.grad for each in trained])
     type(group).post_backward(group, *unused)
 
 
