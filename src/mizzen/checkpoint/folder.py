@@ -131,6 +131,11 @@ def mark(folder: Path, save: str, run: str = "") -> None:
     fsync_folder(folder)
 
 
+def is_marked(folder: Path, save: str) -> bool:
+    """Whether the mark of a save is there: only then is this the folder that its first rank writes to."""
+    return (folder / f"{save}.saving").exists()
+
+
 def unmark(folder: Path, save: str) -> None:
     """It is over, well or badly."""
     with suppress(FileError):
