@@ -1,5 +1,6 @@
 """Which checkpoint to load: the one that was asked for, the latest, or an older one when that is damaged."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
 CALL: Final = "load_checkpoint()"
+DAMAGED: Final = "one bit has changed, as by damage"
 LEFT_FOR_OTHERS: Final = "drop-in.json"
 """Where this lies in a tag's folder, files that look like DeepSpeed's are of the drop-in."""
 
@@ -55,13 +57,33 @@ def _named(root: Path, is_patient: bool) -> str | None:
     if not is_one_bit_away(named, meant):
         get_logger().warning("%s: as somebody has changed it, '%s' is taken", words, named)
         return named
-    words = f"{words}: one bit has changed, as by damage"
+    words = f"{words}: {DAMAGED}"
     if not is_patient:
         raise CheckpointError(
             f"{words}. Name the tag to load; if '{named}' was meant, {RECORD} beside it may be removed"
         )
     get_logger().error("%s. '%s' is taken", words, meant)
     return meant
+
+
+def latest_trouble(root: Path) -> str:
+    """What is wrong with `latest`; empty when it names a committed checkpoint, or when no save has ever written it."""
+    is_there, has_record = (os.path.lexists(root / name) for name in (LATEST, RECORD))
+    if not is_there and not has_record:
+        return ""
+    named, meant = latest(root), recorded(root)
+    written = f"; it was last written by a save with '{meant}'" if meant is not None else ""
+    if named is None:
+        return ("names no checkpoint" if is_there else "is missing") + written
+    if not (root / named / MANIFEST).exists():
+        return f"names '{named}', which is not committed{written}"
+    if meant is None:
+        words = f"names '{named}', and {RECORD} beside it is damaged: whether that was meant is not known"
+        return words if has_record else ""
+    is_later = named == meant or _created(root / named) > _created(root / meant)
+    if is_later or not (root / meant / MANIFEST).exists() or not is_one_bit_away(named, meant):
+        return ""
+    return f"names '{named}'{written}: {DAMAGED}"
 
 
 def _created(folder: Path) -> str:
