@@ -72,8 +72,9 @@ class TensorRef:
     """In elements, from the start of the storage."""
 
     def __post_init__(self) -> None:
-        numbers = (*self.shape, *self.stride, self.offset)
-        if len(self.shape) != len(self.stride) or len(self.shape) > 64 or not all(_is_count(n) for n in numbers):
+        if len(self.shape) > 64 or len(self.shape) != len(self.stride):
+            raise self._bad("these are not the sizes of a tensor")
+        if not all(map(_is_count, (*self.shape, *self.stride, self.offset))):
             raise self._bad("these are not the sizes of a tensor")
         if (self.offset + self._span) * self.dtype.itemsize > self.storage.length:
             raise self._bad(f"its storage has {self.storage.length} bytes only")
@@ -115,7 +116,8 @@ class TensorRef:
         return self.storage.tensor((self.offset + start) * size, count * size).view(self.dtype)
 
     def _bad(self, reason: str) -> CheckpointError:
-        shape = str(list(self.shape)) if len(self.shape) <= 64 else f"{len(self.shape)} dimensions"
+        is_shape = len(self.shape) <= 64 and all(map(_is_count, self.shape))
+        shape = str(list(self.shape)) if is_shape else f"{len(self.shape)} dimensions"
         return CheckpointError(f"{self.storage.extent.path}: a tensor of {self.dtype} {shape}: {reason}")
 
 
@@ -125,6 +127,64 @@ def _is_count(value: object) -> bool:
 
 class TooDeep(Exception):
     """A tree that has no end, or none that is near."""
+
+
+def written_out(tree: object) -> int:
+    """How many values a tree has if what is shared counts each time; a list or dict that contains itself is refused.
+
+    Objects that were not made may point back to each other: what is in each of them counts once.
+    """
+    inside: dict[int, list[object]] = {}
+    own: dict[int, int] = {}
+    uses: dict[int, int] = {}
+    starts: list[object] = [tree]
+    rest = [tree]
+    while rest:
+        value = rest.pop()
+        if id(value) in inside:
+            continue
+        held = _held(value)
+        own[id(value)] = 1 + len(held) + sum(len(each) // 64 for each in held if isinstance(each, str | bytes))
+        inside[id(value)] = parts = [each for each in held if isinstance(each, HOLDERS)]
+        rest += parts
+        for part in parts:
+            if isinstance(part, Inert):
+                starts.append(part)
+            else:
+                uses[id(part)] = uses.get(id(part), 0) + 1
+    return _times(starts, inside, own, uses)
+
+
+def _times(starts: list[object], inside: dict[int, list[object]], own: dict[int, int], uses: dict[int, int]) -> int:
+    """The sum of what each value counts for times how often it is reached, parents before what they hold."""
+    times = {id(start): 1 for start in starts}
+    rest = [start for start in {id(start): start for start in starts}.values() if not uses.get(id(start))]
+    total = done = 0
+    while rest:
+        value = rest.pop()
+        count, done = times[id(value)], done + 1
+        total += count * own[id(value)]
+        for part in inside[id(value)]:
+            if not isinstance(part, Inert):
+                times[id(part)] = times.get(id(part), 0) + count
+                uses[id(part)] -= 1
+                if not uses[id(part)]:
+                    rest.append(part)
+    if done < len(inside):
+        raise TooDeep("a list or dict in it contains itself")
+    return total
+
+
+def _held(value: object) -> list[object]:
+    """What a value holds."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, Inert):
+        return [*value.args, value.state, *value.items]
+    return [*value] if isinstance(value, list | tuple | set | frozenset) else []
+
+
+HOLDERS: Final = (dict, list, tuple, set, frozenset, Inert)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
