@@ -137,7 +137,7 @@ def _settle(beside: Path, path: Path) -> None:
 
 
 def commit_chunks(path: str | Path, chunks: Iterable[Chunk]) -> None:
-    """Write or replace a large file at once, chunk by chunk; see `commit_bytes`. Old leftovers beside it are removed."""
+    """Write or replace a large file at once, chunk by chunk; what dead writers have left beside it is removed."""
     path = Path(path)
     _clear(path)
     beside = temporary(path)
@@ -249,7 +249,8 @@ class Reading:
         self.path = Path(path)
         self._descriptor = -1
         self._descriptor = _do("open", self.path, _open_regular, self.path)
-        self.size = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        self.size, self.on_disk = status.st_size, status.st_blocks * 512
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill a memory with the bytes from a place on; that there are fewer is an error."""

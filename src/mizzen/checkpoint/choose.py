@@ -227,9 +227,7 @@ def ask_together(
     if failures := {rank: words for rank, (_, _, words, _) in enumerate(said) if words}:
         raise CheckpointError(in_words(failures))
     refuse_unequal([given for *_, given in said], CALL)
-    team.take_first(
-        "tags", {rank: str(named or "the latest") for rank, (_, named, *_) in enumerate(said)}, validation
-    )
+    team.take_first("tags", {rank: str(named or "the latest") for rank, (_, named, *_) in enumerate(said)}, validation)
     return Asked(root, tuple(place for place, *_ in said), said[0][1], validation, is_local)
 
 
@@ -284,9 +282,7 @@ def _broken(said: Sequence[Shown], folder: Path) -> dict[int, str]:
     """Why a checkpoint cannot be read by all ranks, by the rank that cannot; nothing when it can."""
     is_local = any(nodes for _, _, nodes, _ in said)
     if broken := {
-        rank: f"node {node}: {words}" if is_local else words
-        for rank, (node, _, _, words) in enumerate(said)
-        if words
+        rank: f"node {node}: {words}" if is_local else words for rank, (node, _, _, words) in enumerate(said) if words
     }:
         return broken
     ids = {node: save for node, save, _, _ in said}

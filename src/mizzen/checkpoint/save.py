@@ -193,7 +193,7 @@ def write(ticket: Ticket, items: Sequence[Item], team: Team) -> Written:
     if not is_marked(ticket.folder, ticket.id):
         remove_if_empty(ticket.folder)
         raise CheckpointError(
-            f"{ticket.folder} on node {team.node} is not the folder that the first rank sees under this name. {UNSHARED}"
+            f"{ticket.folder} on node {team.node} is not what the first rank sees under this name. {UNSHARED}"
         )
     metadata = {"save": ticket.id, "tag": ticket.tag, "rank": str(team.rank)}
     written = write_items(ticket.folder / data_name(ticket.id, team.rank), items, metadata=metadata)

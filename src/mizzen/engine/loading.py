@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mizzen.engine.face import Face
 
 SHOWN: Final = 8
+STATES: Final = 1 << 22
+"""Bytes that the random states of a role may have: some thousand for each generator."""
 MIXED: Final = "The engine's state is now a mixture: load another checkpoint"
 
 
@@ -279,7 +281,10 @@ def _restore_random(engine: "Face", reader: Reader) -> None:
     roles = [name for kind, name in reader.entries if kind == RANDOM]
     if not roles:
         return
-    mine = unpack(reader.whole(RANDOM, role if role in roles else min(roles)))
+    name = role if role in roles else min(roles)
+    if (size := reader.entries[RANDOM, name].nbytes) > STATES:
+        raise CheckpointError(f"{reader.folder}: the random states of '{name}' have {size:,} bytes; at most {STATES:,}")
+    mine = unpack(reader.whole(RANDOM, name))
     try:
         restore_process(mine["process"])
         if stream.is_own and role in roles and mine["stream"]:

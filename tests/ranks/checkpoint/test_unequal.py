@@ -221,7 +221,10 @@ def test_loads_from_different_folders(world, tmp_path):
         for found, _ in world(2).run(load_from, str(tmp_path), "Fail", second):
             assert found.startswith("refused: ") and "here" in found and second in found
     one, other = world(2).run(load_from, str(tmp_path), "Fail", "copy")
-    assert one == (str(tmp_path / "here" / "global_step1"), []) and other == (str(tmp_path / "copy" / "global_step1"), [])
+    assert one == (str(tmp_path / "here" / "global_step1"), []) and other == (
+        str(tmp_path / "copy" / "global_step1"),
+        [],
+    )
 
 
 def model_files(root):

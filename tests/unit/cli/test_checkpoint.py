@@ -79,7 +79,11 @@ def test_verify_tells_of_latest(mizzen, folder, content, every):
         (folder / "latest").write_text(content)
     ran = mizzen("checkpoint", "verify", folder, *["--all"] * every)
     assert ran.code == 3 and LATESTS[content] in ran.out and ran.out.count("whole") == (3 if every else 1)
-    assert mizzen("checkpoint", "verify", folder / "s3").code == mizzen("checkpoint", "verify", folder, "--tag", "s1").code == 0
+    assert (
+        mizzen("checkpoint", "verify", folder / "s3").code
+        == mizzen("checkpoint", "verify", folder, "--tag", "s1").code
+        == 0
+    )
     next((folder / "s3").glob("*.safetensors")).unlink()
     assert mizzen("checkpoint", "verify", folder, "--all").code == 1
 

@@ -4,17 +4,21 @@ A format's reader fills the table; nothing is read until `read`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign.values import TensorRef, TooDeep, plain
+from mizzen.checkpoint.foreign.extent import Extent
+from mizzen.checkpoint.foreign.values import SHARED, TensorRef, TooDeep, plain
 from mizzen.checkpoint.source import Entry
 from mizzen.errors import CheckpointError
+
+TIMES: Final = 4
+"""How many times the bytes of the files the tensors may have that lie in them: some are there under two names."""
 
 
 class Recipe(Protocol):
@@ -32,6 +36,10 @@ class Recipe(Protocol):
 
     def read(self) -> Tensor:
         """Read and put together."""
+        ...
+
+    def paths(self) -> Iterable[Path]:
+        """The files that it is read from."""
         ...
 
 
@@ -71,6 +79,10 @@ class Joined:
         """That of the first range; all must agree."""
         return self.parts[0].data.dtype if self.parts else torch.float32
 
+    def paths(self) -> Iterable[Path]:
+        """The files of all ranges."""
+        return {path for part in self.parts for path in part.data.paths()}
+
     def read(self) -> Tensor:
         """Read the ranges one after another."""
         found, at = torch.empty(self.shape, dtype=self.dtype), 0
@@ -100,6 +112,10 @@ class Number:
     def dtype(self) -> torch.dtype:
         """Whole numbers stay whole."""
         return torch.int64 if isinstance(self.value, int) else torch.float64
+
+    def paths(self) -> Iterable[Path]:
+        """It is in memory already."""
+        return ()
 
     def read(self) -> Tensor:
         """The number as a tensor."""
@@ -134,6 +150,18 @@ class Collected:
         if recipe is None:
             raise CheckpointError(f"{self.path}: this {self.what} has no {entry.kind} of {entry.name!r}")
         return recipe.read()
+
+    def check_size(self) -> None:
+        """Refuse tensors that are far larger together than the files they are read from: they share their bytes."""
+        recipes = {id(recipe): recipe for recipe in self.table.values()}.values()
+        total = sum(math.prod(recipe.shape) * recipe.dtype.itemsize for recipe in recipes)
+        files = {path for recipe in recipes for path in recipe.paths()}
+        held = sum(Extent.of_file(path).solid for path in files)
+        if total > TIMES * held + SHARED:
+            raise CheckpointError(
+                f"{self.path}: {len(recipes):,} tensors of {total:,} bytes in files of {held:,}: they share their bytes, "
+                f"and more than {TIMES} times the files is not read"
+            )
 
     def facts(self) -> Mapping[str, object]:
         """What the checkpoint was and what it says of its run. Tensors of the client's state are read now."""

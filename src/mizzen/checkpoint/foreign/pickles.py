@@ -95,7 +95,6 @@ class Machine:
             )
         return constant(found)
 
-
     def use(self, value: object) -> None:
         """A value that is there already comes again."""
         is_small = isinstance(value, tuple) and len(value) <= SMALL and not any(isinstance(v, HOLDERS) for v in value)

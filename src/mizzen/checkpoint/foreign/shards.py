@@ -16,7 +16,7 @@ from mizzen.checkpoint.foreign.tree import count_of, entries, expect, shape_of
 from mizzen.checkpoint.foreign.values import Inert, TensorRef
 from mizzen.errors import CheckpointError
 
-EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 

@@ -7,6 +7,7 @@ nothing of it can be called. `plain` turns a tree of these into plain data with 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,8 @@ from mizzen.errors import CheckpointError
 
 EXPANDED: Final = 2**20
 """How many bytes an expanded tensor may have more than its file holds."""
+SHARED: Final = 2**26
+"""How many bytes tensors that share a storage may have together beyond those of the storage."""
 DEPTH: Final = 100
 """How deep plain data may be nested."""
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -105,6 +108,10 @@ class TensorRef:
         if self.is_contiguous or not self.numel:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.stride).contiguous()
+
+    def paths(self) -> tuple[Path, ...]:
+        """The file that it is in."""
+        return (self.storage.extent.path,)
 
     def elements(self, start: int, count: int) -> Tensor:
         """Some elements of a flat tensor."""
@@ -201,12 +208,36 @@ def plain(value: object) -> object:
 
     What is shared stays shared, so a small file cannot become a large tree.
     """
-    return _plain(value, {}, 0)
+    return _plain(value, _Walk(), 0)
 
 
-def _plain(value: object, seen: dict[int, object], depth: int) -> object:
+@dataclass(slots=True)
+class _Walk:
+    """What one walk through a tree has made, and what its tensors may still take."""
+
+    seen: dict[int, object] = field(default_factory=dict)
+    room: int = SHARED
+    """Bytes that tensors may take beyond those of the storages that they lie in: they may overlap, but not for ever."""
+    storages: set[int] = field(default_factory=set)
+    kept: list[object] = field(default_factory=list)
+
+    def read(self, value: "Readable") -> Tensor:
+        """A tensor."""
+        if isinstance(value, TensorRef):
+            if id(value.storage) not in self.storages:
+                self.storages.add(id(value.storage))
+                self.kept.append(value.storage)
+                self.room += value.storage.length
+            self.room -= value.numel * value.dtype.itemsize
+            if self.room < 0:
+                raise TooDeep(f"tensors that share their storage would take {SHARED:,} bytes more than it has")
+        return value.read()
+
+
+def _plain(value: object, walk: _Walk, depth: int) -> object:
     if value is None or isinstance(value, str | bytes | int | float | complex | torch.dtype):
         return value
+    seen = walk.seen
     if depth > DEPTH:
         raise TooDeep(f"plain data is nested more than {DEPTH} deep")
     if id(value) in seen:
@@ -214,20 +245,20 @@ def _plain(value: object, seen: dict[int, object], depth: int) -> object:
             raise TooDeep("plain data contains itself")
         return found
     seen[id(value)] = seen
-    found = _converted(value, seen, depth + 1)
+    found = _converted(value, walk, depth + 1)
     seen[id(value)] = found
     return found
 
 
-def _converted(value: object, seen: dict[int, object], depth: int) -> object:
+def _converted(value: object, walk: _Walk, depth: int) -> object:
     match value:
         case Readable():
-            return value.read()
+            return walk.read(value)
         case dict():
             # Keys are numbers, strings or names: the reader sees to it.
-            return {key: _plain(item, seen, depth) for key, item in value.items()}
+            return {key: _plain(item, walk, depth) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():
-            return type(value)(_plain(item, seen, depth) for item in value)
+            return type(value)(_plain(item, walk, depth) for item in value)
         case Name():
             return {"class": str(value)}
         case Inert(name="numpy.ndarray"):
@@ -235,5 +266,5 @@ def _converted(value: object, seen: dict[int, object], depth: int) -> object:
         case Inert():
             found = {"class": value.name}
             parts = {"args": value.args, "state": value.state, "items": value.items}
-            return found | {key: _plain(part, seen, depth) for key, part in parts.items() if part}
+            return found | {key: _plain(part, walk, depth) for key, part in parts.items() if part}
     return value
