@@ -1,4 +1,4 @@
-"""Ranks that were given different things: folders and tags as a rule says, all else refused on every rank by its name."""
+"""Ranks that were given different things: folders and tags go by a rule, all else is refused on every rank."""
 
 import os
 import shutil

@@ -7,40 +7,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from mizzen.checkpoint.foreign.extent import Extent
-from mizzen.checkpoint.foreign.values import SHARED, TensorRef, TooDeep, plain
+from mizzen.checkpoint.foreign.values import SHARED, Readable, TensorRef, TooDeep, plain
 from mizzen.checkpoint.source import Entry
 from mizzen.errors import CheckpointError
 
 TIMES: Final = 4
 """How many times the bytes of the files the tensors may have that lie in them: some are there under two names."""
-
-
-class Recipe(Protocol):
-    """How one tensor is made of bytes in files."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-        ...
-
-    def read(self) -> Tensor:
-        """Read and put together."""
-        ...
-
-    def paths(self) -> Iterable[Path]:
-        """The files that it is read from."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +107,12 @@ class Collected:
     path: Path
     what: str
     """The format in words; it is in the facts too."""
-    table: dict[tuple[str, str], Recipe] = field(default_factory=dict)
+    table: dict[tuple[str, str], Readable] = field(default_factory=dict)
     notes: dict[str, object] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """What is in the checkpoint and cannot be told apart or read, each with the reason."""
 
-    def add(self, kind: str, name: str, recipe: Recipe, *, where: object) -> None:
+    def add(self, kind: str, name: str, recipe: Readable, *, where: object) -> None:
         """One more tensor; a name that is there already is an error."""
         if (kind, name) in self.table:
             raise CheckpointError(f"{where}: {kind} of {name!r} is stored twice")
@@ -159,8 +137,8 @@ class Collected:
         held = sum(Extent.of_file(path).solid for path in files)
         if total > TIMES * held + SHARED:
             raise CheckpointError(
-                f"{self.path}: {len(recipes):,} tensors of {total:,} bytes in files of {held:,}: they share their bytes, "
-                f"and more than {TIMES} times the files is not read"
+                f"{self.path}: {len(recipes):,} tensors of {total:,} bytes in files of {held:,}: they share their "
+                f"bytes, and more than {TIMES} times the files is not read"
             )
 
     def facts(self) -> Mapping[str, object]:
@@ -172,7 +150,7 @@ class Collected:
         return {"format": self.what, **notes, "left_out": [*self.left_out]}
 
 
-def as_recipe(value: object) -> Recipe | None:
+def as_recipe(value: object) -> Readable | None:
     """A tensor or a number; None for anything else."""
     if isinstance(value, TensorRef):
         return value
@@ -181,7 +159,7 @@ def as_recipe(value: object) -> Recipe | None:
     return None
 
 
-def shaped(ref: TensorRef, shape: tuple[int, ...], where: object) -> Recipe:
+def shaped(ref: TensorRef, shape: tuple[int, ...], where: object) -> Readable:
     """A tensor that was stored flat, in its own shape."""
     if ref.shape == shape:
         return ref

@@ -65,13 +65,13 @@ class Extent:
         part = self.part(start, length, "a tensor")
         if length > SPARSE and length > part.solid:
             raise CheckpointError(
-                f"{self.path}: {length:,} bytes of a file made of holes, which has far less on the disk; if it is meant, "
-                "copy it with `cp --sparse=never`"
+                f"{self.path}: {length:,} bytes of a file made of holes, which has far less on the disk; if it is "
+                "meant, copy it with `cp --sparse=never`"
             )
         found = torch.empty(length, dtype=torch.uint8)
         view, done = found.numpy().data, 0
         try:
-            with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+            with open(self.path, "rb", buffering=0, opener=_open_at_once) as file:
                 file.seek(part.start)
                 while done < length and (count := file.readinto(view[done : done + 2**30])):
                     done += count
@@ -87,6 +87,11 @@ class Extent:
         """All of it, a few megabytes at a time."""
         for start in range(0, self.length, CHUNK):
             yield self.tensor(start, min(CHUNK, self.length - start))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting: in the meantime somebody may have put a pipe in the place of a file."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ nothing of it can be called. `plain` turns a tree of these into plain data with 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
@@ -13,13 +13,13 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign.extent import Storage
+from mizzen.checkpoint.foreign.extent import Extent, Storage
 from mizzen.errors import CheckpointError
 
 EXPANDED: Final = 2**20
 """How many bytes an expanded tensor may have more than its file holds."""
 SHARED: Final = 2**26
-"""How many bytes tensors that share a storage may have together beyond those of the storage."""
+"""How many bytes tensors may have together beyond those of the files that they lie in."""
 DEPTH: Final = 100
 """How deep plain data may be nested."""
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -28,6 +28,20 @@ DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstan
 @runtime_checkable
 class Readable(Protocol):
     """A tensor that is still in its file, or in several."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        ...
+
+    def paths(self) -> Iterable[Path]:
+        """The files that it is in."""
+        ...
 
     def read(self) -> Tensor:
         """The whole tensor."""
@@ -216,21 +230,18 @@ class _Walk:
     """What one walk through a tree has made, and what its tensors may still take."""
 
     seen: dict[int, object] = field(default_factory=dict)
+    files: set[Path] = field(default_factory=set)
     room: int = SHARED
-    """Bytes that tensors may take beyond those of the storages that they lie in: they may overlap, but not for ever."""
-    storages: set[int] = field(default_factory=set)
-    kept: list[object] = field(default_factory=list)
+    """Bytes: tensors may share those of their files, but not for ever."""
 
     def read(self, value: "Readable") -> Tensor:
-        """A tensor."""
-        if isinstance(value, TensorRef):
-            if id(value.storage) not in self.storages:
-                self.storages.add(id(value.storage))
-                self.kept.append(value.storage)
-                self.room += value.storage.length
-            self.room -= value.numel * value.dtype.itemsize
-            if self.room < 0:
-                raise TooDeep(f"tensors that share their storage would take {SHARED:,} bytes more than it has")
+        """A tensor, if all of them together are not much larger than their files."""
+        for path in {*value.paths()} - self.files:
+            self.files.add(path)
+            self.room += Extent.of_file(path).solid
+        self.room -= math.prod(value.shape) * value.dtype.itemsize
+        if self.room < 0:
+            raise TooDeep(f"tensors in it share their bytes: together they have {SHARED:,} more than their files")
         return value.read()
 
 
