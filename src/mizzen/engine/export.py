@@ -65,13 +65,17 @@ class Contents:
                 yield name, held[name], list(store.everything[name].shape)
 
 
-def whole_state_dict(module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: Team) -> Any:
+def whole_state_dict(
+    module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: Team
+) -> dict[str, Any] | None:
     """All of it as a dict on the first rank, under every name; None on the others."""
     _Request("", skip).agreed(team, "Warn", "gathering the model")
     return _gathered(module, stores, skip, is_writer=team.is_first)
 
 
-def _gathered(module: nn.Module, stores: Sequence[Store], skip: frozenset[str], *, is_writer: bool) -> Any:
+def _gathered(
+    module: nn.Module, stores: Sequence[Store], skip: frozenset[str], *, is_writer: bool
+) -> dict[str, Any] | None:
     found = {}
     for name, value in Contents.of(module, stores, skip):
         if is_writer:
@@ -116,7 +120,7 @@ def save(
     failure = None
     if path.suffix != SAFETENSORS:
         found = _gathered(module, stores, skip, is_writer=team.is_first)
-        if team.is_first:
+        if found is not None:
             _, failure = attempt(lambda: save_torch(found, path))
     else:
         contents = Contents.of(module, stores, skip)

@@ -13,7 +13,7 @@ from typing import Final
 from mizzen.errors import UsageError
 
 Shape = tuple[int, ...]
-STEPS: Final = 5_000_000
+STEPS: Final = 2_000_000
 """How many times a box is looked at, at most, to count the elements of a tensor that some boxes hold."""
 
 

@@ -166,7 +166,8 @@ def written_out(tree: object) -> int:
             continue
         held = _held(value)
         own[id(value)] = 1 + len(held) + sum(len(each) // 64 for each in held if isinstance(each, str | bytes))
-        inside[id(value)] = parts = [each for each in held if isinstance(each, HOLDERS)]
+        parts: list[object] = [each for each in held if isinstance(each, HOLDERS)]
+        inside[id(value)] = parts
         rest += parts
         for part in parts:
             if isinstance(part, Inert):
