@@ -7,7 +7,9 @@ or kill the process right before it (`watched`). What the files mean is the busi
 
 import errno
 import os
+import re
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO
@@ -27,6 +29,8 @@ Given = TypeVarTuple("Given")
 
 BESIDE: Final = ".new"
 """The suffix of a file that is not committed yet; one that a crash has left may be removed."""
+ABANDONED: Final = 3600.0
+"""Seconds after the last write to a file beside another, when whoever wrote it counts as dead."""
 
 
 @contextmanager
@@ -109,11 +113,16 @@ def replace(source: str | Path, target: str | Path) -> None:
         fsync_folder(source.parent)
 
 
+def temporary(path: str | Path) -> Path:
+    """A name beside a file for what is not committed yet: each call gives another, in every process and thread."""
+    path = Path(path)
+    return path.with_name(f"{path.name}.{os.urandom(8).hex()}{BESIDE}")
+
+
 def commit_bytes(path: str | Path, data: Chunk) -> None:
     """Write or replace a file at once: whoever looks, after a crash too, sees all of the old content or of the new."""
     path = Path(path)
-    # A name of its own for each writer: two that commit the same path must not write into one file.
-    beside = path.with_name(f"{path.name}.{os.urandom(4).hex()}{BESIDE}")
+    beside = temporary(path)
     write_bytes(beside, data)
     _settle(beside, path)
 
@@ -128,20 +137,20 @@ def _settle(beside: Path, path: Path) -> None:
 
 
 def commit_chunks(path: str | Path, chunks: Iterable[Chunk]) -> None:
-    """The same chunk by chunk, for the one writer of a path: what a dead one has left beside it is removed."""
+    """Write or replace a large file at once, chunk by chunk; what dead writers have left beside it is removed."""
     path = Path(path)
-    beside = path.with_name(path.name + BESIDE)
-    remove(beside, missing_ok=True)
+    _clear(path)
+    beside = temporary(path)
     write_chunks(beside, chunks)
     _settle(beside, path)
 
 
 @contextmanager
 def committing(path: str | Path) -> Iterator[BufferedWriter]:
-    """The same for who needs a file to write to: it takes its place at the end, or never if that fails."""
+    """A file to write to, which takes its place at the end, or never if that fails; see `commit_chunks`."""
     path = Path(path)
-    beside = path.with_name(path.name + BESIDE)
-    remove(beside, missing_ok=True)
+    _clear(path)
+    beside = temporary(path)
     file = _do("open", beside, beside.open, "xb")
     try:
         with file:
@@ -153,6 +162,15 @@ def committing(path: str | Path) -> Iterator[BufferedWriter]:
         with suppress(FileError):
             remove(beside, missing_ok=True)
         raise
+
+
+def _clear(path: Path) -> None:
+    """Remove what processes that died have left beside a file; what somebody may still be writing stays."""
+    left = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{16}}{re.escape(BESIDE)}")
+    for found in list_folder(path.parent):
+        with suppress(OSError):  # it may be gone, or not ours to remove
+            if left.fullmatch(found.name) and time.time() - found.lstat().st_mtime > ABANDONED:
+                remove(found)
 
 
 def commit_text(path: str | Path, text: str) -> None:
@@ -216,12 +234,6 @@ def _flush_names(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """The whole content of a file."""
-    path = Path(path)
-    return _do("read", path, path.read_bytes)
-
-
 def read_head(path: str | Path, most: int) -> bytes:
     """The first bytes of a regular file, at most so many."""
     with Reading(path) as file:
@@ -237,7 +249,8 @@ class Reading:
         self.path = Path(path)
         self._descriptor = -1
         self._descriptor = _do("open", self.path, _open_regular, self.path)
-        self.size = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        self.size, self.on_disk = status.st_size, status.st_blocks * 512
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill a memory with the bytes from a place on; that there are fewer is an error."""

@@ -101,6 +101,28 @@ def changes() -> Iterator[tuple[str, Callable[[Body], None]]]:
     yield "a file twice", lambda body: body["files"].append(body["files"][0])
 
 
+def bombs() -> Iterator[tuple[str, Callable[[Body], None]]]:
+    """Ways to make a manifest that takes long, or much memory."""
+    prime = 2**61 - 1
+    numbers = [number * prime for number in range(5_000)]
+    client = {
+        "set": {"$set": numbers},
+        "frozenset": {"$frozenset": numbers},
+        "dict": {"$dict": [[number, 0] for number in numbers]},
+        "set of tuples": {"$set": [{"$tuple": [number]} for number in numbers]},
+    }
+    for word, value in client.items():
+        yield f"a {word} whose keys have one hash", lambda body, v=value: body["facts"].update(client={"a": v})
+
+    def overlapping(body: Body) -> None:
+        size = body["files"][0]["size"] // 4
+        body["tensors"] = [["client", f"a{number}", [size, 1], "float32"] for number in range(400)]
+        table = numpy.array([[number, 0, 0, 0, size, 1] for number in range(400)], dtype="<i8")
+        body["files"][0]["parts"] = {"2": packed(table.tobytes())}
+
+    yield "400 tensors of the same bytes", overlapping
+
+
 def build(good: Path, place: Path) -> Iterator[tuple[str, Path]]:
     """Every folder, one after the other, made from a good one."""
     number = 0
@@ -110,7 +132,7 @@ def build(good: Path, place: Path) -> Iterator[tuple[str, Path]]:
         number += 1
         return Path(shutil.copytree(good, place / f"{number}"))
 
-    for title, change in changes():
+    for title, change in (*changes(), *bombs()):
         folder = fresh()
         body = opened(folder)
         change(body)
@@ -156,6 +178,19 @@ def build(good: Path, place: Path) -> Iterator[tuple[str, Path]]:
     with (folder / "manifest.json").open("wb") as file:
         file.truncate(1 << 40)
     yield "a manifest of a terabyte", folder
+    folder = fresh()
+    body, zeros = opened(folder), 60 << 20
+    body["tensors"], body["files"] = [], []
+    for which in range(20):
+        with (folder / f"hole{which}").open("wb") as file:
+            file.truncate(zeros)
+        hashes = [digest(bytes(1 << 22))] * (zeros >> 22)
+        table = numpy.array([which, 0, 0, 0, zeros, 1], dtype="<i8").tobytes()
+        body["tensors"].append(["client", f"a{which}", [zeros, 1], "uint8"])
+        body["files"].append({"name": f"hole{which}", "size": zeros, "hashes": hashes, "parts": {"2": packed(table)}})
+    body["facts"]["client"] = {"all": [{"$array": f"a{which}"} for which in range(20)]}
+    (folder / "manifest.json").write_bytes(sealed(body))
+    yield "20 files of holes", folder
     folder = fresh()
     body = opened(folder)
     body["files"][0].update(size=1 << 40, hashes=["0" * 32] * (1 << 10), chunk=1 << 30)

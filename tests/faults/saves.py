@@ -42,11 +42,13 @@ def items_of(number: int, rank: int, size: int) -> list[Item]:
     return items
 
 
-def save(root: Path, number: int, *, rank: int = 0, size: int = 1, beside: bool = False, tag: str = TAG) -> None:
+def save(
+    root: Path, number: int, *, rank: int = 0, size: int = 1, beside: bool = False, validation: str = "Warn"
+) -> None:
     """Save, here or in a thread."""
-    team, terms = Team(rank, size), Terms(run="0123456789abcdef")
+    team, terms = Team(rank, size), Terms(run="0123456789abcdef", tag_validation=validation)
     facts = {"counters": {"global_steps": number}, "number": number}
-    ticket = protocol.begin(root, tag, team, terms)
+    ticket = protocol.begin(root, TAG, team, terms)
     items = items_of(number, rank, size)
 
     def finish() -> None:

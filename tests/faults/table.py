@@ -4,7 +4,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from faults import checks, peers
+from faults import bombs, checks, peers
 from faults.checks import Budget, Result, timed
 from faults.others import installed
 from pool import Pool, World
@@ -44,6 +44,9 @@ def main() -> int:
             lambda: checks.disk_errors(place(), budget),
             lambda: checks.short_writes(place()),
             lambda: checks.malice(place()),
+            lambda: bombs.bombs(place()),
+            lambda: bombs.strange_files(place()),
+            lambda: bombs.folders(world, place(), times=1 if budget.most else 5),
         ]
         for run in runs:
             failed += _show(timed(run))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from faults import checks
+from faults import bombs, checks
 from faults.checks import Budget
 
 BUDGET = Budget(most=4, seed=20261115)
@@ -32,6 +32,14 @@ def test_files_cut_off_gone_or_exchanged(tmp_path):
 
 def test_disk_errors(tmp_path):
     assert_fine(checks.disk_errors(tmp_path, BUDGET), 16)
+
+
+def test_files_that_are_none(tmp_path):
+    assert_fine(bombs.strange_files(tmp_path), 50)
+
+
+def test_ranks_that_name_different_folders(world, tmp_path):
+    assert_fine(bombs.folders(world, tmp_path), 7)
 
 
 def test_malicious_folders(tmp_path):

@@ -23,7 +23,7 @@ def names_of(folder):
 def recorded(call):
     """The operations of a call as "operation name", the random part of a name beside the final one left out."""
     seen = []
-    with files.watched(lambda operation, path: seen.append(f"{operation} {re.sub(r'[.][0-9a-f]{8}', '', path.name)}")):
+    with files.watched(lambda operation, path: seen.append(f"{operation} {re.sub(r'[.][0-9a-f]{16}', '', path.name)}")):
         call()
     return seen
 
@@ -144,16 +144,49 @@ def write_through(path):
 
 @pytest.mark.parametrize("commit", [lambda path: files.commit_chunks(path, [NEW[:5], NEW[5:]]), write_through])
 def test_the_other_commits_leave_the_old_content_or_the_new_too(here, commit):
-    (here / "f.new").write_bytes(b"of a dead one")
     operations = recorded(lambda: commit(here / "f"))
     kinds = [operation.split()[0] for operation in operations if operation != "close f.new"]
-    assert list(dict.fromkeys(kinds)) == ["unlink", "open", "write", "fsync", "rename"] and kinds[-1] == "fsync"
+    assert list(dict.fromkeys(kinds)) == ["listdir", "open", "write", "fsync", "rename"] and kinds[-1] == "fsync"
     for number in range(len(operations)):
         (here / "f").write_bytes(OLD)
         with files.watched(Fail(number)), pytest.raises(FileError):
             commit(here / "f")
         assert (here / "f").read_bytes() == (NEW if operations[number] == "fsync here" else OLD)
         assert names_of(here) == ["f"]
+
+
+LARGE = [lambda path: files.commit_chunks(path, [NEW]), write_through]
+
+
+@pytest.mark.parametrize("commit", LARGE)
+def test_what_a_dead_writer_has_left_goes_and_what_a_living_one_writes_stays(here, commit):
+    dead, living, strange = files.temporary(here / "f"), files.temporary(here / "f"), here / "f.mine.new"
+    for path in (dead, living, strange):
+        path.write_bytes(b"half")
+    for path in (dead, strange):
+        os.utime(path, (0, 0))
+    commit(here / "f")
+    assert names_of(here) == sorted(["f", living.name, strange.name])
+
+
+def through_two(path):
+    with files.committing(path) as one, files.committing(path) as other:
+        one.write(OLD)
+        other.write(OLD)
+
+
+def chunk_by_chunk(path):
+    def chunks():
+        files.commit_chunks(path, [OLD])
+        yield OLD
+
+    files.commit_chunks(path, chunks())
+
+
+@pytest.mark.parametrize("twice", [through_two, chunk_by_chunk])
+def test_two_writers_of_one_path_do_not_meet(here, twice):
+    twice(here / "f")
+    assert (here / "f").read_bytes() == OLD and names_of(here) == ["f"]
 
 
 KILLED = """
@@ -266,16 +299,13 @@ def test_a_folder_is_removed_with_its_content_and_links_are_not_followed(here, t
     assert names_of(tmp_path) == ["kept"] and names_of(tmp_path / "kept") == ["g"]
 
 
-def test_listing_is_sorted_and_reading_is_whole(here):
+def test_listing_is_sorted(here):
     for name in "cab":
         (here / name).write_bytes(name.encode())
     assert files.list_folder(here) == [here / "a", here / "b", here / "c"]
-    assert files.read_bytes(here / "b") == b"b"
-    assert recorded(lambda: (files.list_folder(here), files.read_bytes(here / "b"))) == ["listdir here", "read b"]
+    assert recorded(lambda: files.list_folder(here)) == ["listdir here"]
     with pytest.raises(FileError, match="listdir .*/none"):
         files.list_folder(here / "none")
-    with pytest.raises(FileError, match="read .*/none"):
-        files.read_bytes(here / "none")
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO], ids=["EINVAL", "EIO"])
@@ -316,7 +346,7 @@ def test_a_full_filesystem_leaves_the_old_content(tmp_path):
         files.commit_bytes(tmp_path / "f", OLD)
         with pytest.raises(FileError, match=r"No space left on device; [\d,]+ bytes were still to be written"):
             files.commit_bytes(tmp_path / "f", b"x" * 100_000)
-        assert files.read_bytes(tmp_path / "f") == OLD and names_of(tmp_path) == ["f"]
+        assert (tmp_path / "f").read_bytes() == OLD and names_of(tmp_path) == ["f"]
         assert files.free_bytes(tmp_path) > 50_000
     finally:
         subprocess.run(["umount", tmp_path], check=True)
@@ -338,7 +368,7 @@ except FileError as error:
 def test_a_write_that_the_system_cuts_short_and_then_refuses_leaves_the_old_content(here):
     (here / "f").write_bytes(OLD)
     ended = python(LIMITED, str(here / "f"), capture_output=True, check=True)
-    assert re.search(r"write .*/f[.][0-9a-f]{8}[.]new: File too large", ended.stdout)
+    assert re.search(r"write .*/f[.][0-9a-f]{16}[.]new: File too large", ended.stdout)
     assert (here / "f").read_bytes() == OLD and names_of(here) == ["f"]
 
 

@@ -5,18 +5,17 @@ the stage in them and the client's own state. The state of training is in mizzen
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from deepspeed.faces import zero_to_fp32
 from mizzen.checkpoint.choose import LEFT_FOR_OTHERS
 from mizzen.checkpoint.folder import remove_if_empty
 from mizzen.checkpoint.read import MANIFEST
+from mizzen.checkpoint.weights_out import save_torch
 from mizzen.engine.engine import Engine
+from mizzen.files import commit_bytes, commit_text, make_folder, read_head
 from mizzen.log import warn_once
 
 SCRIPT: Final = "zero_to_fp32.py"
@@ -26,6 +25,8 @@ OPTIMIZER: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 OPTIMIZERS: Final = "*_optim_states.pt"
 MARK: Final = LEFT_FOR_OTHERS
 """Names the files of a tag's folder that are ours, so that they go when the checkpoint has gone."""
+MOST: Final = 4096
+"""Bytes that are read of such a list of names."""
 
 
 def leave_files(engine: Engine, root: Path, tag: str, client_state: Mapping[str, Any]) -> None:
@@ -43,12 +44,12 @@ def leave_files(engine: Engine, root: Path, tag: str, client_state: Mapping[str,
     stub = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": engine.dp_world_size}, **facts}
     folder = root / tag
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         model = MODEL_3 if stage == 3 else MODEL
-        (folder / MARK).write_text(json.dumps([model, OPTIMIZER, MARK]))
-        torch.save({**facts, **client_state}, folder / model)
-        torch.save(stub, folder / OPTIMIZER)
-        shutil.copyfile(zero_to_fp32.__file__, root / SCRIPT)
+        commit_text(folder / MARK, json.dumps([model, OPTIMIZER, MARK]))
+        save_torch({**facts, **client_state}, folder / model)
+        save_torch(stub, folder / OPTIMIZER)
+        commit_bytes(root / SCRIPT, Path(zero_to_fp32.__file__).read_bytes())
         sweep(root, spared=tag)
     except Exception as error:  # noqa: BLE001  (pickle raises whatever a client's object raises)
         warn_once(f"{folder}: the checkpoint is saved; files for other programs beside it are not: {error}")
@@ -59,7 +60,7 @@ def sweep(root: Path, *, spared: str) -> None:
     for mark in root.glob(f"*/{MARK}"):
         folder = mark.parent
         if folder.name != spared and not (folder / MANIFEST).exists():
-            for name in json.loads(mark.read_text()):
+            for name in json.loads(read_head(mark, MOST)):
                 (folder / Path(name).name).unlink(missing_ok=True)
             remove_if_empty(folder)
 

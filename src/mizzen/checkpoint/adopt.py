@@ -91,7 +91,9 @@ def _counters(found: Mapping[str, object]) -> dict[str, Any]:
     counters = counters or dict(_mapping(found.get("counters")))
     for key, value in counters.items():
         if not isinstance(value, int):
-            raise CheckpointError(f"the facts of the checkpoint cannot be used: counters.{key} is {value!r}")
+            raise CheckpointError(
+                f"the facts of the checkpoint cannot be used: counters.{key} is a {type(value).__name__}"
+            )
     return counters
 
 

@@ -1,5 +1,8 @@
 """Which checkpoint to load: the one that was asked for, the latest, or an older one when that is damaged."""
 
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -7,11 +10,12 @@ from mizzen.checkpoint.folder import Committed, check_tag, claims, committed
 from mizzen.checkpoint.latest import LATEST, RECORD, is_one_bit_away, latest, recorded
 from mizzen.checkpoint.manifest import is_plain
 from mizzen.checkpoint.read import MANIFEST, Reader, read_manifest
-from mizzen.checkpoint.team import Team, attempt, in_words
+from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
 CALL: Final = "load_checkpoint()"
+DAMAGED: Final = "one bit has changed, as by damage"
 LEFT_FOR_OTHERS: Final = "drop-in.json"
 """Where this lies in a tag's folder, files that look like DeepSpeed's are of the drop-in."""
 
@@ -53,7 +57,7 @@ def _named(root: Path, is_patient: bool) -> str | None:
     if not is_one_bit_away(named, meant):
         get_logger().warning("%s: as somebody has changed it, '%s' is taken", words, named)
         return named
-    words = f"{words}: one bit has changed, as by damage"
+    words = f"{words}: {DAMAGED}"
     if not is_patient:
         raise CheckpointError(
             f"{words}. Name the tag to load; if '{named}' was meant, {RECORD} beside it may be removed"
@@ -62,14 +66,35 @@ def _named(root: Path, is_patient: bool) -> str | None:
     return meant
 
 
+def latest_trouble(root: Path) -> str:
+    """What is wrong with `latest`; empty when it names a committed checkpoint, or when no save has ever written it."""
+    is_there, has_record = (os.path.lexists(root / name) for name in (LATEST, RECORD))
+    if not is_there and not has_record:
+        return ""
+    named, meant = latest(root), recorded(root)
+    written = f"; it was last written by a save with '{meant}'" if meant is not None else ""
+    if named is None:
+        return ("names no checkpoint" if is_there else "is missing") + written
+    if not (root / named / MANIFEST).exists():
+        return f"names '{named}', which is not committed{written}"
+    if meant is None:
+        words = f"names '{named}', and {RECORD} beside it is damaged: whether that was meant is not known"
+        return words if has_record else ""
+    is_later = named == meant or _created(root / named) > _created(root / meant)
+    if is_later or not (root / meant / MANIFEST).exists() or not is_one_bit_away(named, meant):
+        return ""
+    return f"names '{named}'{written}: {DAMAGED}"
+
+
 def _created(folder: Path) -> str:
     manifest, _ = attempt(lambda: read_manifest(folder))
     return manifest.created if manifest else ""
 
 
-def candidates_together(root: Path, tag: str | None, team: Team, *, with_older: bool, is_local: bool) -> list[str]:
-    """The same on all ranks: what the first finds; where each node has a filesystem of its own, what all nodes show."""
-    if not is_local:
+def candidates_together(asked: "Asked", team: Team, *, with_older: bool) -> list[str]:
+    """Tags to try on all ranks: what the first finds; where each node has a filesystem of its own, what all show."""
+    root, tag = asked.root, asked.tag
+    if not asked.is_local:
         return team.by_first(lambda: _told(root, tag, with_older), CALL)
     found, failure = attempt(lambda: _shown(root, tag, with_older))
     said = team.everyone((team.node, found, failure), CALL)
@@ -165,33 +190,106 @@ def _line(found: list[Committed], named: str | None) -> list[Committed]:
     return line
 
 
-def open_together(folder: Path, team: Team) -> Reader:
-    """Open one checkpoint on all ranks, or on none: all must see the same save, on every node that has a part of it."""
-    reader, failure = attempt(lambda: Reader(folder))
-    manifest = reader.manifest if reader else None
-    said = team.everyone(
-        (team.node, manifest.id if manifest else "", manifest.nodes if manifest else (), failure), CALL
-    )
-    failures = {
-        rank: f"node {node}: {words}" if words and _is_local(said) else words
-        for rank, (node, _, _, words) in enumerate(said)
-    }
-    broken = {rank: words for rank, words in failures.items() if words}
-    ids = {node: save for node, save, _, _ in said if save}
-    lacking = sorted({node for _, _, nodes, _ in said for node in nodes} - {node for node, *_ in said})
-    if not broken and len(set(ids.values())) > 1:
-        shown = ", ".join(f"{node} has save {save}" for node, save in ids.items())
-        broken = {0: f"{folder}: the nodes do not show the same save: {shown}"}
-    if not broken and lacking:
-        broken = {0: f"{folder}: it was saved on {len(lacking)} nodes that are not here: {', '.join(lacking)}"}
-    if broken:
-        if reader:
-            reader.close()
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What ranks want to load, agreed by all of them."""
+
+    root: Path
+    """The folder that this rank was given."""
+    places: tuple[str, ...]
+    """The folders of all ranks, by the names that they compare."""
+    tag: str | None
+    validation: Validation
+    is_local: bool
+
+    @property
+    def first(self) -> Path:
+        """The folder of the first rank."""
+        return Path(self.places[0])
+
+
+def ask_together(
+    root: Path,
+    tag: str | None,
+    team: Team,
+    *,
+    validation: Validation,
+    is_local: bool = False,
+    failure: str | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> Asked:
+    """Compare what ranks were asked to load: the tag is the first rank's, and what is in `arguments` that of all.
+
+    `failure` says why this rank cannot load; then none does.
+    """
+    place, lost = attempt(lambda: place_of(root))
+    said = team.everyone((place, tag, failure or lost, arguments or {}), CALL)
+    if failures := {rank: words for rank, (_, _, words, _) in enumerate(said) if words}:
+        raise CheckpointError(in_words(failures))
+    refuse_unequal([given for *_, given in said], CALL)
+    team.take_first("tags", {rank: str(named or "the latest") for rank, (_, named, *_) in enumerate(said)}, validation)
+    return Asked(root, tuple(place for place, *_ in said), said[0][1], validation, is_local)
+
+
+def open_together(asked: Asked, name: str, team: Team) -> Reader:
+    """Open one checkpoint on all ranks, or on none: all must see the same save, on every node that has a part of it.
+
+    Ranks may have folders of their own that show the same save, by another name or as a copy. Those whose folder shows
+    another save, or none, take the first rank's.
+    """
+    reader, failure = attempt(lambda: Reader(asked.root / name))
+    said = _shown_by_all(reader, failure, team)
+    if not asked.is_local and len(set(asked.places)) > 1 and (apart := _apart(said)):
+        places = {rank: asked.places[rank if rank in apart else 0] for rank in range(team.size)}
+        try:
+            team.take_first("folders", places, asked.validation)
+        except CheckpointError:
+            _close(reader)
+            raise
+        if team.rank in apart:
+            _close(reader)
+            reader, failure = attempt(lambda: Reader(asked.first / name))
+        said = _shown_by_all(reader, failure, team)
+    if broken := _broken(said, asked.root / name):
+        _close(reader)
         raise CheckpointError("; ".join(list(dict.fromkeys(broken.values()))[:8]))
     if reader is None:
         raise AssertionError("a checkpoint that opened without a word is not there")
     return reader
 
 
-def _is_local(said: list[tuple[str, str, tuple[str, ...], str | None]]) -> bool:
-    return any(nodes for _, _, nodes, _ in said)
+Shown = tuple[str, str, tuple[str, ...], str | None]
+"""The node of a rank, the save that it sees, the nodes that have a part of that, and why it sees none."""
+
+
+def _shown_by_all(reader: Reader | None, failure: str | None, team: Team) -> list[Shown]:
+    manifest = reader.manifest if reader else None
+    shown: Shown = (team.node, manifest.id if manifest else "", manifest.nodes if manifest else (), failure)
+    return team.everyone(shown, CALL)
+
+
+def _apart(said: Sequence[Shown]) -> set[int]:
+    """The ranks that do not see what the first does."""
+    return {rank for rank, (_, save, *_) in enumerate(said) if save != said[0][1]}
+
+
+def _close(reader: Reader | None) -> None:
+    if reader is not None:
+        reader.close()
+
+
+def _broken(said: Sequence[Shown], folder: Path) -> dict[int, str]:
+    """Why a checkpoint cannot be read by all ranks, by the rank that cannot; nothing when it can."""
+    is_local = any(nodes for _, _, nodes, _ in said)
+    if broken := {
+        rank: f"node {node}: {words}" if is_local else words for rank, (node, _, _, words) in enumerate(said) if words
+    }:
+        return broken
+    ids = {node: save for node, save, _, _ in said}
+    if len({save for _, save, *_ in said}) > 1:
+        shown = ", ".join(f"{node} has save {save}" for node, save in ids.items())
+        return {0: f"{folder}: the nodes do not show the same save: {shown}"}
+    lacking = sorted({node for _, _, nodes, _ in said for node in nodes} - ids.keys())
+    if lacking:
+        return {0: f"{folder}: it was saved on {len(lacking)} nodes that are not here: {', '.join(lacking)}"}
+    return {}

@@ -25,7 +25,6 @@ from mizzen.files import (
     fsync_folder,
     list_folder,
     make_folder,
-    read_bytes,
     read_head,
     remove,
     replace,
@@ -39,6 +38,8 @@ _DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
 _CLAIMS: Final = re.compile(rb'"run":"([^"]+)","tag":"[^"]*","step":\d+,"created":"([^"]+)"')
 _HEAD: Final = 1 << 14
 """Bytes of a manifest in which these are found."""
+_MOST: Final = 4096
+"""Bytes that are read of a mark."""
 _MARK: Final = re.compile(r"([0-9a-f]{16})\.saving")
 _BESIDE: Final = re.compile(rf"{re.escape(MANIFEST)}\.[0-9a-f]+{re.escape(BESIDE)}")
 
@@ -128,6 +129,11 @@ def mark(folder: Path, save: str, run: str = "") -> None:
     make_folder(folder)
     write_bytes(folder / f"{save}.saving", json.dumps({"process": this_process(), "run": run}).encode())
     fsync_folder(folder)
+
+
+def is_marked(folder: Path, save: str) -> bool:
+    """Whether the mark of a save is there: only then is this the folder that its first rank writes to."""
+    return (folder / f"{save}.saving").exists()
 
 
 def unmark(folder: Path, save: str) -> None:
@@ -236,14 +242,13 @@ def _listed(folder: Path) -> list[Path]:
 
 def _is_live(path: Path, run: str) -> bool:
     try:
-        found = json.loads(read_bytes(path))
+        found = json.loads(read_head(path, _MOST))
         process, its_run = str(found["process"]), found.get("run")
-        age = time.time() - path.stat().st_mtime
-    except (FileError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False  # torn: whoever wrote it did not live to finish
-    if is_elsewhere(process):
-        return not (run and its_run == run and age > LEASE)
-    return not is_gone(process)
+        if is_elsewhere(process):
+            return not (run and its_run == run and time.time() - path.lstat().st_mtime > LEASE)
+        return not is_gone(process)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return False  # torn, or no mark of ours at all: whoever wrote it did not live to finish
 
 
 def delete(each: Committed) -> None:

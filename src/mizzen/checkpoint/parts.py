@@ -131,6 +131,21 @@ class Parts:
             if bad.any():
                 row = table[int(bad.argmax())].tolist()
                 raise ValueError(f"the part {row} does not lie in its tensor, or ends behind the file's {end} bytes")
+        self._check_apart(sizes)
+
+    def _check_apart(self, sizes: Table) -> None:
+        """Raise a ValueError where two boxes have the same bytes: a small file would be a large checkpoint."""
+        first = [table[:, OFFSET] for table in self.tables.values()]
+        length = [
+            numpy.prod(numpy.subtract(*reversed(corners(table))), axis=1) * sizes[table[:, TENSOR]]
+            for table in self.tables.values()
+        ]
+        if not first:
+            return
+        starts, lengths = numpy.concatenate(first), numpy.concatenate(length)
+        order = starts.argsort(kind="stable")
+        if (starts[order][:-1] + lengths[order][:-1] > starts[order][1:]).any():
+            raise ValueError("two parts have the same bytes of the file")
 
 
 def corners(table: Table) -> tuple[Table, Table]:

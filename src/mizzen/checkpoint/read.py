@@ -23,9 +23,9 @@ MANIFEST: Final = "manifest.json"
 ROOM: Final = 1 << 23
 """Bytes that a manifest may have beside those of the data it describes."""
 SPARSE: Final = 1 << 26
-"""A data file may have so many bytes whatever it takes on the disk,"""
+"""The data files of a checkpoint may have so many bytes together whatever they take on the disk,"""
 SWELLING: Final = 16
-"""or else so many times what it takes there: some filesystems compress."""
+"""or else each so many times what it takes there: some filesystems compress."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,13 +90,21 @@ class Verified:
                 f"{self._path}: damaged: it has {self._file.size:,} bytes, and was written with {entry.size:,}"
             )
 
-    def check_holes(self) -> None:
-        """Refuse a file that would take far more memory than it takes on the disk."""
-        if self._file.size > SPARSE and self._file.size > SWELLING * (held := self._file.held()):
+    def check_holes(self, allowed: int) -> int:
+        """Refuse a file that would take far more memory than it takes on the disk.
+
+        What it takes in vain goes off what is `allowed`; returns what is left of that.
+        """
+        if self._file.size <= SWELLING * self._file.on_disk or self._file.size <= SWELLING * (
+            held := self._file.held()
+        ):
+            return allowed
+        if self._file.size > allowed:
             raise CheckpointError(
                 f"{self._path}: {self._file.size:,} bytes, of which only {held:,} are on the disk: a file made of "
                 "holes; if it is meant, copy it with `cp --sparse=never`"
             )
+        return allowed - self._file.size
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill a memory with the bytes from a place on."""
@@ -146,6 +154,8 @@ class Reader:
         self._open: dict[str, Verified] = {}
         self._stored = _stored(self.manifest)
         self._checked: set[tuple[str, str]] = set()
+        self._solid: set[int] = set()
+        self._holes = SPARSE
 
     @property
     def entries(self) -> Mapping[tuple[str, str], TensorEntry]:
@@ -206,9 +216,10 @@ class Reader:
 
     def _check_files(self, entry: TensorEntry) -> None:
         """Open what holds a tensor, so that its files are known to be as large as they should before there is room."""
-        for file in set(self._stored[entry.key].files.tolist()):
+        for file in set(self._stored[entry.key].files.tolist()) - self._solid:
             with _named(entry):
-                self._file(file).check_holes()
+                self._holes = self._file(file).check_holes(self._holes)
+            self._solid.add(file)
 
     def _incomplete(self, entry: TensorEntry, missing: int) -> CheckpointError:
         here = f" on node {self.manifest.node}: it is on another node of {', '.join(self.manifest.nodes)}, and so "

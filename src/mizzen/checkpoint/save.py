@@ -1,6 +1,6 @@
 """A save: every rank writes its own file, all vote, and one rename commits. Until then nothing has happened.
 
-    begin     all ranks agree on a tag; the first marks the folder
+    begin     all ranks agree on a folder and a tag; the first marks it
     write     each rank writes its data, durably; nothing of an older save of the tag is touched
     commit    all vote; the first renames the manifest into place, then `latest`, then old files go
 
@@ -10,10 +10,10 @@
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from mizzen.checkpoint.folder import (
     Committed,
@@ -21,6 +21,7 @@ from mizzen.checkpoint.folder import (
     data_name,
     delete,
     discard,
+    is_marked,
     mark,
     next_moment,
     remove_if_empty,
@@ -32,7 +33,7 @@ from mizzen.checkpoint.folder import (
 from mizzen.checkpoint.latest import set_latest
 from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, is_plain
 from mizzen.checkpoint.read import MANIFEST
-from mizzen.checkpoint.team import Team, attempt, in_words
+from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.write import Item, Written, write_items
 from mizzen.errors import CheckpointError, FileError, MizzenError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
@@ -44,7 +45,7 @@ class Terms:
     """How a run saves."""
 
     run: str
-    tag_validation: Literal["Warn", "Ignore", "Fail"] = "Warn"
+    tag_validation: Validation = "Warn"
     is_local: bool = False
     """Whether each node has a filesystem of its own."""
     keep_last: int | None = None
@@ -68,24 +69,54 @@ class Ticket:
         return self.root / self.tag
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a rank brings to a save that is about to begin."""
+
+    ticket: Ticket
+    place: str
+    """The folder that it was given, by the name that ranks compare."""
+    needed: int = 0
+    """Bytes that it wants to write."""
+    free: int | None = None
+    """Bytes that its filesystem has, where that is known."""
+    failure: str | None = None
+    """Why it cannot save; then none does."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """What all ranks have to be called with alike."""
+
+
 CALL: Final = "save_checkpoint()"
+UNSHARED: Final = "Give every rank the same folder, or set checkpoint.use_node_local_storage where nodes share none"
 
 
-def begin(root: Path, tag: str, team: Team, terms: Terms, *, needed: int = 0, failure: str | None = None) -> Ticket:
+def begin(
+    root: Path,
+    tag: str,
+    team: Team,
+    terms: Terms,
+    *,
+    needed: int = 0,
+    failure: str | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> Ticket:
     """Agree on where to save, in one exchange. All ranks come here together, or find out that they do not.
 
-    `needed` are the bytes that this rank wants to write; `failure` says why it cannot, and then none does.
+    `needed` are the bytes that this rank wants to write; `failure` says why it cannot, and then none does. What is in
+    `arguments` has to be the same on all ranks.
     """
     ticket = Ticket(root, tag, os.urandom(8).hex())
     if terms.is_local:  # who commits on which node has to be known first
         said = team.everyone((ticket.id, ticket.tag, team.node), CALL)
         ticket = replace(ticket, id=said[0][0], tag=said[0][1], nodes=tuple(node for _, _, node in said))
+    place, lost = attempt(lambda: place_of(root))
+    failure = failure or lost
     if _leads(ticket, team) and failure is None and is_plain(ticket.tag):
         _, failure = attempt(lambda: _mark(ticket, terms))
     free, _ = attempt(lambda: free_bytes(root))
-    offers = team.everyone((tag, ticket.id, failure, needed, free), CALL)
+    offer = Offer(replace(ticket, tag=tag), place or "", needed, free, failure, arguments or {})
     try:
-        return _agreed(ticket, offers, team, terms)
+        return _agreed(ticket, team.everyone(offer, CALL), team, terms)
     except MizzenError:
         if is_plain(ticket.tag):
             give_up(ticket, team)
@@ -104,35 +135,66 @@ def _mark(ticket: Ticket, terms: Terms) -> None:
         raise
 
 
-def _agreed(ticket: Ticket, offers: Sequence[Any], team: Team, terms: Terms) -> Ticket:
+def _agreed(ticket: Ticket, offers: Sequence[Offer], team: Team, terms: Terms) -> Ticket:
     """The first rank's ticket, unless somebody cannot; every rank sees the same offers and so decides alike."""
-    if failures := {rank: words for rank, (_, _, words, _, _) in enumerate(offers) if words}:
+    if failures := {rank: offer.failure for rank, offer in enumerate(offers) if offer.failure}:
         raise CheckpointError(in_words(failures))
-    tags = {rank: tag for rank, (tag, *_) in enumerate(offers)}
-    if len(set(tags.values())) > 1 and terms.tag_validation != "Ignore":
-        words = f"the ranks save under different tags: {in_words(tags)}"
-        if terms.tag_validation == "Fail":
-            raise CheckpointError(f"{words}; give every rank the same one")
-        if team.is_first:
-            get_logger().warning("%s; the first rank's is taken", words)
+    refuse_unequal([offer.arguments for offer in offers], CALL)
+    team.take_first("tags", {rank: offer.ticket.tag for rank, offer in enumerate(offers)}, terms.tag_validation)
+    first = offers[0].ticket
+    ticket = replace(ticket, tag=check_tag(first.tag), id=first.id)
+    ticket = _in_one_folder(ticket, offers, team, terms)
     together = [rank for rank in range(team.size) if not ticket.nodes or ticket.nodes[rank] == team.node]
-    needed = sum(offers[rank][3] for rank in together)
-    free = min((room for rank in together if (room := offers[rank][4]) is not None), default=needed)
+    needed = sum(offers[rank].needed for rank in together)
+    free = min((room for rank in together if (room := offers[rank].free) is not None), default=needed)
     if needed > free:
         raise CheckpointError(
             f"{ticket.root}: the checkpoint needs {needed:,} bytes, and the filesystem has {free:,} free"
         )
-    return replace(ticket, tag=check_tag(offers[0][0]), id=offers[0][1])
+    return ticket
+
+
+def _in_one_folder(ticket: Ticket, offers: Sequence[Offer], team: Team, terms: Terms) -> Ticket:
+    """The ticket with the folder that this rank writes to: its own where that is the first rank's by another name.
+
+    The mark that the first rank has put into its folder is seen in the same folder only, however that is called.
+    """
+    first = _leader(ticket, team.rank)
+    if all(offer.place == offers[_leader(ticket, rank)].place for rank, offer in enumerate(offers)):
+        return ticket
+    theirs = replace(ticket, root=Path(offers[first].place))
+    (own, _), (shared, _) = (attempt(partial(is_marked, each.folder, each.id)) for each in (ticket, theirs))
+    said = team.everyone((bool(own), bool(shared)), CALL)
+    places = {
+        rank: offers[_leader(ticket, rank) if sees_own else rank].place for rank, (sees_own, _) in enumerate(said)
+    }
+    if lost := [rank for rank, seen in enumerate(said) if not any(seen)]:
+        raise CheckpointError(
+            f"the ranks were given different folders: {in_words(places)}; and rank {', '.join(map(str, lost[:8]))} "
+            f"cannot see that of the first. {UNSHARED}"
+        )
+    if not all(sees_own for sees_own, _ in said):
+        team.take_first("folders", places, terms.tag_validation)
+    return ticket if own else theirs
+
+
+def _leader(ticket: Ticket, rank: int) -> int:
+    """The rank that commits for a rank: the first of all, or of its node."""
+    return ticket.nodes.index(ticket.nodes[rank]) if ticket.nodes else 0
 
 
 def _leads(ticket: Ticket, team: Team) -> bool:
-    """Whether this rank commits: the first of all, or of its node."""
-    return team.rank == (ticket.nodes.index(team.node) if ticket.nodes else 0)
+    return team.rank == _leader(ticket, team.rank)
 
 
 def write(ticket: Ticket, items: Sequence[Item], team: Team) -> Written:
     """This rank's file."""
     make_folder(ticket.folder)
+    if not is_marked(ticket.folder, ticket.id):
+        remove_if_empty(ticket.folder)
+        raise CheckpointError(
+            f"{ticket.folder} on node {team.node} is not what the first rank sees under this name. {UNSHARED}"
+        )
     metadata = {"save": ticket.id, "tag": ticket.tag, "rank": str(team.rank)}
     written = write_items(ticket.folder / data_name(ticket.id, team.rank), items, metadata=metadata)
     fsync_folder(ticket.folder)

@@ -12,6 +12,7 @@ import pickle
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from mizzen.checkpoint.bounds import TEXT, Costly, Repeats, refuse_alike
 from mizzen.checkpoint.manifest import LONGEST
 from mizzen.checkpoint.parts import DIMENSIONS
 from mizzen.checkpoint.tensors import CODES, DTYPES, memory_of, name_of
@@ -28,6 +30,8 @@ DEPTH: Final = 200
 """Values nested deeper than this are taken for one that contains itself."""
 _NUMBERS: Final = "biuf"
 """The kinds of numpy's dtypes that are kept: truth values, whole numbers with and without sign, fractions."""
+_SHOWN: Final = 200
+"""Characters of a key that are part of a path."""
 _BITS: Final = 14_000
 """Whole numbers of more bits are refused: Python itself reads and writes texts of at most 4,300 digits."""
 _DICTS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
@@ -57,6 +61,9 @@ class Encoder:
         self.tensors: dict[str, Tensor] = {}
         self._root = root
         self._pickles = allow_pickle
+        self._repeats = Repeats()
+        self._arrays: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._taken: Counter[str] = Counter()
 
     def encode(self, value: Any, path: str = "", depth: int = 0) -> Any:
         """The value as JSON. `path` is where it is, for errors."""
@@ -66,14 +73,26 @@ class Encoder:
         kind = type(value)
         if kind is int and value.bit_length() > _BITS:
             raise UsageError(f"{path} is an integer of {value.bit_length()} bits; a checkpoint keeps at most {_BITS}")
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, int) or (kind is str and len(value) < TEXT):
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
+        try:
+            entered = self._repeats.enter(value)
+        except Costly as error:
+            raise UsageError(f"{path}: {error}; give a copy without what is shared, or less of it") from None
+        found = self._inside(value, path, depth)
+        self._repeats.leave(value, entered)
+        return found
+
+    def _inside(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if kind is str:
+            return value
         if kind is list:
-            return [self.encode(each, f"{path}[{n}]", depth + 1) for n, each in enumerate(value)]
+            return [self.encode(each, _step(path, f"[{n}]"), depth + 1) for n, each in enumerate(value)]
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(each, f"{path}.{key}", depth + 1) for key, each in value.items()}
+            return {key: self.encode(each, _step(path, f".{key[:_SHOWN]}"), depth + 1) for key, each in value.items()}
         return self._tagged(value, path, depth)
 
     def _tagged(self, value: Any, path: str, depth: int) -> dict[str, Any]:
@@ -83,7 +102,7 @@ class Encoder:
         if isinstance(value, Tensor) or _is_plain_array(value):
             return self._array(value, path)
         if type(value) in (tuple, torch.Size, set, frozenset):
-            rows = [self.encode(each, f"{path}[{n}]", depth + 1) for n, each in enumerate(value)]
+            rows = [self.encode(each, _step(path, f"[{n}]"), depth + 1) for n, each in enumerate(value)]
             return {f"${type(value).__name__}": rows}
         if type(value) in _DICTS:
             return {f"${_DICTS[type(value)]}": self._pairs(value, path, depth)}
@@ -99,11 +118,20 @@ class Encoder:
 
     def _pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Any]:
         return [
-            [self.encode(key, f"{path} (a key)", depth + 1), self.encode(each, f"{path}[{key!r}]", depth + 1)]
+            [
+                self.encode(key, _step(path, " (a key)"), depth + 1),
+                self.encode(each, _step(path, f"[{_shown(key)}]"), depth + 1),
+            ]
             for key, each in value.items()
         ]
 
     def _array(self, value: Any, path: str) -> dict[str, Any]:
+        """An array, once however often it is there; the value itself is kept, so that its number stays its own."""
+        if id(value) not in self._arrays:
+            self._arrays[id(value)] = (value, self._new_array(value, path))
+        return self._arrays[id(value)][1]
+
+    def _new_array(self, value: Any, path: str) -> dict[str, Any]:
         if isinstance(value, Tensor):
             word, tensor = "tensor", value.detach()
             if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
@@ -121,12 +149,25 @@ class Encoder:
 
     def _free(self, path: str) -> str:
         """A name that no other array has: the path, or with a number where it is too long or taken."""
-        name, number = path, 1
-        while name in self.tensors or len(name) > LONGEST:
-            number += 1
-            ending = f" ({number})"
-            name = path[: LONGEST - len(ending)] + ending
+        start = name = path[: LONGEST - 20]
+        while name in self.tensors or (name == start and start != path):
+            self._taken[start] += 1
+            name = f"{start} ({self._taken[start] + 1})"
         return name
+
+
+def _step(path: str, piece: str) -> str:
+    """A path with one more piece, cut off where it is longer than anybody reads."""
+    return f"{path}{piece}"[:LONGEST]
+
+
+def _shown(key: Any) -> str:
+    """A key in a path. Of what is long or nested not all is written out."""
+    if isinstance(key, tuple):
+        return f"({', '.join('...' if isinstance(each, tuple) else _shown(each) for each in key[:8])})"
+    if isinstance(key, str | bytes):
+        return repr(key[:_SHOWN])
+    return repr(key) if isinstance(key, int | float | complex | None) else type(key).__name__
 
 
 def _is_plain_array(value: Any) -> bool:
@@ -199,11 +240,13 @@ def decode(value: Any, read: Callable[[str], Tensor], *, allow_pickle: bool = Fa
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"a value of the checkpoint cannot be read: {type(error).__name__}: {error}") from error
+    except Costly as error:
+        raise CheckpointError(f"a value of the checkpoint is not read: {error}") from None
 
 
 class _Decoder:
     def __init__(self, read: Callable[[str], Tensor], allow_pickle: bool) -> None:
-        self._read = read
+        self._read = cache(read)  # an array that is there twice is one array, as it was
         self._pickles = allow_pickle
 
     def decode(self, value: Any) -> Any:
@@ -219,9 +262,13 @@ class _Decoder:
         if word in _SIMPLE:
             return _SIMPLE[word](value)
         if word in _ROWS:
-            return _ROWS[word](self.decode(each) for each in value)
+            rows = [self.decode(each) for each in value]
+            if word in ("set", "frozenset"):
+                refuse_alike(rows)
+            return _ROWS[word](rows)
         if word in ("dict", "ordered", "counter", "namespace"):
             pairs = [(self.decode(key), self.decode(each)) for key, each in value]
+            refuse_alike(key for key, _ in pairs)
             if word == "namespace":
                 return Namespace(**dict(pairs))
             if word == "counter":

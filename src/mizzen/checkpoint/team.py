@@ -1,17 +1,25 @@
-"""What the ranks of a save or a load do together: tell each other things, and fail alike.
+"""What the ranks of a save or a load do together: tell each other things, compare what they were given, and fail alike.
 
 A collective of one rank alone would hang; here it ends as every wait of `comm` does, and says what was called.
+
+[Note: ranks that were given different things]
+Folders and tags are often made from a clock, so that ranks differ by a second. The first rank's is then taken, as
+`checkpoint.tag_validation` says: with one warning, in silence, or not at all. Whatever else changes what all ranks read
+or write together has to be the same on all of them (`refuse_unequal`).
 """
 
+import os
 import socket
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from mizzen.comm import collectives
-from mizzen.errors import CheckpointError, CommError, MizzenError
+from mizzen.errors import CheckpointError, CommError, MizzenError, UsageError
 from mizzen.log import get_logger
 
 Result = TypeVar("Result")
+Validation = Literal["Warn", "Ignore", "Fail"]
+"""What becomes of ranks that were given different tags or folders."""
 
 
 class Team:
@@ -71,6 +79,16 @@ class Team:
         if failures:
             raise CheckpointError(in_words(failures))
 
+    def take_first(self, what: str, given: Mapping[int, str], validation: Validation) -> None:
+        """Let ranks go on with what the first of them was given, or refuse; all ranks call this with the same."""
+        if len(set(given.values())) < 2 or validation == "Ignore":
+            return
+        words = f"the ranks were given different {what}: {in_words(given)}"
+        if validation == "Fail":
+            raise CheckpointError(f"{words}; give every rank the same one")
+        if self.is_first:
+            get_logger().warning("%s; the first rank's is taken", words)
+
     @staticmethod
     def _do(call: str, exchange: Callable[[], None]) -> None:
         try:
@@ -92,7 +110,21 @@ def attempt(do: Callable[[], Result]) -> tuple[Result | None, str | None]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def in_words(failures: dict[int, str]) -> str:
+def refuse_unequal(given: Sequence[Mapping[str, object]], call: str) -> None:
+    """Raise where ranks have made a call with different arguments; `given` are those of each rank, by their names."""
+    for name in given[0]:
+        values = {rank: str(each[name]) for rank, each in enumerate(given)}
+        if len(set(values.values())) > 1:
+            words = in_words({rank: value[:200] for rank, value in values.items()})
+            raise UsageError(f"{call}: the ranks do not agree on {name}: {words}; give every rank the same")
+
+
+def place_of(folder: str | os.PathLike[str]) -> str:
+    """The name of a folder by which ranks compare it: absolute, and with links followed."""
+    return os.path.realpath(folder)
+
+
+def in_words(failures: Mapping[int, str]) -> str:
     """The same failure of several ranks once, the first few otherwise."""
     ranks: dict[str, list[int]] = {}
     for rank, words in failures.items():

@@ -62,4 +62,4 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 def by_number(name: str) -> list[str | int]:
     """A key by which names sort as people count: layer 2 before layer 10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return [int(part) if re.fullmatch(r"[0-9]{1,18}", part) else part for part in re.split(r"([0-9]+)", name)]

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.errors import FileError, UsageError
-from mizzen.files import BESIDE, commit_chunks, commit_text, committing, fsync_folder, list_folder, make_folder, remove
+from mizzen.files import (
+    commit_chunks,
+    commit_text,
+    committing,
+    fsync_folder,
+    list_folder,
+    make_folder,
+    remove,
+    temporary,
+    write_chunks,
+)
 
 UNITS: Final = {
     "": 1,
@@ -124,29 +134,32 @@ def size_of(size: float | str | None) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Waiting], told: Told | None = None) -> int:
-    """Write one safetensors file; returns where its data begins."""
-    header = header_of((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+def write_safetensors(path: Path, tensors: Mapping[str, Waiting], told: Told | None = None) -> None:
+    """Write one safetensors file."""
+    commit_chunks(path, _chunks(_header(tensors), tensors, told))
 
-    def chunks() -> Iterator[Any]:
-        yield header
-        for tensor in tensors.values():
-            yield from bytes_of(tensor.read())
-            if told is not None:
-                told(tensor.nbytes)
 
-    commit_chunks(path, chunks())
-    return len(header)
+def _header(tensors: Mapping[str, Waiting]) -> bytes:
+    return header_of((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+
+
+def _chunks(header: bytes, tensors: Mapping[str, Waiting], told: Told | None) -> Iterator[Any]:
+    yield header
+    for tensor in tensors.values():
+        yield from bytes_of(tensor.read())
+        if told is not None:
+            told(tensor.nbytes)
 
 
 def write_torch(path: Path, tensors: Mapping[str, Waiting], told: Told | None = None) -> None:
     """Write one file that torch.load reads. The tensors go to a file beside it first, from which they are mapped."""
-    stage = path.with_name(f"{path.name}.stage{BESIDE}")
+    stage = temporary(path)
     names = {id(tensor): name for name, tensor in tensors.items()}
     once = {name: tensors[name] for name in names.values()}  # a tensor with two names is one tensor there too
     try:
-        place = write_safetensors(stage, once, told)
-        mapped = {}
+        header = _header(once)
+        write_chunks(stage, _chunks(header, once, told), fsync=False)
+        place, mapped = len(header), {}
         # One map for all: the system limits how many a process may have.
         data = numpy.memmap(stage, dtype=numpy.uint8, mode="c")
         for tensor in once.values():

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from mizzen.checkpoint.adopt import adopt
-from mizzen.checkpoint.choose import candidates
+from mizzen.checkpoint.choose import candidates, latest_trouble
 from mizzen.checkpoint.export import export_safetensors, export_torch
 from mizzen.checkpoint.folder import Committed, committed, delete, surplus, sweep_all
 from mizzen.checkpoint.inspect import compare, verify
-from mizzen.checkpoint.latest import latest, recorded
+from mizzen.checkpoint.latest import LATEST, latest, recorded
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.read import MANIFEST, Reader
 from mizzen.checkpoint.sources import weights_of
@@ -19,6 +19,8 @@ from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, wr
 from mizzen.errors import CheckpointError, UsageError
 
 SHOWN: Final = 40
+WRONG_LATEST: Final = 3
+"""Exit code of `verify` where every checkpoint that was read is whole, and `latest` does not name one of them."""
 Told = Callable[[int], None]
 
 
@@ -130,11 +132,12 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Say that all is well, or what is not."""
-    every = [path.parent for path in sorted(arguments.folder.glob(f"*/{MANIFEST}"))] if arguments.all else []
+    """Say that all is well, or what is not: exit with 1 when a checkpoint is damaged, with 3 when only `latest` is."""
+    root = arguments.folder
+    every = [path.parent for path in sorted(root.glob(f"*/{MANIFEST}"))] if arguments.all else []
     if arguments.all and not every:
-        raise CheckpointError(f"{arguments.folder}: no checkpoint is committed there")
-    folders = every or [_folder(arguments.folder, arguments.tag)]
+        raise CheckpointError(f"{root}: no checkpoint is committed there")
+    folders = every or [_folder(root, arguments.tag, is_patient=True)]
     damaged = 0
     for folder in folders:
         try:
@@ -146,7 +149,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
         write(f"{folder}: " + (f"whole, {size}" if not wrong else "damaged"))
         for each in wrong:
             write(f"  - {each}")
-    return 1 if damaged else 0
+    trouble = latest_trouble(root) if arguments.tag is None and folders != [root] else ""
+    if trouble:
+        write(f"{root / LATEST}: {trouble}")
+    return 1 if damaged else WRONG_LATEST if trouble else 0
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -208,10 +214,10 @@ def run_prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(root: Path, tag: str | None) -> Path:
+def _folder(root: Path, tag: str | None, *, is_patient: bool | None = None) -> Path:
     if tag is None and (root / MANIFEST).exists():
         return root
-    tags = candidates(root, tag, with_older=False)
+    tags = candidates(root, tag, with_older=False, is_patient=is_patient)
     if not tags:
         raise CheckpointError(f"{root}: there is no checkpoint" + (f" '{tag}'" if tag else ""))
     return root / tags[0]

@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
     """How training state is saved, kept and loaded."""
 
     tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(capitalized)] = "Warn"
-    """What happens when ranks save under different tags."""
+    """What happens when ranks are given different tags or folders: all take the first rank's, or none goes on."""
     use_node_local_storage: Flag = False
     """Save on the local drive of each node, for clusters without a shared filesystem."""
     dir: Text | None = None

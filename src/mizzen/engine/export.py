@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mizzen.checkpoint.team import Team, attempt
+from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.checkpoint.weights_out import save_torch
+from mizzen.engine.saving import Given, Saving, folder_of
 from mizzen.errors import UsageError
 from mizzen.files import commit_chunks, make_folder
 from mizzen.model.sketch import Sketch
@@ -64,8 +65,17 @@ class Contents:
                 yield name, held[name], list(store.everything[name].shape)
 
 
-def state_dict(module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], is_writer: bool) -> Any:
-    """All of it as a dict on one rank, under every name; None on the others."""
+def whole_state_dict(
+    module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: Team
+) -> dict[str, Any] | None:
+    """All of it as a dict on the first rank, under every name; None on the others."""
+    _Request("", skip).agreed(team, "Warn", "gathering the model")
+    return _gathered(module, stores, skip, is_writer=team.is_first)
+
+
+def _gathered(
+    module: nn.Module, stores: Sequence[Store], skip: frozenset[str], *, is_writer: bool
+) -> dict[str, Any] | None:
     found = {}
     for name, value in Contents.of(module, stores, skip):
         if is_writer:
@@ -77,17 +87,40 @@ def state_dict(module: nn.Module, stores: Sequence[Store], *, skip: frozenset[st
     return {name: found[name] for name in module.state_dict() if name in found}
 
 
-def save(path: Path, module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: Team) -> None:
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a rank was asked to gather and write. Ranks that gather different things would wait for each other."""
+
+    path: str
+    skip: frozenset[str]
+    failure: str | None = None
+
+    def agreed(self, team: Team, validation: Validation, call: str) -> str:
+        """The path of the first rank, who alone writes; an error on all ranks where one cannot take part."""
+        said: list[_Request] = team.everyone(self, call)
+        if failures := {rank: each.failure for rank, each in enumerate(said) if each.failure}:
+            raise UsageError(in_words(failures))
+        refuse_unequal([{"which frozen parameters are left out": sorted(each.skip)} for each in said], call)
+        is_quiet = validation == "Ignore"
+        team.take_first("files", {rank: each.path for rank, each in enumerate(said)}, "Ignore" if is_quiet else "Warn")
+        return said[0].path
+
+
+def save(
+    folder: Given, name: str, module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], saving: Saving
+) -> None:
     """Write it to a file: as safetensors while it is gathered, or with torch.save, which needs it all on the host.
 
     The first rank writes. What keeps it from that is told to all of them, who would wait for it.
     """
-    call = f"saving {path.name}"
+    team, call = saving.team.in_front(), f"saving {name}"
+    asked, unusable = attempt(lambda: Path(place_of(folder_of(saving.settings, folder))) / name)
+    path = Path(_Request(str(asked), skip, unusable).agreed(team, saving.settings.tag_validation, call))
     team.by_first(lambda: _make_place(path), call)
     failure = None
     if path.suffix != SAFETENSORS:
-        found = state_dict(module, stores, skip=skip, is_writer=team.is_first)
-        if team.is_first:
+        found = _gathered(module, stores, skip, is_writer=team.is_first)
+        if found is not None:
             _, failure = attempt(lambda: save_torch(found, path))
     else:
         contents = Contents.of(module, stores, skip)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from inspect import ismethod
 from os import PathLike
-from pathlib import Path
 from typing import Any, Final
 from weakref import ref
 
@@ -27,11 +26,11 @@ from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import load_state_dict, refresh_masters
 from mizzen.engine.changes import Changes
-from mizzen.engine.export import save, state_dict
+from mizzen.engine.export import save, whole_state_dict
 from mizzen.engine.loading import LoadReport, Wishes, load_checkpoint
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
-from mizzen.engine.saving import Saving, folder_of, save_checkpoint
+from mizzen.engine.saving import Saving, save_checkpoint
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.window import Window
 from mizzen.environment import World
@@ -421,8 +420,7 @@ class Face(nn.Module):
         """Write the whole model, in the dtype it computes with, to one file of rank 0. Every rank calls this."""
         self._allow_gathering("save_16bit_model")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
-        path = Path(save_dir) / save_filename
-        save(path, self.module, self.stores, skip=skip, team=self.saving.team.in_front())
+        save(save_dir, save_filename, self.module, self.stores, skip=skip, saving=self.saving)
         return True
 
     save_fp16_model = save_16bit_model
@@ -431,8 +429,7 @@ class Face(nn.Module):
         """The whole model in the dtype it computes with, on rank 0; None elsewhere. Every rank calls this."""
         self._allow_gathering("_consolidated_16bit_state_dict")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
-        found: dict[str, Any] | None = state_dict(self.module, self.stores, skip=skip, is_writer=self.global_rank == 0)
-        return found
+        return whole_state_dict(self.module, self.stores, skip=skip, team=self.saving.team.in_front())
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
@@ -482,7 +479,7 @@ class Face(nn.Module):
         self.changes.take_over()
         return save_checkpoint(
             self,
-            folder_of(settings, save_dir),
+            save_dir,
             None if tag is None else str(tag),
             {} if client_state is None else client_state,
             save_latest=save_latest,
@@ -533,15 +530,13 @@ class Face(nn.Module):
             custom=custom_load_fn,
         )
         self.changes.take_over()
-        return load_checkpoint(
-            self, folder_of(self.settings.checkpoint, load_dir), None if tag is None else str(tag), wishes
-        )
+        return load_checkpoint(self, load_dir, None if tag is None else str(tag), wishes)
 
     def resume_if_possible(
         self, load_dir: str | PathLike[str] | None = None
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from the latest checkpoint of a folder; (None, None), without a warning, when there is none."""
-        return load_checkpoint(self, folder_of(self.settings.checkpoint, load_dir), None, Wishes(must_be_there=False))
+        return load_checkpoint(self, load_dir, None, Wishes(must_be_there=False))
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds per phase of the last step, with `wall_clock_breakdown`."""

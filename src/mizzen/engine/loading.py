@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.choose import CALL, candidates_together, open_together
+from mizzen.checkpoint.choose import CALL, Asked, ask_together, candidates_together, open_together
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.tagged import PICKLED, decode, has_pickles, unpack
 from mizzen.checkpoint.team import attempt, in_words
 from mizzen.data.loader import Loader
 from mizzen.engine.access import refresh_masters
 from mizzen.engine.randomness import restore_process
-from mizzen.engine.saving import CLIENT, RANDOM, preflight, role_of
+from mizzen.engine.saving import CLIENT, RANDOM, Given, folder_of, preflight, role_of
 from mizzen.engine.state import WEIGHT, Weights, set_extra_states
 from mizzen.engine.states import fill_states, make_states, set_groups
-from mizzen.errors import CheckpointError
+from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import get_logger, log_dist, warn_once
 from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.rewrite.checkpointing import Checkpointing
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mizzen.engine.face import Face
 
 SHOWN: Final = 8
+STATES: Final = 1 << 22
+"""Bytes that the random states of a role may have: some thousand for each generator."""
 MIXED: Final = "The engine's state is now a mixture: load another checkpoint"
 
 
@@ -43,6 +45,16 @@ class Wishes:
     custom: Callable[..., None] | None = None
     must_be_there: bool = True
     """Whether it deserves a warning that there is none."""
+
+    def arguments(self) -> dict[str, object]:
+        """The arguments of `load_checkpoint` that these are, by their names."""
+        return {
+            "load_module_strict": bool(self.strict),
+            "load_module_only": bool(self.module_only),
+            "load_optimizer_states": bool(self.optimizer),
+            "load_lr_scheduler_states": bool(self.scheduler),
+            "whether there is a custom_load_fn": self.custom is not None,
+        }
 
     @property
     def continues(self) -> bool:
@@ -125,24 +137,25 @@ def _names(reader: Reader, key: str, kind: type[dict[str, str]] | type[list[str]
 
 
 def load_checkpoint(
-    engine: "Face", root: Path, tag: str | None, wishes: Wishes
+    engine: "Face", given: Given, tag: str | None, wishes: Wishes
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load one, or an older one where the configuration says so; (None, None) when there is none."""
     team, settings = engine.saving.team, engine.settings.checkpoint
     _, unsaved = attempt(engine.saving.background.wait)
     if unsaved:
         get_logger().error("%s", unsaved)
-    with_older, is_local = settings.on_corrupt == "previous", settings.use_node_local_storage
-    tried = candidates_together(root, tag, team, with_older=with_older, is_local=is_local)
+    asked = _ask(engine, given, tag, wishes)
+    tried = candidates_together(asked, team, with_older=settings.on_corrupt == "previous")
     if not tried:
-        what = f"there is no checkpoint '{tag}' in {root}" if tag else f"there is no checkpoint in {root}"
+        tag = asked.tag
+        what = f"there is no checkpoint '{tag}' in {asked.root}" if tag else f"there is no checkpoint in {asked.root}"
         if wishes.must_be_there:
             log_dist(f"{what}: nothing was loaded", level=logging.WARNING)
         return None, None
     for number, chosen in enumerate(tried):
-        folder = root / chosen
         try:
-            with open_together(folder, team) as reader:
+            with open_together(asked, chosen, team) as reader:
+                folder = reader.folder
                 match = Match.of(Weights.of(engine.module, engine.stores), reader)
                 if wishes.strict and not match.report.is_exact and wishes.custom is None:
                     raise Unfit(
@@ -162,9 +175,27 @@ def load_checkpoint(
             continue
         if not match.report.is_exact or engine.load_report.states:
             log_dist(f"{folder} was loaded, but not all fitted: {engine.load_report}", level=logging.WARNING)
-        preflight(engine, root)
+        preflight(engine, folder.parent)
         return str(folder), client
     raise AssertionError(f"none of {tried} was loaded, and none has failed")
+
+
+def _ask(engine: "Face", given: Given, tag: str | None, wishes: Wishes) -> Asked:
+    """What all ranks want to load. What a load reads and sets has to be asked for by all of them alike."""
+    settings = engine.settings.checkpoint
+    root, unusable = attempt(lambda: folder_of(settings, given))
+    try:
+        return ask_together(
+            root or Path(),
+            tag,
+            engine.saving.team,
+            validation=settings.tag_validation,
+            is_local=settings.use_node_local_storage,
+            failure=unusable,
+            arguments=wishes.arguments(),
+        )
+    except CheckpointError as error:
+        raise UsageError(str(error)) if unusable else error from None
 
 
 class Unfit(CheckpointError):
@@ -250,7 +281,10 @@ def _restore_random(engine: "Face", reader: Reader) -> None:
     roles = [name for kind, name in reader.entries if kind == RANDOM]
     if not roles:
         return
-    mine = unpack(reader.whole(RANDOM, role if role in roles else min(roles)))
+    name = role if role in roles else min(roles)
+    if (size := reader.entries[RANDOM, name].nbytes) > STATES:
+        raise CheckpointError(f"{reader.folder}: the random states of '{name}' have {size:,} bytes; at most {STATES:,}")
+    mine = unpack(reader.whole(RANDOM, name))
     try:
         restore_process(mine["process"])
         if stream.is_own and role in roles and mine["stream"]:

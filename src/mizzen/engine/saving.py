@@ -91,8 +91,8 @@ def folder_of(settings: CheckpointConfig, given: str | os.PathLike[str] | None) 
     """The folder of a call, or that of the configuration."""
     if given is None and settings.dir is None:
         raise UsageError("which folder? Give one to the call, or set checkpoint.dir in the configuration")
-    if given is not None and not isinstance(given, str | os.PathLike):
-        raise UsageError(f"a folder is a text or a path, not {given!r}")
+    if given is not None and (not isinstance(given, str | os.PathLike) or not os.fspath(given)):
+        raise UsageError(f"a folder is a text or a path, not {given!r}; '.' is the folder that the job was started in")
     return Path(given if given is not None else str(settings.dir))
 
 
@@ -108,9 +108,13 @@ def preflight(engine: "Face", root: Path) -> None:
         warn_once(f"{root} has {free:,} bytes free, and this rank alone needs {own:,} for one checkpoint")
 
 
+Given = str | os.PathLike[str] | None
+"""A folder as a call was given it; None is that of the configuration."""
+
+
 def save_checkpoint(
     engine: "Face",
-    root: Path,
+    given: Given,
     tag: str | None,
     client_state: Mapping[str, Any],
     *,
@@ -123,7 +127,7 @@ def save_checkpoint(
     try:
         if saving.settings.async_policy == "refuse":
             saving.background.refuse_another(saving.team)
-        return _save(engine, root, tag, client_state, saving.terms(save_latest), exclude_frozen, beside)
+        return _save(engine, given, tag, client_state, saving.terms(save_latest), exclude_frozen, beside)
     except CheckpointError as error:
         saving.report(error)
         return False
@@ -131,7 +135,7 @@ def save_checkpoint(
 
 def _save(
     engine: "Face",
-    root: Path,
+    given: Given,
     tag: str | None,
     client_state: Mapping[str, Any],
     terms: Terms,
@@ -145,11 +149,23 @@ def _save(
             "the last step are lost for a run that is resumed; save after a step"
         )
     _, unsaved = attempt(lambda: engine.saving.settle(engine.saving.background.wait))  # others may know it already
+    root, unusable = attempt(lambda: folder_of(engine.settings.checkpoint, given))
     collected, failure = _collected(engine, client_state, exclude_frozen)
     held, facts = collected or ([], {})
     needed = sum(item.nbytes for item in share_of(held, team.rank, ()))
     tag = tag or f"global_step{engine.global_steps}"
-    ticket = protocol.begin(root, tag, team, terms, needed=needed, failure=unsaved or failure)
+    try:
+        ticket = protocol.begin(
+            root or Path(),
+            tag,
+            team,
+            terms,
+            needed=needed,
+            failure=unusable or unsaved or failure,
+            arguments={"exclude_frozen_parameters": bool(exclude_frozen)},
+        )
+    except CheckpointError as error:
+        raise UsageError(str(error)) if unusable else error from None
     mine = share_of(held, team.rank, ticket.nodes)
     items, uncopied = attempt(lambda: engine.saving.background.staging.copies(mine)) if beside else (mine, None)
 

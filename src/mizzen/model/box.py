@@ -8,10 +8,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from mizzen.errors import UsageError
 
 Shape = tuple[int, ...]
+STEPS: Final = 2_000_000
+"""How many times a box is looked at, at most, to count the elements of a tensor that some boxes hold."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -136,7 +139,7 @@ def coverage(boxes: Iterable[Box], shape: Sequence[int]) -> Coverage:
     for box in held:
         if not whole.contains(box):
             raise UsageError(f"{box} does not lie in a tensor {tuple(shape)}")
-    union = _union(list(set(held)), 0) if held else 0
+    union = _union(list(set(held)), 0, [STEPS]) if held else 0
     return Coverage(missing=whole.numel - union, overlapping=sum(box.numel for box in held) - union)
 
 
@@ -157,11 +160,15 @@ def _largest_box(shape: Sequence[int], strides: Shape, start: int, stop: int) ->
     return Box((), ())
 
 
-def _union(boxes: list[Box], dim: int) -> int:
+def _union(boxes: list[Box], dim: int, left: list[int]) -> int:
     """The number of elements in at least one of the boxes, counted from dimension `dim` inwards.
 
-    Sweeps along the dimension: between two neighbouring edges the same boxes are open.
+    Sweeps along the dimension: between two neighbouring edges the same boxes are open. `left` is how many boxes may
+    still be looked at: those that cross in many dimensions could be counted for ever.
     """
+    left[0] -= len(boxes)
+    if left[0] < 0:
+        raise UsageError(f"boxes that cross in so many ways that counting them takes more than {STEPS:,} steps")
     if len(boxes) == 1:
         return math.prod(boxes[0].shape[dim:])
     if dim == len(boxes[0].start):
@@ -173,5 +180,5 @@ def _union(boxes: list[Box], dim: int) -> int:
     total, active = 0, list[Box]()
     for low, high in zip(edges, edges[1:], strict=False):
         active = [box for box in active if box.stop[dim] > low] + opening[low]
-        total += (high - low) * _union(active, dim + 1) if active else 0
+        total += (high - low) * _union(active, dim + 1, left) if active else 0
     return total

@@ -9,7 +9,7 @@ from torch import nn
 
 import mizzen
 from faults.malice import opened, sealed
-from mizzen.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from mizzen.checkpoint import convert_zero_checkpoint_to_fp32_state_dict, get_fp32_state_dict_from_zero_checkpoint
 from mizzen.checkpoint.folder import committed
 from mizzen.errors import CheckpointError, MizzenError, UsageError
 from ranks.checkpoint.programs import Case, build, differences, train, warnings_of, whole
@@ -502,3 +502,21 @@ def _local(tensor):
 
 def test_a_state_dict_of_a_checkpoint_fits_the_engine(world, tmp_path):
     assert world(2).run(whole_units, str(tmp_path)) == [[], []]
+
+
+def convert_at_once(folder, safe):
+    engine = build(Case())
+    engine.save_checkpoint(f"{folder}/saved")
+    for _ in range(4):
+        mizzen.comm.barrier()
+        convert_zero_checkpoint_to_fp32_state_dict(
+            f"{folder}/saved", f"{folder}/out", max_shard_size=600, safe_serialization=safe
+        )
+    mizzen.comm.barrier()
+    return sorted(path.name for path in Path(folder, "out").iterdir())
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_all_ranks_convert_to_one_folder_at_once(world, tmp_path, safe):
+    one, other, third = world(3).run(convert_at_once, str(tmp_path), safe)
+    assert one == other == third and len(one) > 2 and not any(name.endswith(".new") for name in one)

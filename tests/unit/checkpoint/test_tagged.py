@@ -153,3 +153,45 @@ values = st.recursive(
 @given(values)
 def test_any_plain_value(value):
     assert there_and_back(value) == value
+
+
+def doubled(times):
+    value = [0]
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [doubled(200 - 5), {"a": doubled(60)}, [[0] * 1000] * 2000, ["x" * 1_000_000] * 30, [b"x" * 1_000_000] * 30],
+    ids=["lists", "in a dict", "one list", "text", "bytes"],
+)
+def test_what_would_be_endless_without_sharing_is_refused(value):
+    with pytest.raises(UsageError, match=r"client_state.* values in it are shared: written out"):
+        Encoder("client_state").encode({"v": value})
+
+
+def test_what_is_shared_a_little_is_written_again():
+    row = {"lr": 0.1, "betas": (0.9, 0.99), "name": "a name of some length"}
+    assert there_and_back([row] * 1000) == [row] * 1000
+
+
+def test_an_array_that_is_there_often_is_one_array():
+    array, tensor = numpy.arange(3), torch.ones(2)
+    encoder = Encoder("client_state")
+    body = encoder.encode({"a": [array] * 8000, "t": [tensor] * 8000, "other": torch.ones(2)})
+    assert len(encoder.tensors) == 3
+    reads = []
+    found = decode(body, lambda name: reads.append(name) or encoder.tensors[name])
+    assert len(reads) == 3 and found["a"][0] is not None
+    assert len({id(each) for each in found["t"]}) == 1 and found["t"][0] is not found["other"]
+
+
+@pytest.mark.parametrize("word", ["set", "frozenset", "dict", "ordered", "counter"])
+def test_keys_that_have_one_hash_are_refused(word):
+    keys = [number * (2**61 - 1) for number in range(200)]
+    rows = keys if word.endswith("set") else [[key, 1] for key in keys]
+    with pytest.raises(CheckpointError, match="200 keys of one dict or set have the same hash"):
+        decode({f"${word}": rows}, lambda name: torch.zeros(1))
+    assert len(decode({f"${word}": rows[:100]}, lambda name: torch.zeros(1))) == 100

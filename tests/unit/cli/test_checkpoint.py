@@ -58,6 +58,46 @@ def test_verify(mizzen, folder):
     assert mizzen("checkpoint", "verify", folder / "s3").code == 0
 
 
+LATESTS = {
+    "s9\n": "names 's9', which is not committed; it was last written by a save with 's3'",
+    "": "names no checkpoint",
+    "../s1\n": "names no checkpoint",
+    "s1\n": "one bit has changed",
+    None: "is missing",
+    "record": "latest.json beside it is damaged",
+}
+
+
+@pytest.mark.parametrize("content", LATESTS, ids=repr)
+@pytest.mark.parametrize("every", [True, False])
+def test_verify_tells_of_latest(mizzen, folder, content, every):
+    if content == "record":
+        (folder / "latest.json").write_text("{}")
+    elif content is None:
+        (folder / "latest").unlink()
+    else:
+        (folder / "latest").write_text(content)
+    ran = mizzen("checkpoint", "verify", folder, *["--all"] * every)
+    assert ran.code == 3 and LATESTS[content] in ran.out and ran.out.count("whole") == (3 if every else 1)
+    assert (
+        mizzen("checkpoint", "verify", folder / "s3").code
+        == mizzen("checkpoint", "verify", folder, "--tag", "s1").code
+        == 0
+    )
+    next((folder / "s3").glob("*.safetensors")).unlink()
+    assert mizzen("checkpoint", "verify", folder, "--all").code == 1
+
+
+def test_verify_is_content_with_a_latest_that_was_edited_or_never_written(mizzen, folder):
+    save(folder, {"a": torch.zeros(1)}, tag="of-the-user")
+    (folder / "latest").write_text("s2\n")
+    assert mizzen("checkpoint", "verify", folder, "--all").code == 0
+    (folder / "latest").unlink()
+    (folder / "latest.json").unlink()
+    ran = mizzen("checkpoint", "verify", folder, "--all")
+    assert ran.code == 0 and "latest" not in ran.out
+
+
 def test_diff(mizzen, folder):
     ran = mizzen("checkpoint", "diff", folder, folder, "--tag", "s1")
     assert ran.code == 1 and "model 'a'" in ran.out and "model 'b'" not in ran.out

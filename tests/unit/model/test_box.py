@@ -180,3 +180,9 @@ def test_a_box_prints_as_an_index():
 def test_what_is_wrong_is_said_with_the_numbers(wrong, message):
     with pytest.raises(UsageError, match=message):
         wrong()
+
+
+def test_boxes_that_cross_in_many_dimensions_are_not_counted_for_ever():
+    nested = [Box((number,) * 9, (60 - number,) * 9) for number in range(20)]
+    with pytest.raises(UsageError, match="boxes that cross in so many ways"):
+        coverage(nested, (60,) * 9)

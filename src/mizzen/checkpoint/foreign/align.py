@@ -11,6 +11,8 @@ from typing import Final
 Shape = tuple[int, ...]
 Place = tuple[int, ...]
 WAYS: Final = 10_000
+STEPS: Final = 5_000_000
+"""How many ways, groups and parameters may be tried with each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class _Ways:
 
 def align(model: Mapping[str, Shape], groups: Sequence[Sequence[Shape]]) -> list[list[str]] | None:
     """The names of each group's parameters, or None when there is no way or more than one."""
+    left = STEPS
     spare = len(model) - sum(map(len, groups))
     ways: dict[Place, _Ways] = {(0,) * len(groups): _Ways(None)}
     for seen, (name, shape) in enumerate(model.items(), start=1):
@@ -44,7 +47,8 @@ def align(model: Mapping[str, Shape], groups: Sequence[Sequence[Shape]]) -> list
                     moved = (*place[:number], place[number] + 1, *place[number + 1 :])
                     _reach(after, moved, _Ways(_Way(number, name, found.way), found.is_only))
         ways = after
-        if len(ways) > WAYS:
+        left -= len(ways) * len(groups) ** 2  # a way has as many places as there are groups, and tries each
+        if len(ways) > WAYS or left < 0:
             return None
     end = ways.get(tuple(map(len, groups)))
     return _names(end.way, len(groups)) if end is not None and end.is_only else None

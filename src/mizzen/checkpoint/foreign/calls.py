@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from mizzen.checkpoint.bounds import refuse_alike
 from mizzen.checkpoint.foreign.extent import Storage
 from mizzen.checkpoint.foreign.values import DTYPES, Inert, Name, TensorRef
 
@@ -17,6 +18,8 @@ Spend = Callable[[int], None]
 Args = tuple[object, ...]
 
 NUMPY_KINDS: Final = "biufc"
+DEVICE: Final = 100
+"""How many characters the name of a device may have."""
 
 
 class Unreadable(Exception):
@@ -58,6 +61,7 @@ def _set(args: Args, spend: Spend) -> set[object]:
     items = _items(args[0], spend) if args else []
     if not all(map(is_key, items)):
         raise Unreadable("a set of something that is no number, string or name")
+    refuse_alike(items)
     return set(items)
 
 
@@ -65,13 +69,14 @@ def _mapping(args: Args, spend: Spend) -> dict[object, object]:
     """OrderedDict() is filled afterwards; OrderedDict([...]) at once; defaultdict and Counter likewise."""
     given = [arg for arg in args if isinstance(arg, dict | list)]
     pairs: Iterable[object] = given[0].items() if given and isinstance(given[0], dict) else given[0] if given else ()
-    found: dict[object, object] = {}
+    rows: list[tuple[object, object]] = []
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not is_key(pair[0]):
             raise Unreadable("a dict of something other than pairs")
         spend(1)
-        found[pair[0]] = pair[1]
-    return found
+        rows.append((pair[0], pair[1]))
+    refuse_alike(key for key, _ in rows)
+    return dict(rows)
 
 
 def _size(args: Args, spend: Spend) -> tuple[object, ...]:
@@ -98,7 +103,9 @@ def _bytes(args: Args, spend: Spend) -> bytes:
 
 def _text(args: Args, spend: Spend) -> object:
     """A device or a layout: its name is all there is to it."""
-    return ":".join(str(arg) for arg in args if isinstance(arg, str | int))
+    if not all(isinstance(arg, int) or (isinstance(arg, str) and len(arg) <= DEVICE) for arg in args[:2]):
+        raise Unreadable("a device or a layout without a name")
+    return ":".join(str(arg) for arg in args[:2])
 
 
 def _reconstructor(args: Args, spend: Spend) -> object:
@@ -139,13 +146,17 @@ def _numpy_array(args: Args, spend: Spend) -> object:
 def _numpy_buffer(args: Args, spend: Spend) -> object:
     """An array at once, in protocol 5: (bytes, dtype, shape, order)."""
     data, dtype, shape, order = args
-    return Inert("numpy.ndarray", state=numpy_array((1, shape, dtype, order == "F", data)))
+    return Inert("numpy.ndarray", state=numpy_array((1, shape, dtype, order == "F", data), spend))
 
 
-def numpy_array(state: object) -> object:
-    """An array from the state that pickle gives it: (version, shape, dtype, is it Fortran's order, bytes)."""
+def numpy_array(state: object, spend: Spend) -> object:
+    """An array from the state that pickle gives it: (version, shape, dtype, is it Fortran's order, bytes).
+
+    The bytes are paid for each time: many arrays may be made of the same ones.
+    """
     match state:
         case (_, tuple() as shape, dtype, bool() as fortran, bytes() as data):
+            spend(len(data) // 64)
             kind, count = numpy_dtype(dtype), 1
             for size in shape:
                 if type(size) is not int or size < 0 or len(shape) > 32:

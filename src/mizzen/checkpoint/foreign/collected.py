@@ -4,35 +4,21 @@ A format's reader fills the table; nothing is read until `read`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign.values import TensorRef, TooDeep, plain
+from mizzen.checkpoint.foreign.extent import Extent
+from mizzen.checkpoint.foreign.values import SHARED, Readable, TensorRef, TooDeep, plain
 from mizzen.checkpoint.source import Entry
 from mizzen.errors import CheckpointError
 
-
-class Recipe(Protocol):
-    """How one tensor is made of bytes in files."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-        ...
-
-    def read(self) -> Tensor:
-        """Read and put together."""
-        ...
+TIMES: Final = 4
+"""How many times the bytes of the files the tensors may have that lie in them: some are there under two names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +57,10 @@ class Joined:
         """That of the first range; all must agree."""
         return self.parts[0].data.dtype if self.parts else torch.float32
 
+    def paths(self) -> Iterable[Path]:
+        """The files of all ranges."""
+        return {path for part in self.parts for path in part.data.paths()}
+
     def read(self) -> Tensor:
         """Read the ranges one after another."""
         found, at = torch.empty(self.shape, dtype=self.dtype), 0
@@ -101,6 +91,10 @@ class Number:
         """Whole numbers stay whole."""
         return torch.int64 if isinstance(self.value, int) else torch.float64
 
+    def paths(self) -> Iterable[Path]:
+        """It is in memory already."""
+        return ()
+
     def read(self) -> Tensor:
         """The number as a tensor."""
         return torch.tensor(self.value, dtype=self.dtype)
@@ -113,12 +107,12 @@ class Collected:
     path: Path
     what: str
     """The format in words; it is in the facts too."""
-    table: dict[tuple[str, str], Recipe] = field(default_factory=dict)
+    table: dict[tuple[str, str], Readable] = field(default_factory=dict)
     notes: dict[str, object] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """What is in the checkpoint and cannot be told apart or read, each with the reason."""
 
-    def add(self, kind: str, name: str, recipe: Recipe, *, where: object) -> None:
+    def add(self, kind: str, name: str, recipe: Readable, *, where: object) -> None:
         """One more tensor; a name that is there already is an error."""
         if (kind, name) in self.table:
             raise CheckpointError(f"{where}: {kind} of {name!r} is stored twice")
@@ -135,6 +129,18 @@ class Collected:
             raise CheckpointError(f"{self.path}: this {self.what} has no {entry.kind} of {entry.name!r}")
         return recipe.read()
 
+    def check_size(self) -> None:
+        """Refuse tensors that are far larger together than the files they are read from: they share their bytes."""
+        recipes = {id(recipe): recipe for recipe in self.table.values()}.values()
+        total = sum(math.prod(recipe.shape) * recipe.dtype.itemsize for recipe in recipes)
+        files = {path for recipe in recipes for path in recipe.paths()}
+        held = sum(Extent.of_file(path).solid for path in files)
+        if total > TIMES * held + SHARED:
+            raise CheckpointError(
+                f"{self.path}: {len(recipes):,} tensors of {total:,} bytes in files of {held:,}: they share their "
+                f"bytes, and more than {TIMES} times the files is not read"
+            )
+
     def facts(self) -> Mapping[str, object]:
         """What the checkpoint was and what it says of its run. Tensors of the client's state are read now."""
         try:
@@ -144,7 +150,7 @@ class Collected:
         return {"format": self.what, **notes, "left_out": [*self.left_out]}
 
 
-def as_recipe(value: object) -> Recipe | None:
+def as_recipe(value: object) -> Readable | None:
     """A tensor or a number; None for anything else."""
     if isinstance(value, TensorRef):
         return value
@@ -153,7 +159,7 @@ def as_recipe(value: object) -> Recipe | None:
     return None
 
 
-def shaped(ref: TensorRef, shape: tuple[int, ...], where: object) -> Recipe:
+def shaped(ref: TensorRef, shape: tuple[int, ...], where: object) -> Readable:
     """A tensor that was stored flat, in its own shape."""
     if ref.shape == shape:
         return ref

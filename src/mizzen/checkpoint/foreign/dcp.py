@@ -5,6 +5,7 @@ The metadata is read by the restricted reader; every chunk is a small file of `t
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -13,15 +14,16 @@ from torch import Tensor
 from mizzen.checkpoint.foreign import pickles, torchfile
 from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.extent import Extent, Folder
-from mizzen.checkpoint.foreign.tree import count_of, expect, shape_of
+from mizzen.checkpoint.foreign.tree import count_of, expect, name_in, shape_of
 from mizzen.checkpoint.foreign.values import Inert, TensorRef
-from mizzen.errors import CheckpointError
+from mizzen.checkpoint.manifest import LONGEST
+from mizzen.errors import CheckpointError, UsageError
 from mizzen.model.box import Box, coverage
 
 WRAPPERS: Final = frozenset({"app", "model", "module", "state_dict", "model_state_dict"})
 """Keys under which programs put a model into what they save."""
-VALUE: Final = 2**24
-"""How many bytes a value that is no tensor may have."""
+VALUE: Final = 2**26
+"""How many bytes the values that are no tensors may have together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,19 @@ class Boxed:
                 raise CheckpointError(
                     f"{chunk.extent.path}: {self.name}: {chunk.box} of {self.dtype} in {chunk.extent.length} bytes"
                 )
-        found = coverage([chunk.box for chunk in self.chunks], self.shape)
+        try:
+            found = coverage([chunk.box for chunk in self.chunks], self.shape)
+        except UsageError as error:
+            raise CheckpointError(f"{self.where}: {self.name}: {error}") from None
         if found.missing or found.overlapping:
             raise CheckpointError(
                 f"{self.where}: {self.name} {list(self.shape)}: its {len(self.chunks)} chunks leave out "
                 f"{found.missing} elements and have {found.overlapping} twice"
             )
+
+    def paths(self) -> set[Path]:
+        """The files of all boxes."""
+        return {chunk.extent.path for chunk in self.chunks}
 
     def read(self) -> Tensor:
         """Read the boxes one after another."""
@@ -84,12 +93,13 @@ def open_dcp(folder: Folder, inert: tuple[str, ...]) -> Collected:
     places = _places(folder, metadata, where)
     source = Collected(folder.path, "torch.distributed.checkpoint")
     values: dict[str, object] = {}
+    read = _Values(inert, where)
     for key, about in tensors.items():
-        name = expect(key, str, f"{where}: a name")
+        name = name_in(key, f"{where}: a name")
         if not isinstance(about, Inert):
             raise CheckpointError(f"{where}: {name!r} is described by a {type(about).__name__}")
         if about.name.endswith(".BytesStorageMetadata"):
-            values[name] = _value(places, name, inert, where)
+            values[name] = read.value(places, name)
         elif about.name.endswith(".TensorStorageMetadata"):
             recipe = _boxed(name, about, places, inert, where)
             if (found := _kind(name, paths, wrapped)) is None:
@@ -112,10 +122,10 @@ def _places(folder: Folder, metadata: Inert, where: str) -> Places:
     for index, info in expect(metadata.get("storage_data"), dict, f"{where}: storage_data").items():
         if not isinstance(index, Inert) or not isinstance(info, Inert):
             raise CheckpointError(f"{where}: storage_data has something else than indices and places")
-        name, offset = expect(index.get("fqn"), str, f"{where}: a name"), index.get("offset")
+        name, offset = name_in(index.get("fqn"), f"{where}: a name"), index.get("offset")
         if info.get("transform_descriptors"):
             raise CheckpointError(f"{where}: {name!r} was written through a transform (compressed), which is not read")
-        path = expect(info.get("relative_path"), str, f"{where}: the file of {name!r}")
+        path = name_in(info.get("relative_path"), f"{where}: the file of {name!r}")
         if path not in files:
             files[path] = folder.file(path)
         start, length = (count_of(info.get(key), f"{where}: {key} of {name!r}") for key in ("offset", "length"))
@@ -146,13 +156,28 @@ def _chunks(name: str, about: Inert, places: Places, where: str) -> Iterator[Chu
         yield Chunk(Box(start, tuple(a + b for a, b in zip(start, sizes, strict=True))), extent)
 
 
-def _value(places: Places, name: str, inert: tuple[str, ...], where: str) -> object:
-    extent = places.get((name, ()))
-    if extent is None:
-        raise CheckpointError(f"{where}: nothing says where {name!r} is")
-    if extent.length > VALUE:
-        raise CheckpointError(f"{extent.path}: {name!r} has {extent.length:,} bytes; values may have {VALUE:,}")
-    return torchfile.load(extent, inert=inert)
+class _Values:
+    """The values of a folder that are no tensors, each read once however often it is named."""
+
+    def __init__(self, inert: tuple[str, ...], where: str) -> None:
+        self._inert = inert
+        self._where = where
+        self._read: dict[Extent, object] = {}
+        self._bytes = 0
+
+    def value(self, places: Places, name: str) -> object:
+        """One of them."""
+        extent = places.get((name, ()))
+        if extent is None:
+            raise CheckpointError(f"{self._where}: nothing says where {name!r} is")
+        if extent not in self._read:
+            self._bytes += extent.length
+            if self._bytes > VALUE:
+                raise CheckpointError(
+                    f"{extent.path}: {name!r} and others have {self._bytes:,} bytes; at most {VALUE:,}"
+                )
+            self._read[extent] = torchfile.load(extent, inert=self._inert)
+        return self._read[extent]
 
 
 def _kind(name: str, paths: Mapping[object, object], wrapped: bool) -> tuple[str, str] | None:
@@ -161,7 +186,7 @@ def _kind(name: str, paths: Mapping[object, object], wrapped: bool) -> tuple[str
     Where the model has a key of its own, a tensor under another key is neither: None.
     """
     path = paths.get(name)
-    keys = [str(key) for key in path] if isinstance(path, tuple) else None
+    keys = [str(key)[:LONGEST] for key in path if isinstance(key, str | int)] if isinstance(path, tuple) else None
     if keys is None:
         before, found, after = f".{name}".rpartition(".state.")
         own, dot, kind = after.rpartition(".")

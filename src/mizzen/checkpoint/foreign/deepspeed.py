@@ -15,7 +15,7 @@ from mizzen.checkpoint.foreign.extent import Folder
 from mizzen.checkpoint.foreign.numbered import add_numbered, shared_names, with_masters
 from mizzen.checkpoint.foreign.shards import Shard, add_flat, add_pieces, shapes_of
 from mizzen.checkpoint.foreign.tagfiles import TagFiles
-from mizzen.checkpoint.foreign.tree import count_of, entries, expect, number_in, shape_of, tensors
+from mizzen.checkpoint.foreign.tree import count_of, entries, expect, name_in, number_in, shape_of, tensors
 from mizzen.checkpoint.foreign.values import TensorRef
 from mizzen.errors import CheckpointError
 
@@ -66,7 +66,8 @@ class _Reading:
     def buffers(self) -> set[str]:
         """Names of the buffers."""
         listed = (head.get("buffer_names") or [] for head in self.heads)
-        return {str(name) for names in listed for name in expect(names, list, f"{self.folder.path}: buffer_names")}
+        where = f"{self.folder.path}: buffer_names"
+        return {name_in(name, where) for names in listed for name in expect(names, list, where)}
 
 
 def open_deepspeed(folder: Folder, files: TagFiles, inert: tuple[str, ...]) -> Collected:
@@ -128,7 +129,8 @@ def _sharded_model(reading: _Reading) -> None:
     """Stage 3: buffers from one rank, frozen parameters in pieces, trained ones as their fp32 values."""
     head, where = reading.heads[0], str(reading.folder.path)
     found, _ = tensors(head.get("module"), f"{where}: module")
-    for name in (name for name in found if name in reading.buffers):
+    buffers = reading.buffers
+    for name in (name for name in found if name in buffers):
         reading.source.add("model", name, found[name], where=where)
     _masters_as_model(reading)
     shapes = entries(head.get("frozen_param_shapes"), f"{where}: frozen_param_shapes")
@@ -250,7 +252,7 @@ def _facts(reading: _Reading, stage: object) -> None:
     parameters = {name for kind, name in reading.source.table if kind == "model"} - reading.buffers - {*shared}
     trained = {name for kind, name in reading.source.table if kind != "model"}
     if notes.get("optimizer"):
-        reading.source.what += f" of ZeRO stage {stage}" if stage else " without ZeRO"
+        reading.source.what += f" of ZeRO stage {stage}" if stage in (1, 2, 3) else " without ZeRO"
     notes |= {
         "version": head.get("ds_version"),
         "zero_stage": stage,

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mizzen.checkpoint.read import SPARSE, SWELLING
 from mizzen.errors import CheckpointError
 
 CHUNK: Final = 4 * 2**20
@@ -39,6 +40,11 @@ class Extent:
             raise CheckpointError(f"{path}: not a regular file, so it is not read")
         return cls(path, 0, status.st_size)
 
+    @property
+    def solid(self) -> int:
+        """The most bytes that may be read of it: those of a file with holes are more than it takes on the disk."""
+        return min(self.length, SPARSE + SWELLING * self.path.stat().st_blocks * 512)
+
     def part(self, start: int, length: int, what: str) -> "Extent":
         """A range within this one; `what` is its name in the error."""
         if start < 0 or length < 0 or start + length > self.length:
@@ -57,10 +63,15 @@ class Extent:
     def tensor(self, start: int, length: int) -> Tensor:
         """Some bytes, as a tensor of uint8."""
         part = self.part(start, length, "a tensor")
+        if length > SPARSE and length > part.solid:
+            raise CheckpointError(
+                f"{self.path}: {length:,} bytes of a file made of holes, which has far less on the disk; if it is "
+                "meant, copy it with `cp --sparse=never`"
+            )
         found = torch.empty(length, dtype=torch.uint8)
         view, done = found.numpy().data, 0
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open(self.path, "rb", buffering=0, opener=_open_at_once) as file:
                 file.seek(part.start)
                 while done < length and (count := file.readinto(view[done : done + 2**30])):
                     done += count
@@ -76,6 +87,11 @@ class Extent:
         """All of it, a few megabytes at a time."""
         for start in range(0, self.length, CHUNK):
             yield self.tensor(start, min(CHUNK, self.length - start))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting: in the meantime somebody may have put a pipe in the place of a file."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from mizzen.checkpoint.foreign.align import align
 from mizzen.checkpoint.foreign.collected import Collected, as_recipe
-from mizzen.checkpoint.foreign.tree import count_of, entries, expect, tensors
+from mizzen.checkpoint.foreign.tree import count_of, entries, expect, name_in, tensors
 from mizzen.checkpoint.foreign.values import TensorRef
 from mizzen.errors import CheckpointError
 
@@ -61,7 +61,7 @@ def _named_groups(groups: list[object]) -> list[list[str]] | None:
     found = [group.get("param_names") for group in groups if isinstance(group, dict)]
     if not found or not all(isinstance(names, list) for names in found):
         return None
-    return [[str(name) for name in names] for names in found if isinstance(names, list)]
+    return [[name_in(name, "param_names") for name in names] for names in found if isinstance(names, list)]
 
 
 def _shape_of_state(state: object) -> tuple[int, ...] | None:

@@ -11,15 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
+from mizzen.checkpoint.bounds import ALIKE, Costly, refuse_alike
 from mizzen.checkpoint.foreign.allowed import RENAMED, is_allowed
 from mizzen.checkpoint.foreign.calls import Unreadable, call, constant, is_key, numpy_array
-from mizzen.checkpoint.foreign.values import DTYPES, Inert, Name
+from mizzen.checkpoint.foreign.values import DTYPES, HOLDERS, Inert, Name, TooDeep, written_out
 from mizzen.errors import CheckpointError
 
 VALUES: Final = 8_000_000
 """How many values one pickle may have; a model of 100,000 tensors on 8 ranks has about 6 million."""
 INTEGER: Final = 64
 """How many bytes an integer may have."""
+NAME: Final = 1000
+"""How many characters the name of a class may have, and that of its module."""
+SMALL: Final = 16
+"""How many arguments a call has, and a tuple that is often shared: more of them are counted."""
 
 Persistent = Callable[[object], object]
 
@@ -37,6 +42,10 @@ class Machine:
     marks: list[list[object]] = field(default_factory=list)
     memo: dict[int, object] = field(default_factory=dict)
     values: int = 0
+    is_shared: bool = False
+    """Whether something that holds others is in it twice."""
+    alike: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How many keys with one hash a dict or set has: by the number of its object and the hash."""
 
     def take(self, count: int) -> bytes:
         """The next bytes."""
@@ -75,6 +84,8 @@ class Machine:
 
     def named(self, module: str, name: str) -> object:
         """A name that the pickle speaks of, if it may."""
+        if len(module) > NAME or len(name) > NAME:
+            raise Unreadable(f"a name of {len(module) + len(name)} characters")
         found = Name(RENAMED.get(module, module), name)
         if str(found) not in DTYPES and not is_allowed(found, self.packages):
             key = next((repr(value) for value in reversed(self.stack) if isinstance(value, str)), None)
@@ -83,6 +94,22 @@ class Machine:
                 f"only tensors and plain data are read, and nothing in a checkpoint is run{_way_out(found)}"
             )
         return constant(found)
+
+    def use(self, value: object) -> None:
+        """A value that is there already comes again."""
+        is_small = isinstance(value, tuple) and len(value) <= SMALL and not any(isinstance(v, HOLDERS) for v in value)
+        self.is_shared = self.is_shared or (isinstance(value, HOLDERS) and not is_small)
+        self.stack.append(value)
+
+    def check_key(self, target: object, key: object) -> None:
+        """Refuse a key that takes long to find: texts have hashes that nobody can foresee, numbers have not."""
+        if not is_key(key):
+            raise Unreadable(f"a key that is a {type(key).__name__}")
+        if isinstance(key, tuple | float) or (isinstance(key, int) and key.bit_length() > 60):
+            place = (id(target), hash(key))
+            self.alike[place] = count = self.alike.get(place, 0) + 1
+            if count > ALIKE:
+                raise Unreadable(f"more than {ALIKE} keys of one dict or set have the same hash")
 
 
 def _way_out(name: Name) -> str:
@@ -103,13 +130,22 @@ def load(
             code = data[machine.at]
             machine.at += 1
             if code == STOP:
-                return machine.stack.pop(), machine.at
+                return _checked(machine), machine.at
             if (step := STEPS.get(code)) is None:
                 raise Unreadable(f"the instruction {bytes((code,))!r} is not one that torch or this reader uses")
             step(machine)
         raise Unreadable("it has no end")
-    except (Unreadable, IndexError, KeyError, ValueError, TypeError, struct.error) as error:
+    except (Unreadable, Costly, TooDeep, IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise CheckpointError(f"{where}: not a pickle that can be read, at byte {machine.at}: {error}") from error
+
+
+def _checked(m: Machine) -> object:
+    """The value of a pickle, if it is no larger for who walks through it than for who reads it."""
+    found = m.stack.pop()
+    if m.is_shared and (size := written_out(found)) > VALUES:
+        words = f"{size:,}" if size < 10**12 else "endlessly many"
+        raise Unreadable(f"its values are shared: written out there are {words}, and at most {VALUES:,} are read")
+    return found
 
 
 def _mark(m: Machine) -> None:
@@ -141,6 +177,7 @@ def _reduce(m: Machine) -> None:
     args, name = m.stack.pop(), m.stack.pop()
     if not isinstance(name, Name) or not isinstance(args, tuple):
         raise Unreadable(f"a call of {type(name).__name__}")
+    m.spend(len(args) // SMALL)
     m.push(call(name, args, m.spend))
 
 
@@ -148,6 +185,7 @@ def _new(m: Machine) -> None:
     args, name = m.stack.pop(), m.stack.pop()
     if not isinstance(name, Name) or not isinstance(args, tuple):
         raise Unreadable(f"an object of {type(name).__name__}")
+    m.spend(len(args) // SMALL)
     m.push(call(name, args, m.spend))
 
 
@@ -163,7 +201,7 @@ def _build(m: Machine) -> None:
     state, target = m.stack.pop(), m.stack[-1]
     if isinstance(target, Inert):
         if target.name == "numpy.ndarray":
-            target.state = numpy_array(state)
+            target.state = numpy_array(state, m.spend)
         elif target.name != "numpy.dtype":
             target.state = state
     elif isinstance(target, Name):
@@ -178,7 +216,7 @@ def _put(m: Machine, index: int) -> None:
 def _get(m: Machine, index: int) -> None:
     if index not in m.memo:
         raise Unreadable(f"it refers to its value number {index}, which is not there")
-    m.stack.append(m.memo[index])
+    m.use(m.memo[index])
 
 
 def _append(m: Machine, items: list[object]) -> None:
@@ -198,8 +236,10 @@ def _append_one(m: Machine) -> None:
 
 def _add(m: Machine) -> None:
     items, target = m.to_mark(), m.stack[-1]
-    if not isinstance(target, set) or not all(map(is_key, items)):
-        raise Unreadable("a set of something that is no number, string or name")
+    if not isinstance(target, set):
+        raise Unreadable(f"items of {type(target).__name__}")
+    for item in items:
+        m.check_key(target, item)
     target.update(items)
 
 
@@ -211,8 +251,7 @@ def _set(m: Machine, items: list[object]) -> None:
     if not isinstance(target, dict) or len(items) % 2:
         raise Unreadable(f"keys and values of {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if not is_key(key):
-            raise Unreadable(f"a key that is a {type(key).__name__}")
+        m.check_key(target, key)
         target[key] = value
 
 
@@ -231,6 +270,7 @@ def _frozenset(m: Machine) -> None:
     items = m.to_mark()
     if not all(map(is_key, items)):
         raise Unreadable("a set of something that is no number, string or name")
+    refuse_alike(items)
     m.push(frozenset(items))
 
 
@@ -276,7 +316,7 @@ STEPS: Final[dict[int, Callable[[Machine], object]]] = {
         "(": _mark,
         "0": _pop,
         "1": lambda m: m.to_mark(),
-        "2": lambda m: m.push(m.stack[-1]),
+        "2": lambda m: m.use(m.stack[-1]),
         "N": lambda m: m.push(None),
         "\x88": lambda m: m.push(True),
         "\x89": lambda m: m.push(False),

@@ -26,6 +26,7 @@ def open(path: str | Path, tag: str | None = None, *, inert: Sequence[str] = ())
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder")
     source = _open_folder(Folder(path), tag, packages) if path.is_dir() else _open_file(path, tag, packages)
+    source.check_size()
     kinds = [kind for kind, _ in source.table]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     get_logger().info(f"{path}: {source.what}: {counts}")

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, Recipe, as_recipe
+from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe
 from mizzen.checkpoint.foreign.tree import count_of, entries, expect, shape_of
-from mizzen.checkpoint.foreign.values import Inert, TensorRef
+from mizzen.checkpoint.foreign.values import Inert, Readable, TensorRef
 from mizzen.errors import CheckpointError
 
-EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 
@@ -58,7 +58,7 @@ def add_flat(source: Collected, shards: Sequence[Shard], shapes: Shapes) -> None
     known = {name: shape for group in shapes for name, shape in group.items()}
     locals_of = _local_experts(known)
     pieces: dict[str, dict[str, list[Range]]] = {}
-    whole: dict[str, dict[str, Recipe]] = {}
+    whole: dict[str, dict[str, Readable]] = {}
     for rank, shard in enumerate(shards):
         counts = _partition_counts(shard, len(shards))
         for number, states in enumerate(shard.groups):
@@ -97,7 +97,7 @@ def _take(
     start: int,
     count: int,
     pieces: dict[str, dict[str, list[Range]]],
-    whole: dict[str, dict[str, Recipe]],
+    whole: dict[str, dict[str, Readable]],
 ) -> None:
     """Note what one rank has of a parameter: ranges of the flat states, and numbers that hold for all of it."""
     for kind, value in states.items():
@@ -112,7 +112,7 @@ def _add(
     shards: Sequence[Shard],
     shapes: Mapping[str, tuple[int, ...]],
     pieces: Mapping[str, Mapping[str, Sequence[Range]]],
-    whole: Mapping[str, Mapping[str, Recipe]],
+    whole: Mapping[str, Mapping[str, Readable]],
 ) -> None:
     for name, kinds in pieces.items():
         for kind, parts in kinds.items():
@@ -211,7 +211,7 @@ class _Row:
             yield Range(data, start - first, min(end, last) - start)
             start, number = last, number + 1
 
-    def numbers(self, start: int) -> dict[str, Recipe]:
+    def numbers(self, start: int) -> dict[str, Readable]:
         """What holds for the whole flat tensor in which an element lies, such as the step."""
         number = min(bisect_right(self.starts, start), len(self.groups)) - 1
         group = self.groups[number] if self.groups else {}

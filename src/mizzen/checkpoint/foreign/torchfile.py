@@ -14,11 +14,14 @@ from mizzen.checkpoint.foreign.allowed import storage_dtype
 from mizzen.checkpoint.foreign.archive import Member, members
 from mizzen.checkpoint.foreign.calls import TypedStorage, Unreadable
 from mizzen.checkpoint.foreign.extent import Extent, Storage, check_crc
+from mizzen.checkpoint.foreign.tree import expect
 from mizzen.checkpoint.foreign.values import DTYPES, Name
 from mizzen.errors import CheckpointError
 
 PICKLE: Final = 256 * 2**20
 """How many bytes the pickle in a file may have; the tensors are not in it."""
+KEY: Final = 200
+"""How many characters the key of a storage may have; torch counts them."""
 MAGIC: Final = 0x1950A86A20F9469CFC6C
 
 
@@ -80,7 +83,7 @@ def _reference(reference: object) -> tuple[str, torch.dtype, int]:
         case ("storage", kind, str() as key, str(), int() as numel, *_) if isinstance(kind, Name | torch.dtype):
             if isinstance(kind, Name):
                 kind = DTYPES[f"torch.{storage_dtype(kind) or 'uint8'}"]
-            if numel >= 0:
+            if numel >= 0 and len(key) <= KEY:
                 return key, kind, numel
     raise Unreadable("a reference to something that is no storage")
 
@@ -113,8 +116,8 @@ def _load_legacy(file: Extent, inert: tuple[str, ...]) -> object:
 
     tree, at = pickles.load(data, where, packages=inert, persistent=find, at=at)
     keys, at = pickles.load(data, where, at=at)
-    for key in keys if isinstance(keys, list) else ():
-        storage, dtype = known.get(str(key)) or _unknown(file, key)
+    for key in expect(keys, list, f"{file.path}: the keys of its storages"):
+        storage, dtype = known.get(expect(key, str, f"{file.path}: the key of a storage")) or _unknown(file, key)
         (numel,) = struct.unpack("<q", file.part(at, 8, f"storage {key!r}").bytes(8, "a number"))
         if numel * dtype.itemsize != storage.length:
             raise CheckpointError(
@@ -122,11 +125,11 @@ def _load_legacy(file: Extent, inert: tuple[str, ...]) -> object:
             )
         storage.extent = file.part(at + 8, storage.length, f"storage {key!r}")
         at += 8 + storage.length
-        known.pop(str(key))
+        known.pop(key)
     if known:
         raise CheckpointError(f"{file.path}: {len(known)} storages are missing")
     return tree
 
 
-def _unknown(file: Extent, key: object) -> tuple[Storage, torch.dtype]:
-    raise CheckpointError(f"{file.path}: has a storage {str(key)[:80]!r} that no tensor uses")
+def _unknown(file: Extent, key: str) -> tuple[Storage, torch.dtype]:
+    raise CheckpointError(f"{file.path}: has a storage {key[:80]!r} that no tensor uses")

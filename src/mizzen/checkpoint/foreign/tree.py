@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from mizzen.checkpoint.foreign.values import Inert, TensorRef
+from mizzen.checkpoint.manifest import LONGEST
 from mizzen.errors import CheckpointError
 
 Kind = TypeVar("Kind")
@@ -16,20 +17,33 @@ def expect(value: object, kind: type[Kind], where: str) -> Kind:
     return value
 
 
+def is_name(value: object) -> bool:
+    """Whether it is a text that may be a name: of one that is long, each use would cost."""
+    return isinstance(value, str) and len(value) <= LONGEST
+
+
+def name_in(value: object, where: str) -> str:
+    """A name."""
+    found = expect(value, str, where)
+    if not is_name(found):
+        raise CheckpointError(f"{where}: a name of {len(found):,} characters; at most {LONGEST:,} are read")
+    return found
+
+
 def entries(value: object, where: str) -> Mapping[str, object]:
     """A dict with names for keys; None is an empty one."""
     found = {} if value is None else expect(value, dict, where)
-    if not all(isinstance(key, str) for key in found):
-        raise CheckpointError(f"{where}: has keys that are no names")
+    if not all(map(is_name, found)):
+        raise CheckpointError(f"{where}: has keys that are no names, or names of more than {LONGEST:,} characters")
     return found
 
 
 def shape_of(value: object, where: str) -> tuple[int, ...]:
     """A shape: some sizes."""
-    found = expect(value, tuple, where) if not isinstance(value, list) else tuple(value)
-    if not all(type(size) is int and 0 <= size < 2**62 for size in found) or len(found) > 64:
+    found = value if isinstance(value, list) else expect(value, tuple, where)
+    if len(found) > 64 or not all(type(size) is int and 0 <= size < 2**62 for size in found):
         raise CheckpointError(f"{where}: is no shape")
-    return found
+    return tuple(found)
 
 
 def count_of(value: object, where: str) -> int:

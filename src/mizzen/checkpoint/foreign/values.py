@@ -5,18 +5,21 @@ nothing of it can be called. `plain` turns a tree of these into plain data with 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign.extent import Storage
+from mizzen.checkpoint.foreign.extent import Extent, Storage
 from mizzen.errors import CheckpointError
 
 EXPANDED: Final = 2**20
 """How many bytes an expanded tensor may have more than its file holds."""
+SHARED: Final = 2**26
+"""How many bytes tensors may have together beyond those of the files that they lie in."""
 DEPTH: Final = 100
 """How deep plain data may be nested."""
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -25,6 +28,20 @@ DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstan
 @runtime_checkable
 class Readable(Protocol):
     """A tensor that is still in its file, or in several."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        ...
+
+    def paths(self) -> Iterable[Path]:
+        """The files that it is in."""
+        ...
 
     def read(self) -> Tensor:
         """The whole tensor."""
@@ -72,8 +89,9 @@ class TensorRef:
     """In elements, from the start of the storage."""
 
     def __post_init__(self) -> None:
-        numbers = (*self.shape, *self.stride, self.offset)
-        if len(self.shape) != len(self.stride) or len(self.shape) > 64 or not all(_is_count(n) for n in numbers):
+        if len(self.shape) > 64 or len(self.shape) != len(self.stride):
+            raise self._bad("these are not the sizes of a tensor")
+        if not all(map(_is_count, (*self.shape, *self.stride, self.offset))):
             raise self._bad("these are not the sizes of a tensor")
         if (self.offset + self._span) * self.dtype.itemsize > self.storage.length:
             raise self._bad(f"its storage has {self.storage.length} bytes only")
@@ -105,6 +123,10 @@ class TensorRef:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.stride).contiguous()
 
+    def paths(self) -> tuple[Path, ...]:
+        """The file that it is in."""
+        return (self.storage.extent.path,)
+
     def elements(self, start: int, count: int) -> Tensor:
         """Some elements of a flat tensor."""
         if start < 0 or count < 0 or start + count > self.numel:
@@ -115,7 +137,8 @@ class TensorRef:
         return self.storage.tensor((self.offset + start) * size, count * size).view(self.dtype)
 
     def _bad(self, reason: str) -> CheckpointError:
-        shape = str(list(self.shape)) if len(self.shape) <= 64 else f"{len(self.shape)} dimensions"
+        is_shape = len(self.shape) <= 64 and all(map(_is_count, self.shape))
+        shape = str(list(self.shape)) if is_shape else f"{len(self.shape)} dimensions"
         return CheckpointError(f"{self.storage.extent.path}: a tensor of {self.dtype} {shape}: {reason}")
 
 
@@ -125,6 +148,65 @@ def _is_count(value: object) -> bool:
 
 class TooDeep(Exception):
     """A tree that has no end, or none that is near."""
+
+
+def written_out(tree: object) -> int:
+    """How many values a tree has if what is shared counts each time; a list or dict that contains itself is refused.
+
+    Objects that were not made may point back to each other: what is in each of them counts once.
+    """
+    inside: dict[int, list[object]] = {}
+    own: dict[int, int] = {}
+    uses: dict[int, int] = {}
+    starts: list[object] = [tree]
+    rest = [tree]
+    while rest:
+        value = rest.pop()
+        if id(value) in inside:
+            continue
+        held = _held(value)
+        own[id(value)] = 1 + len(held) + sum(len(each) // 64 for each in held if isinstance(each, str | bytes))
+        parts: list[object] = [each for each in held if isinstance(each, HOLDERS)]
+        inside[id(value)] = parts
+        rest += parts
+        for part in parts:
+            if isinstance(part, Inert):
+                starts.append(part)
+            else:
+                uses[id(part)] = uses.get(id(part), 0) + 1
+    return _times(starts, inside, own, uses)
+
+
+def _times(starts: list[object], inside: dict[int, list[object]], own: dict[int, int], uses: dict[int, int]) -> int:
+    """The sum of what each value counts for times how often it is reached, parents before what they hold."""
+    times = {id(start): 1 for start in starts}
+    rest = [start for start in {id(start): start for start in starts}.values() if not uses.get(id(start))]
+    total = done = 0
+    while rest:
+        value = rest.pop()
+        count, done = times[id(value)], done + 1
+        total += count * own[id(value)]
+        for part in inside[id(value)]:
+            if not isinstance(part, Inert):
+                times[id(part)] = times.get(id(part), 0) + count
+                uses[id(part)] -= 1
+                if not uses[id(part)]:
+                    rest.append(part)
+    if done < len(inside):
+        raise TooDeep("a list or dict in it contains itself")
+    return total
+
+
+def _held(value: object) -> list[object]:
+    """What a value holds."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, Inert):
+        return [*value.args, value.state, *value.items]
+    return [*value] if isinstance(value, list | tuple | set | frozenset) else []
+
+
+HOLDERS: Final = (dict, list, tuple, set, frozenset, Inert)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -141,12 +223,33 @@ def plain(value: object) -> object:
 
     What is shared stays shared, so a small file cannot become a large tree.
     """
-    return _plain(value, {}, 0)
+    return _plain(value, _Walk(), 0)
 
 
-def _plain(value: object, seen: dict[int, object], depth: int) -> object:
+@dataclass(slots=True)
+class _Walk:
+    """What one walk through a tree has made, and what its tensors may still take."""
+
+    seen: dict[int, object] = field(default_factory=dict)
+    files: set[Path] = field(default_factory=set)
+    room: int = SHARED
+    """Bytes: tensors may share those of their files, but not for ever."""
+
+    def read(self, value: "Readable") -> Tensor:
+        """A tensor, if all of them together are not much larger than their files."""
+        for path in {*value.paths()} - self.files:
+            self.files.add(path)
+            self.room += Extent.of_file(path).solid
+        self.room -= math.prod(value.shape) * value.dtype.itemsize
+        if self.room < 0:
+            raise TooDeep(f"tensors in it share their bytes: together they have {SHARED:,} more than their files")
+        return value.read()
+
+
+def _plain(value: object, walk: _Walk, depth: int) -> object:
     if value is None or isinstance(value, str | bytes | int | float | complex | torch.dtype):
         return value
+    seen = walk.seen
     if depth > DEPTH:
         raise TooDeep(f"plain data is nested more than {DEPTH} deep")
     if id(value) in seen:
@@ -154,20 +257,20 @@ def _plain(value: object, seen: dict[int, object], depth: int) -> object:
             raise TooDeep("plain data contains itself")
         return found
     seen[id(value)] = seen
-    found = _converted(value, seen, depth + 1)
+    found = _converted(value, walk, depth + 1)
     seen[id(value)] = found
     return found
 
 
-def _converted(value: object, seen: dict[int, object], depth: int) -> object:
+def _converted(value: object, walk: _Walk, depth: int) -> object:
     match value:
         case Readable():
-            return value.read()
+            return walk.read(value)
         case dict():
             # Keys are numbers, strings or names: the reader sees to it.
-            return {key: _plain(item, seen, depth) for key, item in value.items()}
+            return {key: _plain(item, walk, depth) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():
-            return type(value)(_plain(item, seen, depth) for item in value)
+            return type(value)(_plain(item, walk, depth) for item in value)
         case Name():
             return {"class": str(value)}
         case Inert(name="numpy.ndarray"):
@@ -175,5 +278,5 @@ def _converted(value: object, seen: dict[int, object], depth: int) -> object:
         case Inert():
             found = {"class": value.name}
             parts = {"args": value.args, "state": value.state, "items": value.items}
-            return found | {key: _plain(part, seen, depth) for key, part in parts.items() if part}
+            return found | {key: _plain(part, walk, depth) for key, part in parts.items() if part}
     return value

@@ -93,6 +93,59 @@ def copies(items=200_000, times=100_000):
     return pairs + b"](" + b"".join(named("torch", "Size") + b"h\x01\x85R" for _ in range(times)) + b"e"
 
 
+def arrays(times, size=1 << 20):
+    """Many arrays made of the same bytes."""
+    state = b"(" + integer(1) + integer(size) + b"\x85" + called("numpy", "dtype", text("u1")) + b"\x89"
+    state += b"\x8e" + struct.pack("<Q", size) + b"\0" * size + b"tq\x010"
+    empty = called("numpy._core.multiarray", "_reconstruct")
+    return state + b"](" + (empty + b"h\x01b") * times + b"e"
+
+
+def alike(count, collection=b"\x8f(", end=b"\x90", tuples=False):
+    """Numbers that have one hash, which Python makes of the rest of a division by this prime."""
+    prime = 2**61 - 1
+    keys = (integer(number * prime) + b"\x85" * tuples for number in range(count))
+    return collection + b"".join(keys) + end
+
+
+def views(count, numel):
+    """Tensors that all have the same bytes."""
+    body = b"".join(text(f"w{number}") + tensor([numel], [1], numel=numel) + b"s" for number in range(count))
+
+    def build(folder, top=b"}" + body, where="model.pt"):
+        with zipfile.ZipFile(folder / where, "w") as file:
+            file.writestr("archive/data.pkl", stream(top))
+            file.writestr("archive/data/0", b"\0" * 4 * numel)
+
+    return build
+
+
+def beside_views(count, numel):
+    def build(folder):
+        inner = b"}" + b"".join(
+            text(f"w{number}") + tensor([numel], [1], numel=numel) + b"s" for number in range(count)
+        )
+        model = b"}" + text("model") + b"}" + text("a") + tensor([4], [1], numel=numel) + b"ss"
+        views(0, numel)(folder, model + text("more") + inner + b"s")
+
+    return build
+
+
+def long_keys(times, size=1 << 22):
+    """A storage with a long key, many times."""
+    key = text("k" * size) + b"q\x010"
+    reference = b"(" + text("storage") + named("torch", "FloatStorage") + b"h\x01" + text("cpu") + integer(4) + b"tQ"
+    return key + b"](" + reference * times + b"e"
+
+
+def hollow(folder):
+    """A file of a terabyte that takes no room."""
+    table = json.dumps({"a": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(table)) + table)
+        file.truncate(8 + len(table) + 2**40)
+
+
 def safetensors(table, data=b"", length=None):
     body = json.dumps(table).encode() if not isinstance(table, bytes) else table
 
@@ -249,6 +302,20 @@ CASES = {
     "memo bomb": in_file(stream(b"}r\xff\xff\xff\xff" + b"j\xfe\xff\xff\xff")),
     "laughs": in_file(beside(laughs())),
     "copies": in_file(stream(copies())),
+    "doubled": in_file(beside(laughs(40))),
+    "doubled as a key": legacy(stream(b"}") + stream(b"](" + laughs(40) + b"e")),
+    "doubled buffer names": deepspeed(b"}" + text("buffer_names") + b"](" + laughs(40) + b"es"),
+    "doubled stage": deepspeed(b"}" + text("module") + b"}s" + text("zero_stage") + laughs(40) + b"s"),
+    "8000 arrays of the same bytes": in_file(beside(arrays(8000))),
+    "alike in a set": in_file(beside(alike(20_000))),
+    "alike in a frozenset": in_file(beside(alike(20_000, b"(", b"\x91"))),
+    "alike tuples": in_file(beside(alike(20_000, tuples=True))),
+    "alike as keys": in_file(beside(alike(20_000, b"}(", b"u"))),
+    "400 tensors over one storage": views(400, 1 << 22),
+    "400 tensors of the client over one storage": beside_views(400, 1 << 22),
+    "long storage keys": in_file(beside(long_keys(3000))),
+    "long names": in_file(under(b"}" + text("n" * 5_000_000) + tensor([4], [1]) + b"s")),
+    "a file of holes": hollow,
     "long bytes": in_file(stream(b"\x8e" + b"\xff" * 7 + b"\x7f")),
     "long text": in_file(stream(b"\x8d" + b"\xff" * 8)),
     "long integer": in_file(stream(b"\x8b\xff\xff\xff\x7f")),
@@ -322,6 +389,7 @@ def watch(root):
     import torch
 
     from mizzen.checkpoint import foreign
+    from mizzen.checkpoint.tagged import Encoder
     from mizzen.errors import CheckpointError
 
     def use(folder):
@@ -329,7 +397,8 @@ def watch(root):
         source = foreign.open(alone if alone.exists() else folder)
         for entry in source.names():
             source.read(entry)
-        source.facts()
+        encoder = Encoder("facts")
+        encoder.encode(dict(source.facts()))
 
     good = root.parent / "good"
     good.mkdir()
