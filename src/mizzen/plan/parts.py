@@ -20,8 +20,9 @@ class Collector(Protocol):
     waits_for_last: bool
     """Whether gradients stay on their rank until the last backward before a step."""
 
-    has_strangers: bool
-    """Whether gradients came in from a backward that was not announced with `arm`."""
+    @property
+    def has_strangers(self) -> bool:
+        """Whether gradients came in from a backward that was not announced with `arm`."""
 
     def hide(self) -> None:
         """A forward starts: gradients may leave their parameters until the next backward is over."""

@@ -46,7 +46,9 @@ class Gradients:
         self.overlaps = overlap
         self.is_armed = self.is_open = False
         self.has_strangers = False
-        """Whether gradients came from a backward that nobody announced with `arm`."""
+        """Whether gradients came from a backward that nobody announced with `arm`, and nobody took them back since."""
+        self._strange: set[tuple[LiveBucket, int]] = set()
+        """Where such gradients have come since the last `arm`: `module.zero_grad()` may still take them back."""
         self._is_complete = False
         """Whether the owners have all gradients. False before the first: ranks that got none must not stay away."""
         self._next = 0
@@ -66,6 +68,8 @@ class Gradients:
         """Let full buckets leave during the backward that follows."""
         self.is_armed = bool(last) if self.waits_for_last else last is not None
         self.is_open, self._is_complete, self._next = True, False, 0
+        self.has_strangers |= any(bucket.parameters[position].grad is not None for bucket, position in self._strange)
+        self._strange.clear()
         for bucket in self.buckets if self.overlaps else ():
             bucket.missing, bucket.has_left = set(range(len(bucket.parameters))), False
 
@@ -90,6 +94,7 @@ class Gradients:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
         self.is_armed = self.is_open = self.has_strangers = self._is_complete = False
+        self._strange.clear()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -109,7 +114,8 @@ class Gradients:
         """Autograd has put a gradient on a parameter."""
         if not self.is_armed:
             self._is_complete = False
-            self.has_strangers |= not self.is_open
+            if not self.is_open:
+                self._strange.add((bucket, position))
             self.keep(bucket, position)
         elif self.overlaps:
             self._count(bucket, position)
@@ -160,8 +166,9 @@ class WholeGradients(Gradients):
 
     def hide(self) -> None:
         """Take gradients off parameters of another dtype: with one, a compiled block falls into many graphs."""
+        strange = {id(bucket) for bucket, _ in self._strange}
         for bucket in self.buckets:
-            if bucket.shown and bucket.values.dtype != bucket.accumulation:
+            if bucket.shown and bucket.values.dtype != bucket.accumulation and id(bucket) not in strange:
                 bucket.put(self._new(bucket, bucket.shown))
                 for position in bucket.shown:
                     bucket.parameters[position].grad = None
