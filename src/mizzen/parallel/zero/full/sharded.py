@@ -129,6 +129,11 @@ class Sharded(DTensor):
             name = property_of(func)
             if name in HOOKS and isinstance(args[0], Sharded) and args[0].stand_in is not None:
                 return func(args[0].stand_in, *args[1:], **kwargs)
+            if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+                raise UsageError(
+                    f"torch.autograd.{name}() for '{cls.label}' alone, of which this rank holds a shard: call backward for "
+                    "all and read mizzen.zero.safe_get_full_grad; gradients of inputs are fine"
+                )
             if name == "grad" and len(args) == 2 and not isinstance(args[1], DTensor | None):
                 raise UsageError(
                     f"'{cls.label}' is sharded, and so is its gradient, which is not kept in .grad: set it with "

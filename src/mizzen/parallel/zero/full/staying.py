@@ -49,9 +49,7 @@ class Staying:
             raise self._refusal_of_change() from error
 
     def _refusal_of_change(self) -> NotBuilt:
-        module: Any = self
-        owners = (AMBIENT.owners.get(parameter) for parameter in module.parameters())
-        name = next((f" with '{owner.name}'" for owner in owners if owner is not None), "")
+        name = next((f" with '{owner.name}'" for owner in self._owners()), "")
         return NotBuilt(
             f"the {type(self).__name__.removeprefix('FSDP')}{name} changes its input in place, by a module such as "
             "ReLU(inplace=True), a call such as add_(), or `x += ...`, and at ZeRO stage 3 it is a unit of its own: make "
@@ -62,12 +60,26 @@ class Staying:
         """Forget gradients, also those of sharded parameters, which do not show them."""
         plain: Any = super()
         plain.zero_grad(set_to_none=set_to_none)
-        module: Any = self
-        owners = [AMBIENT.owners.get(parameter) for parameter in module.parameters()]
-        stores = {id(owner.store): owner.store for owner in owners if owner is not None}
-        for key, store in stores.items():
+        owners = self._owners()
+        for store in {id(owner.store): owner.store for owner in owners}.values():
             if isinstance(store.gradients, UnitGradients):
-                store.gradients.forget({owner.name for owner in owners if owner is not None and id(owner.store) == key})
+                store.gradients.forget({owner.name for owner in owners if owner.store is store})
+
+    def _owners(self) -> list[Any]:
+        """Who trains the parameters, which are sharded or whole now."""
+        module: Any = self
+        found = (AMBIENT.owners.get(parameter) for parameter in module.parameters())
+        return [owner for owner in found if owner is not None]
+
+    @property
+    def _initialize_hook(self) -> Any:
+        """What `torch.compile` asks for before it compiles a module: a model as a whole is refused at once."""
+        if any(owner.store.model is self for owner in self._owners() if isinstance(owner.store.gradients, UnitGradients)):
+            raise UsageError(
+                "torch.compile of an engine, or of its whole model, at ZeRO stage 3, where parameters are gathered unit "
+                'by unit: call engine.compile(), or set "compile": {"enabled": true}, which compiles each block'
+            )
+        raise AttributeError("_initialize_hook")
 
     def __deepcopy__(self, memo: Any) -> Any:
         """What `copy.deepcopy` calls."""
