@@ -45,10 +45,9 @@ class Gradients:
         """What gradients are multiplied with as they are copied into a bucket that leaves."""
         self.overlaps = overlap
         self.is_armed = self.is_open = False
-        self.has_strangers = False
-        """Whether gradients came from a backward that nobody announced with `arm`, and nobody took them back since."""
+        self._had_strangers = False
         self._strange: set[tuple[LiveBucket, int]] = set()
-        """Where such gradients have come since the last `arm`: `module.zero_grad()` may still take them back."""
+        """Where gradients came since the last `arm` that nobody announced: `module.zero_grad()` may take them back."""
         self._is_complete = False
         """Whether the owners have all gradients. False before the first: ranks that got none must not stay away."""
         self._next = 0
@@ -61,6 +60,12 @@ class Gradients:
                 hook = partial(self._arrived, bucket, position)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
+    @property
+    def has_strangers(self) -> bool:
+        """Whether gradients came from a backward that nobody announced with `arm`, and nobody took them back since."""
+        left = (bucket.parameters[position].grad is not None for bucket, position in self._strange)
+        return self._had_strangers or any(left)
+
     def hide(self) -> None:
         """Let parameters be without a gradient during a forward."""
 
@@ -68,7 +73,7 @@ class Gradients:
         """Let full buckets leave during the backward that follows."""
         self.is_armed = bool(last) if self.waits_for_last else last is not None
         self.is_open, self._is_complete, self._next = True, False, 0
-        self.has_strangers |= any(bucket.parameters[position].grad is not None for bucket, position in self._strange)
+        self._had_strangers = self.has_strangers
         self._strange.clear()
         for bucket in self.buckets if self.overlaps else ():
             bucket.missing, bucket.has_left = set(range(len(bucket.parameters))), False
@@ -93,7 +98,7 @@ class Gradients:
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
-        self.is_armed = self.is_open = self.has_strangers = self._is_complete = False
+        self.is_armed = self.is_open = self._had_strangers = self._is_complete = False
         self._strange.clear()
         for bucket in self.buckets:
             for parameter in bucket.parameters:

@@ -73,11 +73,14 @@ class Staying:
 
     @property
     def _initialize_hook(self) -> Any:
-        """What `torch.compile` asks for before it compiles a module: a model as a whole is refused at once."""
-        if any(owner.store.model is self for owner in self._owners() if isinstance(owner.store.gradients, UnitGradients)):
+        """What `torch.compile` and `torch.jit` ask a module for: a model as a whole is refused at once."""
+        if any(
+            owner.store.model is self for owner in self._owners() if isinstance(owner.store.gradients, UnitGradients)
+        ):
             raise UsageError(
-                "torch.compile of an engine, or of its whole model, at ZeRO stage 3, where parameters are gathered unit "
-                'by unit: call engine.compile(), or set "compile": {"enabled": true}, which compiles each block'
+                "torch.compile or torch.jit of an engine, or of its whole model, at ZeRO stage 3, where parameters are "
+                'gathered unit by unit: call engine.compile(), or set "compile": {"enabled": true}, which compiles each '
+                "block; for torch.jit take the model after engine.destroy()"
             )
         raise AttributeError("_initialize_hook")
 

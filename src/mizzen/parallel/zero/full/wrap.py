@@ -293,7 +293,9 @@ def put_right(module: nn.Module) -> list[bool]:
                 expected = each._unsharded_param if is_whole else each._sharded_post_forward_param
             there = vars(place.module)["_parameters"].get(place.param_name)
             # torch.func.functional_call brings back what it found, and that may have been gathered meanwhile
-            found.append(there is expected or there is each.sharded_param or there is vars(each).get("_unsharded_param"))
+            found.append(
+                there is expected or there is each.sharded_param or there is vars(each).get("_unsharded_param")
+            )
             if there is not expected:
                 each._setattr_on_modules(expected)
     return found
