@@ -49,8 +49,8 @@ class EngineOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """What `torch.amp.GradScaler.step` asks before it steps an optimizer: its scale is not the engine's."""
         raise UsageError(
-            "GradScaler.step() with the optimizer of an engine, which scales losses itself: take the GradScaler away, or "
-            "make it with enabled=False, set fp16.enabled in the configuration, and call engine.backward(loss) and "
+            "GradScaler.step() with the optimizer of an engine, which scales losses itself: take the GradScaler away, "
+            "or make it with enabled=False, set fp16.enabled in the configuration, and call engine.backward(loss) and "
             "engine.step()"
         )
 

@@ -1,4 +1,4 @@
-"""Two engines in one graph: the backward of one leaves gradients on the parameters of the other, which are forgotten."""
+"""Two engines in one graph: what the backward of one leaves on the parameters of the other is forgotten."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from mizzen.errors import NotBuilt
 
 AGAIN: Final = (
-    "a backward that shall be differentiated again (create_graph=True, as a gradient penalty needs it, torch.func.grad, "
+    "a backward that shall be differentiated again (create_graph=True for a gradient penalty, torch.func.grad, "
     "torch.autograd.functional.hessian) at ZeRO stage 3, where parameters are let go on its way: run both backwards "
     "inside mizzen.zero.GatheredParameters(model.parameters()), or use stage 2"
 )

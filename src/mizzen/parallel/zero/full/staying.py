@@ -52,8 +52,8 @@ class Staying:
         name = next((f" with '{owner.name}'" for owner in self._owners()), "")
         return NotBuilt(
             f"the {type(self).__name__.removeprefix('FSDP')}{name} changes its input in place, by a module such as "
-            "ReLU(inplace=True), a call such as add_(), or `x += ...`, and at ZeRO stage 3 it is a unit of its own: make "
-            "that inplace=False, or `x = x + ...`; or pin the module around it in zero_optimization.leaf_module"
+            "ReLU(inplace=True), a call such as add_(), or `x += ...`, and at ZeRO stage 3 it is a unit of its own: "
+            "make that inplace=False, or `x = x + ...`; or pin the module around it in zero_optimization.leaf_module"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -74,13 +74,12 @@ class Staying:
     @property
     def _initialize_hook(self) -> Any:
         """What `torch.compile` and `torch.jit` ask a module for: a model as a whole is refused at once."""
-        if any(
-            owner.store.model is self for owner in self._owners() if isinstance(owner.store.gradients, UnitGradients)
-        ):
+        stores = (owner.store for owner in self._owners())
+        if any(store.model is self for store in stores if isinstance(store.gradients, UnitGradients)):
             raise UsageError(
                 "torch.compile or torch.jit of an engine, or of its whole model, at ZeRO stage 3, where parameters are "
-                'gathered unit by unit: call engine.compile(), or set "compile": {"enabled": true}, which compiles each '
-                "block; for torch.jit take the model after engine.destroy()"
+                'gathered unit by unit: call engine.compile(), or set "compile": {"enabled": true}, which compiles '
+                "each block; for torch.jit take the model after engine.destroy()"
             )
         raise AttributeError("_initialize_hook")
 

@@ -101,7 +101,7 @@ class FullStore:
             kind = QuantizedGather if self.holding.quantizing.weights else Gather
             gather = kind(unit.plan.title, self.place)
             scatter = Scatter(unit.plan.title, self.place, partial(self.gradients.take, unit))
-            see, check = partial(self.gradients.see, unit), partial(self._check_alone, unit)
+            see, check = partial(self.gradients.see, unit), partial(_check_alone, unit, self.place)
             connect(unit.module, Wires(gather, scatter, see, check, self.backward))
         root, *others = self.units
         device_type = str(self.device.type)
@@ -135,11 +135,6 @@ class FullStore:
         if not self.place.calls:
             _check_places(self.units)
         self.place.__enter__()
-
-    def _check_alone(self, unit: LiveUnit) -> None:
-        """A unit that runs by itself has not been looked at when its model was entered."""
-        if not self.place.calls:
-            _check_places([unit])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.place.__exit__()
@@ -318,13 +313,19 @@ class FullStore:
         self.stock.clear()
 
 
+def _check_alone(unit: LiveUnit, place: Place) -> None:
+    """A unit that runs by itself has not been looked at when its model was entered."""
+    if not place.calls:
+        _check_places([unit])
+
+
 def _check_places(units: Iterable[LiveUnit]) -> None:
     places = [place for unit in units for place in zip(unit.parameters, put_right(unit.module), strict=True)]
     if wrong := [name for name, is_there in places if not is_there]:
         raise UsageError(
-            f"'{wrong[0]}' was replaced in the model, by load_state_dict with assign=True, an assignment or functional_call, and "
-            "nobody would train what came: the sharded parameter is there again. Copy values instead, with load_state_dict "
-            "alone, or into what GatheredParameters(..., modifier_rank=0) has gathered"
+            f"'{wrong[0]}' was replaced in the model, by load_state_dict with assign=True, functional_call or an "
+            "assignment, and nobody would train what came: the sharded parameter is there again. Copy values instead, "
+            "with load_state_dict alone, or into what GatheredParameters(..., modifier_rank=0) has gathered"
         )
 
 

@@ -1,6 +1,7 @@
-"""Backwards of other kinds than the engine's own, at stage 3: of inputs alone, through a gradient, past what torch sees."""
+"""Backwards of other kinds at stage 3: of inputs alone, through a gradient, past what torch sees. And other habits."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -109,11 +110,12 @@ def refusals() -> dict[str, bool]:
     engine.backward(engine(data))
     found["goes on"] = engine.step().applied
     for kind in (Adding, Rectifying):
-        for call in (lambda: engine(data), lambda: engine.module(data)):
-            engine = start(Base(block=kind), 3)
-            found[f"{kind.__name__} {call}"] = f"the {kind.__name__} with 'blocks.0.up.weight'" in touched(call)
+        changing = start(Base(block=kind), 3)
+        for call in (changing, changing.module):
+            expected = f"the {kind.__name__} with 'blocks.0.up.weight'"
+            found[f"{kind.__name__} {type(call).__name__}"] = expected in touched(partial(call, data))
         with torch.no_grad():
-            engine(data)
+            changing(data)
     return found
 
 
