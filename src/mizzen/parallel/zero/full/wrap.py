@@ -150,12 +150,13 @@ def _post_forward(group: Any, state: Any, module: Any, inputs: Any, output: Any)
     is behind an input is not the unit's own.
     """
     if torch.is_grad_enabled():
-        hidden = tensors_in(vars(output)) if "__dict__" in dir(output) and not isinstance(output, Tensor) else []
+        is_object = not isinstance(output, Tensor | tuple | list | dict) and "__dict__" in dir(output)
+        hidden = tensors_in(vars(output)) if is_object else []
         views = [each for each in (*tensors_in(output), *hidden) if each._base is not None]
         foreign = {id(each if each._base is None else each._base) for each in tensors_in(inputs)} if views else set()
-        bases = [each._base for each in views if id(each._base) not in foreign]
+        bases = [base for each in views if (base := each._base) is not None and id(base) not in foreign]
         for each in {id(each): each for each in (*hidden, *bases) if each.grad_fn is not None}.values():
-            each.register_hook(state._pre_backward)
+            each.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
     return type(group).post_forward(group, module, inputs, output)
 
 
