@@ -274,7 +274,10 @@ class Engine(Face):
         if not has_strangers:
             return 1.0
         if has_losses:
-            raise UsageError("engine.backward(loss) and a bare loss.backward() in one step: use one of the two")
+            raise UsageError(
+                "engine.backward(loss) and a bare loss.backward() in one step: use one of the two. Gradients that the "
+                "backward of another engine has left on these parameters are forgotten by zero_grad(), before backward"
+            )
         if has_scaled:
             return 1.0
         scaler = self._require_updater("step").scaler

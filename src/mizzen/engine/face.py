@@ -571,6 +571,18 @@ class Face(nn.Module):
             self.training_dataloader.close()
         self.training_dataloader, self._own_data = None, None
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """What `copy.deepcopy` calls."""
+        raise UsageError(
+            "an engine cannot be copied or pickled, with its groups of ranks and its share of the state: save it with "
+            "engine.save_checkpoint() or engine.save_16bit_model(); below stage 3 torch.save and copy.deepcopy take "
+            "engine.module"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What `torch.save`, `pickle` and `copy.copy` call."""
+        return self.__deepcopy__(None)
+
     def __getattr__(self, name: str) -> Any:
         if name in GETTERS:
             value = self.settings.at(GETTERS[name])

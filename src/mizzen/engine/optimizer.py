@@ -61,6 +61,26 @@ class EngineOptimizer(Optimizer):
         """Forget all gradients, whatever `set_to_none` says."""
         self._clear()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler.step` asks before it steps an optimizer: its scale is not the engine's."""
+        raise UsageError(
+            "GradScaler.step() with the optimizer of an engine, which scales losses itself: take the GradScaler away, "
+            "or make it with enabled=False, set fp16.enabled in the configuration, and call engine.backward(loss) and "
+            "engine.step()"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """What `copy.deepcopy` calls."""
+        raise UsageError(
+            "the optimizer of an engine cannot be copied or pickled: take its state_dict(), or save with "
+            "engine.save_checkpoint()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What `torch.save` and `pickle` call."""
+        return self.__deepcopy__(None)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, and where the loss scale stands."""
         return self.optimizer.state_dict() | {"loss_scaler": self.loss_scaler.state_dict()}

@@ -23,8 +23,9 @@ class Collector(Protocol):
     has_arrived: bool
     """Whether a gradient of any parameter came since the last step."""
 
-    has_strangers: bool
-    """Whether gradients came in from a backward that was not announced with `arm`."""
+    @property
+    def has_strangers(self) -> bool:
+        """Whether gradients came in from a backward that was not announced with `arm`."""
 
     def hide(self) -> None:
         """A forward starts: gradients may leave their parameters until the next backward is over."""

@@ -50,8 +50,9 @@ class Gradients:
         self.is_armed = self.is_open = False
         self.has_arrived = False
         """Whether autograd has put a gradient on any parameter since the last step."""
-        self.has_strangers = False
-        """Whether gradients came from a backward that nobody announced with `arm`."""
+        self._had_strangers = False
+        self._strange: set[tuple[LiveBucket, int]] = set()
+        """Where gradients came since the last `arm` that nobody announced: `module.zero_grad()` may take them back."""
         self._is_complete = False
         """Whether the owners have all gradients. False before the first: ranks that got none must not stay away."""
         self._next = 0
@@ -83,6 +84,12 @@ class Gradients:
             self.has_arrived, self._is_complete = True, False
             self.keep(bucket, position)
 
+    @property
+    def has_strangers(self) -> bool:
+        """Whether gradients came from a backward that nobody announced with `arm`, and nobody took them back since."""
+        left = (bucket.parameters[position].grad is not None for bucket, position in self._strange)
+        return self._had_strangers or any(left)
+
     def hide(self) -> None:
         """Let parameters be without a gradient during a forward."""
 
@@ -90,6 +97,8 @@ class Gradients:
         """Let full buckets leave during the backward that follows."""
         self.is_armed = bool(last) if self.waits_for_last else last is not None
         self.is_open, self._is_complete, self._next = True, False, 0
+        self._had_strangers = self.has_strangers
+        self._strange.clear()
         for bucket in self.buckets if self.overlaps else ():
             bucket.missing, bucket.has_left = set(range(len(bucket.parameters))), False
 
@@ -120,7 +129,8 @@ class Gradients:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
         self.is_armed = self.is_open = self._is_complete = False
-        self.has_arrived = self.has_strangers = False
+        self.has_arrived = self._had_strangers = False
+        self._strange.clear()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -141,7 +151,8 @@ class Gradients:
         bucket, self.has_arrived = self.buckets[number], True
         if not self.is_armed:
             self._is_complete = False
-            self.has_strangers |= not self.is_open
+            if not self.is_open:
+                self._strange.add((bucket, position))
             self.keep(bucket, position)
         elif self.overlaps:
             self._count(bucket, position)
@@ -192,8 +203,9 @@ class WholeGradients(Gradients):
 
     def hide(self) -> None:
         """Take gradients off parameters of another dtype: with one, a compiled block falls into many graphs."""
+        strange = {id(bucket) for bucket, _ in self._strange}
         for bucket in self.buckets:
-            if bucket.shown and bucket.values.dtype != bucket.accumulation:
+            if bucket.shown and bucket.values.dtype != bucket.accumulation and id(bucket) not in strange:
                 bucket.put(self._new(bucket, bucket.shown))
                 for position in bucket.shown:
                     bucket.parameters[position].grad = None

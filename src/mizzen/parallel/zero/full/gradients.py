@@ -1,6 +1,6 @@
 """How the gradients of units come to their owners: at once, in every backward, however it was started."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from mizzen.comm.communicator import meet
 from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
+from mizzen.parallel.zero.full.backward import Backward
 from mizzen.parallel.zero.full.live import LiveUnit, Trained
 from mizzen.parallel.zero.full.wires import Place, explained
 from mizzen.parallel.zero.reduce import Finish, Reducer
@@ -29,7 +30,13 @@ class UnitGradients:
     waits_for_last = False
 
     def __init__(
-        self, units: Sequence[LiveUnit], reducer: Reducer, replicas: Reducer, group: ProcessGroup | None, place: Place
+        self,
+        units: Sequence[LiveUnit],
+        reducer: Reducer,
+        replicas: Reducer,
+        group: ProcessGroup | None,
+        place: Place,
+        backward: Backward,
     ) -> None:
         self.units = tuple(units)
         self.reducer = reducer
@@ -39,11 +46,15 @@ class UnitGradients:
         self.place = place
         self.has_arrived = False
         """Whether autograd has put a gradient on any parameter since the last step."""
-        self.has_strangers = False
-        """Whether gradients came from a backward that nobody announced with `arm`."""
+        self.backward = backward
         self._is_open = False
         self._is_complete = False
         self._pending: list[Finish] = []
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether gradients came from a backward that nobody announced with `arm`."""
+        return any(unit.has_strangers for unit in self.units)
 
     def see(self, unit: LiveUnit, gradients: Sequence[Tensor | None]) -> None:
         """Remember which of this rank's own gradients are finite, before they are laid out for sending and summed."""
@@ -62,16 +73,16 @@ class UnitGradients:
                 "requires_grad of a parameter was changed after initialize; make a new engine"
             )
         is_first = unit.sums.is_empty
-        self._send(sent, unit.sums.place()[: unit.count], unit.plan.title, add=not is_first)
+        self._send(unit, sent, unit.sums.place()[: unit.count], unit.plan.title, add=not is_first)
 
     def take_one(self, unit: LiveUnit, one: Trained, sent: Tensor) -> None:
         """The same for one parameter."""
         self.has_arrived = True
-        self._send(sent, unit.gradient[one.start : one.start + one.length], one.name, add=True)
+        self._send(unit, sent, unit.gradient[one.start : one.start + one.length], one.name, add=True)
 
-    def _send(self, sent: Tensor, chunk: Tensor, title: str, *, add: bool) -> None:
+    def _send(self, unit: LiveUnit, sent: Tensor, chunk: Tensor, title: str, *, add: bool) -> None:
         """Sum something of all ranks, and put this rank's share of it into its place or add it there."""
-        self.has_strangers |= not self._is_open
+        unit.has_strangers |= not self._is_open
         self._is_complete = False
         finish = self.reducer.to_owner(sent, chunk, add=add, title=title)
         if sent.device.type != "cpu":
@@ -91,6 +102,7 @@ class UnitGradients:
 
     def settle(self) -> None:
         """That backward is over, on every rank: one that is elsewhere is found before anything else is exchanged."""
+        self.backward.finish()
         self._is_open = self.place.is_backward = False
         self._wait()
         self._meet("the end of backward")
@@ -98,6 +110,7 @@ class UnitGradients:
 
     def collect(self) -> None:
         """Make every owned gradient complete."""
+        self.backward.finish()
         if self._is_complete:
             return
         self._wait()
@@ -115,10 +128,20 @@ class UnitGradients:
         self.place.step += taken
         if not taken and any(not unit.sums.is_empty for unit in self.units):
             self.reducer.forget()
-        self.has_arrived = self.has_strangers = False
+        self.has_arrived = False
         self._is_open = self._is_complete = self.place.is_backward = False
         for unit in self.units:
             unit.forget()
+
+    def forget(self, names: Collection[str]) -> None:
+        """Forget the gradients of some parameters."""
+        self._wait()
+        for unit in self.units:
+            wanted = [each for each in unit.trained if each.name in names]
+            if len(wanted) == len(unit.trained):
+                unit.forget()
+            for each in wanted if not unit.sums.is_empty else ():
+                unit.gradient[each.start : each.start + each.length] = 0
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []

@@ -82,6 +82,8 @@ class LiveUnit:
     device: torch.device
     finite: Tensor | None = None
     """For each trained parameter, whether this rank's own gradient was finite before it was summed. None: all are."""
+    has_strangers: bool = False
+    """Whether gradients are among the sums that came from a backward which nobody announced."""
     handles: list[RemovableHandle] = field(default_factory=list)
     open: int = 0
     """How many contexts hold it gathered."""
@@ -99,7 +101,7 @@ class LiveUnit:
     def forget(self) -> None:
         """Let go of the gradients."""
         self.sums.forget()
-        self.finite = None
+        self.finite, self.has_strangers = None, False
 
     def note_finite(self, flags: Tensor) -> None:
         """Remember which of this rank's own gradients are finite."""

@@ -129,11 +129,7 @@ class Sharded(DTensor):
             name = property_of(func)
             if name in HOOKS and isinstance(args[0], Sharded) and args[0].stand_in is not None:
                 return func(args[0].stand_in, *args[1:], **kwargs)
-            if name == "grad" and len(args) == 2 and not isinstance(args[1], DTensor | None):
-                raise UsageError(
-                    f"'{cls.label}' is sharded, and so is its gradient, which is not kept in .grad: set it with "
-                    "mizzen.zero.safe_set_full_grad, between backward and step"
-                )
+            _check_gradient(cls.label, func, name, args)
             if name == "__reduce_ex__":  # as a DTensor, without the memory of its neighbours
                 return func(DTensor.clone(args[0].detach()), *args[1:])
             if name in ("detach", "data"):
@@ -155,6 +151,20 @@ class Sharded(DTensor):
                     return func(*args, **kwargs)
             args, kwargs = change_tensors((tuple(args), dict(kwargs)), partial(_whole, name))
         return func(*args, **kwargs)
+
+
+def _check_gradient(label: str, func: Any, name: str, args: Sequence[Any]) -> None:
+    """Refuse to ask autograd for the gradient of a shard, and to put a whole one there."""
+    if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+        raise UsageError(
+            f"torch.autograd.{name}() for '{label}' alone, of which this rank holds a shard: call backward for all "
+            "parameters and read mizzen.zero.safe_get_full_grad. Gradients of inputs alone can be asked for"
+        )
+    if name == "grad" and len(args) == 2 and not isinstance(args[1], DTensor | None):
+        raise UsageError(
+            f"'{label}' is sharded, and so is its gradient, which is not kept in .grad: set it with "
+            "mizzen.zero.safe_set_full_grad, between backward and step"
+        )
 
 
 class Gone:

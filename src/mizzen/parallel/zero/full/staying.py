@@ -1,6 +1,8 @@
 """A module whose parameters are sharded stays where it is: `.to()`, `.cpu()` and their kin find nothing to move.
 
-torch would exchange the parameter objects, which others know them by, for new ones.
+torch would exchange the parameter objects, which others know them by, for new ones. What else a module does otherwise
+than torch's own while it is sharded is here too: it says what it cannot do in its own words, and forgets gradients that
+no parameter shows.
 """
 
 from collections.abc import Callable
@@ -9,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mizzen.errors import UsageError
+from mizzen.ambient import AMBIENT
+from mizzen.errors import NotBuilt, UsageError
 from mizzen.log import warn_once
+from mizzen.parallel.zero.full.gradients import UnitGradients
 
 
 class Staying:
@@ -33,6 +37,51 @@ class Staying:
                 f"a sharded model stays on {first.device} while an engine has it, and did not go to {there.device}"
             )
         return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; a change of its input in place is refused in our words."""
+        unit: Any = super()
+        try:
+            return unit.__call__(*args, **kwargs)
+        except RuntimeError as error:
+            if "RegisterPostBackwardFunction" not in str(error):
+                raise
+            raise self._refusal_of_change() from error
+
+    def _refusal_of_change(self) -> NotBuilt:
+        name = next((f" with '{owner.name}'" for owner in self._owners()), "")
+        return NotBuilt(
+            f"the {type(self).__name__.removeprefix('FSDP')}{name} changes its input in place, by a module such as "
+            "ReLU(inplace=True), a call such as add_(), or `x += ...`, and at ZeRO stage 3 it is a unit of its own: "
+            "make that inplace=False, or `x = x + ...`; or pin the module around it in zero_optimization.leaf_module"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, also those of sharded parameters, which do not show them."""
+        plain: Any = super()
+        plain.zero_grad(set_to_none=set_to_none)
+        owners = self._owners()
+        for store in {id(owner.store): owner.store for owner in owners}.values():
+            if isinstance(store.gradients, UnitGradients):
+                store.gradients.forget({owner.name for owner in owners if owner.store is store})
+
+    def _owners(self) -> list[Any]:
+        """Who trains the parameters, which are sharded or whole now."""
+        module: Any = self
+        found = (AMBIENT.owners.get(parameter) for parameter in module.parameters())
+        return [owner for owner in found if owner is not None]
+
+    @property
+    def _initialize_hook(self) -> Any:
+        """What `torch.compile` and `torch.jit` ask a module for: a model as a whole is refused at once."""
+        stores = (owner.store for owner in self._owners())
+        if any(store.model is self for store in stores if isinstance(store.gradients, UnitGradients)):
+            raise UsageError(
+                "torch.compile or torch.jit of an engine, or of its whole model, at ZeRO stage 3, where parameters are "
+                'gathered unit by unit: call engine.compile(), or set "compile": {"enabled": true}, which compiles '
+                "each block; for torch.jit take the model after engine.destroy()"
+            )
+        raise AttributeError("_initialize_hook")
 
     def __deepcopy__(self, memo: Any) -> Any:
         """What `copy.deepcopy` calls."""

@@ -20,6 +20,7 @@ from mizzen.model.piece import Piece
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
+from mizzen.parallel.zero.full.backward import Backward
 from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
 from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, gather_shards, local
@@ -38,7 +39,18 @@ from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit, shard_dim
 from mizzen.parallel.zero.full.whole import Wholes
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
-from mizzen.parallel.zero.full.wrap import connect, forget, held_open, put_right, recover, start, unwrap, whole
+from mizzen.parallel.zero.full.wrap import (
+    Wires,
+    connect,
+    end_backward,
+    forget,
+    held_open,
+    put_right,
+    recover,
+    start,
+    unwrap,
+    whole,
+)
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 
@@ -98,7 +110,8 @@ class FullStore:
             )
         copies = Reducer(holding.between, ranks.copies, self.stock)
         self.wholes = Wholes(self.units, holding.owners, ranks.sharers)
-        self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place)
+        self.backward = Backward(partial(end_backward, model))
+        self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place, self.backward)
         self._connect()
 
     def _connect(self) -> None:
@@ -106,7 +119,8 @@ class FullStore:
             kind = QuantizedGather if self.holding.quantizing.weights else Gather
             gather = kind(unit.plan.title, self.place)
             scatter = Scatter(unit.plan.title, self.place, partial(self.gradients.take, unit))
-            connect(unit.module, gather, scatter, partial(self.gradients.see, unit))
+            see, check = partial(self.gradients.see, unit), partial(_check_alone, unit, self.place)
+            connect(unit.module, Wires(gather, scatter, see, check, self.backward))
         root, *others = self.units
         device_type = str(self.device.type)
         modules, sizes = [unit.module for unit in others], [unit.plan.numel for unit in others]
@@ -128,6 +142,7 @@ class FullStore:
                 hook = each.parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
                 dense = stand_ins[each.name].register_post_accumulate_grad_hook(_dense)  # type: ignore[no-untyped-call]
                 unit.handles += [hook, dense]
+                self.backward.parameters[each.name] = stand_ins[each.name]
             for name, parameter in unit.parameters.items():
                 self.replaced = (*self.replaced, (stand_ins[name], name))
                 mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharing), stand_ins[name])
@@ -310,18 +325,25 @@ class FullStore:
             for name, parameter in unit.parameters.items():
                 move(parameter, name, "its engine gave it back")
         self.units = self.gradients.units = self.wholes.all = ()
+        self.backward.parameters.clear()
         self.parameters, self.everything = {}, {}
         self.replaced = ()
         self.stock.clear()
+
+
+def _check_alone(unit: LiveUnit, place: Place) -> None:
+    """A unit that runs by itself has not been looked at when its model was entered."""
+    if not place.calls:
+        _check_places([unit])
 
 
 def _check_places(units: Iterable[LiveUnit]) -> None:
     places = [place for unit in units for place in zip(unit.parameters, put_right(unit.module), strict=True)]
     if wrong := [name for name, is_there in places if not is_there]:
         raise UsageError(
-            f"'{wrong[0]}' was replaced in the model, by load_state_dict with assign=True or an assignment, and nobody "
-            "would train what came: the sharded parameter is there again. Copy values instead, with load_state_dict "
-            "alone, or into what GatheredParameters(..., modifier_rank=0) has gathered"
+            f"'{wrong[0]}' was replaced in the model, by load_state_dict with assign=True, functional_call or an "
+            "assignment, and nobody would train what came: the sharded parameter is there again. Copy values instead, "
+            "with load_state_dict alone, or into what GatheredParameters(..., modifier_rank=0) has gathered"
         )
 
 

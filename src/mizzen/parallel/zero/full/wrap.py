@@ -21,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mizzen.backport import fsdp_drop_gradient, fsdp_groups, fsdp_zeros_for_unused
+from mizzen.model.inputs import tensors_in
+from mizzen.parallel.zero.full.backward import Backward
 from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.staying import Staying, stay
 from mizzen.parallel.zero.full.units import Unit, shard_dim
@@ -105,31 +107,85 @@ def share_second_mesh(first: nn.Module, module: nn.Module) -> None:
                 each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
 
 
-def connect(module: Any, gather: Gather, scatter: Scatter, see: See) -> None:
-    """Let a wrapped module use our collectives, which see to the mean, and send zeros for what got no gradient.
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """What a wrapped module calls instead of torch's own."""
 
-    `see` is given the gradients of its trained parameters before they are reduced.
-    """
-    groups = fsdp_groups(state_of(module))
+    gather: Gather
+    scatter: Scatter
+    see: See
+    """Is given the gradients of its trained parameters before they are reduced."""
+    check: Callable[[], None]
+    """Is called before it runs, and may refuse that."""
+    backward: Backward
+
+
+def connect(module: Any, wires: Wires) -> None:
+    """Let a wrapped module use our collectives, which see to the mean, and send zeros for what got no gradient."""
+    state = state_of(module)
+    groups = fsdp_groups(state)
     if groups:
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(scatter)
+        module.set_custom_all_gather(wires.gather)
+        module.set_custom_reduce_scatter(wires.scatter)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         fills = not fsdp_zeros_for_unused(module)
         for group in groups:
-            group.post_backward = partial(_post_backward, group, see, fills)
+            group.pre_forward = partial(_pre_forward, group, wires)
+            group.post_forward = partial(_post_forward, group, state)
+            group.post_backward = partial(_post_backward, group, state, wires, fills)
+    state._pre_backward = partial(_pre_backward, state, wires)
 
 
-def _post_backward(group: Any, see: See, fills: bool, *unused: Any) -> None:
+def _pre_forward(group: Any, wires: Wires, *inputs: Any) -> Any:
+    """Look at the parameters of a unit before torch puts whole ones into their places."""
+    wires.check()
+    return type(group).pre_forward(group, *inputs)
+
+
+def _post_forward(group: Any, state: Any, module: Any, inputs: Any, output: Any) -> Any:
+    """Notice a backward also where torch would not: through an object, or a view that somebody changes in place.
+
+    Such a change works on the tensor behind the view, and takes away the hook that torch has on the view itself. What
+    is behind an input is not the unit's own.
+    """
+    if torch.is_grad_enabled():
+        is_object = not isinstance(output, Tensor | tuple | list | dict) and "__dict__" in dir(output)
+        hidden = tensors_in(vars(output)) if is_object else []
+        views = [each for each in (*tensors_in(output), *hidden) if each._base is not None]
+        foreign = {id(each if each._base is None else each._base) for each in tensors_in(inputs)} if views else set()
+        bases = [base for each in views if (base := each._base) is not None and id(base) not in foreign]
+        for each in {id(each): each for each in (*hidden, *bases) if each.grad_fn is not None}.values():
+            each.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
+    return type(group).post_forward(group, module, inputs, output)
+
+
+def _pre_backward(state: Any, wires: Wires, gradient: Tensor) -> Tensor:
+    """Ask what a backward is for when it reaches a unit."""
+    _reach(state, wires, is_open=not any(group.reshard_after_backward for group in fsdp_groups(state)))
+    found: Tensor = type(state)._pre_backward(state, gradient)
+    return found
+
+
+def _reach(state: Any, wires: Wires, *, is_open: bool) -> None:
+    wires.backward.reach(is_first=not state._state_ctx.post_backward_final_callback_queued, is_open=is_open)
+
+
+def _post_backward(group: Any, state: Any, wires: Wires, fills: bool, *unused: Any) -> None:
     """Look at the gradients of a unit before torch reduces them, and put zeros where there is none.
 
     Without zeros a rank that took another branch inside a unit would reduce fewer elements than the others. torch puts
-    them there itself from 2.13 on.
+    them there itself from 2.13 on. A backward that is for inputs alone has nothing to reduce.
     """
+    _reach(state, wires, is_open=True)
+    if not wires.backward.leaves_gradients:
+        reduces, group.reduce_grads = group.reduce_grads, False
+        type(group).post_backward(group, *unused)
+        group.reduce_grads = reduces
+        return
     if group._training_state.name == "PRE_BACKWARD":  # its backward has begun, and nothing of it was sent
         trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-        see([each.unsharded_param.grad for each in trained])
+        wires.see([each.unsharded_param.grad for each in trained])
         for each in trained if fills else ():
             parameter = each.unsharded_param
             if parameter.grad is None and each.unsharded_accumulated_grad is None:
@@ -237,7 +293,10 @@ def put_right(module: nn.Module) -> list[bool]:
                 is_whole = each.sharded_state is kind.UNSHARDED
                 expected = each._unsharded_param if is_whole else each._sharded_post_forward_param
             there = vars(place.module)["_parameters"].get(place.param_name)
-            found.append(there is expected)
+            # torch.func.functional_call brings back what it found, and that may have been gathered meanwhile
+            found.append(
+                there is expected or there is each.sharded_param or there is vars(each).get("_unsharded_param")
+            )
             if there is not expected:
                 each._setattr_on_modules(expected)
     return found
@@ -265,6 +324,11 @@ def forget(module: Any) -> None:
         if group._all_gather_result is not None:
             group.wait_for_unshard()
     module.reshard()
+
+
+def end_backward(root: Any) -> None:
+    """Let every unit reduce what it has, as torch does itself at the end of a backward that it has noticed."""
+    state_of(root)._root_post_backward_final_callback()
 
 
 def recover(root: Any) -> bool:
