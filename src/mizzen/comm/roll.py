@@ -23,7 +23,8 @@ from uuid import uuid4
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from mizzen.environment import World
+from mizzen.comm.signed import SignedStore
+from mizzen.environment import World, environ, ranks_key
 from mizzen.errors import CommError
 
 SLICE: Final = timedelta(seconds=1)
@@ -73,7 +74,8 @@ class Roll:
 
 def call_roll(store: Store, world: World, timeout: timedelta, where: str) -> Roll:
     """Wait until every rank of the world has come to the store; who is missing is named by all who are there."""
-    party = _Party(PrefixStore("mizzen/roll", store), world, time.monotonic() + timeout.total_seconds(), where)
+    signed = SignedStore(PrefixStore("mizzen/roll", store), ranks_key(environ()))
+    party = _Party(signed, world, time.monotonic() + timeout.total_seconds(), where)
     own = Answer(id=uuid4().hex, rank=world.rank, size=world.size, host=_host())
     try:
         return _call(party, own) if world.rank == 0 else _come(party, own)
@@ -87,7 +89,7 @@ def call_roll(store: Store, world: World, timeout: timedelta, where: str) -> Rol
 class _Party:
     """One rank at the meeting."""
 
-    store: Store
+    store: SignedStore
     world: World
     deadline: float
     where: str

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mizzen.errors import LaunchError
-from mizzen.launcher.backends import ELASTIC
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import Job, Program
 from mizzen.launcher.meeting import Alone, Seat, address_towards, interface_of, meet
@@ -16,7 +15,7 @@ from mizzen.launcher.store import PortTaken, StoreHost
 
 def job(**changes):
     values = {"id": "a", "program": Program("script", "t.py"), "hosts": (Host("localhost", (0, 1)),), "folder": "/"}
-    return Job(**{**values, "python": "py", **changes})
+    return Job(**{**values, "python": "py", "secret": "s" * 32, **changes})
 
 
 def test_a_port_is_ours_from_the_start():
@@ -68,9 +67,8 @@ def several(count, *, min_nodes):
     return [meet(made, Seat(index, hosts[index], "127.0.0.1"), {}) for index in range(count)]
 
 
-def test_a_node_that_comes_later_counts_the_attempts_of_all(monkeypatch):
+def test_a_node_that_comes_later_counts_the_attempts_of_all():
     """Ranks look for each other under that number."""
-    monkeypatch.setenv(ELASTIC, "1")
     first, second = several(2, min_nodes=1)
     assert first.join().attempt == 0
     with ThreadPoolExecutor(1) as pool:
