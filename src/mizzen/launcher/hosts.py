@@ -131,10 +131,7 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> dict[str, tuple[int, 
     known = {host.name: host for host in hosts}
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
-        word = part.strip()
-        end = word.find("]") + 1 if word.startswith("[") else 0
-        name, colon, slots = word[end:].partition(":")
-        name = _host_name(word[:end] or word) or name if end or word.count(":") > 1 else name
+        name, colon, slots = _split(part.strip())
         if name not in known:
             raise UsageError(f"{option} {text!r}: unknown host {name!r}; known: {_names(hosts)}")
         wanted = _slots(option, text, slots) if colon else known[name].slots
@@ -143,6 +140,16 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> dict[str, tuple[int, 
                 raise UsageError(f"{option} {text!r}: {name} has no slot {slot}; it has {_listed(known[name].slots)}")
         named.setdefault(name, set()).update(wanted)
     return {name: tuple(sorted(slots)) for name, slots in named.items()}
+
+
+def _split(word: str) -> tuple[str, str, str]:
+    """A host's name, and its slots after a colon; an IPv6 address with slots stands in brackets, as in [::1]:0,2."""
+    address, bracket, rest = word.partition("]")
+    if bracket and (name := _host_name(address + bracket)):
+        return name, rest[:1], rest[1:]
+    if word.count(":") > 1 and (name := _host_name(word)):
+        return name, "", ""
+    return word.partition(":")
 
 
 def _slots(option: str, text: str, slots: str) -> list[int]:

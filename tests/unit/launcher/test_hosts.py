@@ -1,5 +1,7 @@
 """Hostfiles, filters and names."""
 
+from dataclasses import replace
+
 import pytest
 
 from mizzen.errors import UsageError
