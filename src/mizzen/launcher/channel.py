@@ -121,7 +121,10 @@ def call(
             failed = str(error)
         except Refused as error:
             _close(connection)
-            raise Refused(f"the first node of this job is expected at {address}:{port}, but {error}") from None
+            raise Refused(
+                f"the first node of this job is expected at {address}:{port}, but {error}. Nodes that are started one "
+                "by one need the same MIZZEN_SECRET, or the same file .mizzen_secret in their home folders"
+            ) from None
         _close(connection)
         time.sleep(PAUSE)
     raise LaunchError(
