@@ -43,6 +43,10 @@ FAREWELL: Final = 5.0
 """Seconds for which the first node waits at the end for the others to have heard of it."""
 
 
+class Stopped(LaunchError):
+    """The first node was asked to stop, and the job with it."""
+
+
 class Meeting(Protocol):
     """How a supervisor deals with the others. It calls join, then the rest while ranks run, leave at the end."""
 
@@ -67,8 +71,8 @@ class Meeting(Protocol):
     def share(self, key: str, text: str) -> list[str]:
         """What every node has to say under this key; those that do not answer in a moment are left out."""
 
-    def leave(self, words: str) -> None:
-        """Take no further part; the others learn why."""
+    def leave(self, words: str, *, was_asked: bool = False) -> None:
+        """Take no further part; the others learn why, and whether this node was asked to."""
 
 
 class Alone:
@@ -108,7 +112,7 @@ class Alone:
         """What we said ourselves."""
         return [text]
 
-    def leave(self, words: str) -> None:
+    def leave(self, words: str, *, was_asked: bool = False) -> None:
         """Free the port."""
         if self._host is not None:
             self._host.close()
@@ -190,6 +194,8 @@ class Together:
         self._come(own)
         found = self._ask("place", self._attempt)
         while "members" not in found:
+            if "closed" in found:
+                raise self._closed(*found["closed"])
             if found["gone"] and not found["are_enough"]:
                 raise LaunchError(found["gone"])
             if time.monotonic() > until or self._is_leaving:
@@ -205,6 +211,10 @@ class Together:
             if time.monotonic() > until or self._is_leaving:
                 raise LaunchError(str(taken))
             time.sleep(1.0)
+
+    def _closed(self, words: str, was_asked: bool) -> LaunchError:
+        said = f"the first node has left, and no other can take its place ({words or 'its ranks are done'})"
+        return Stopped(said) if was_asked else LaunchError(said)
 
     def _too_few(self, waiting: int, patience: float) -> str:
         return (
@@ -271,19 +281,19 @@ class Together:
             is_all, said = self._ask("shared", key)
         return list(said)
 
-    def leave(self, words: str) -> None:
+    def leave(self, words: str, *, was_asked: bool = False) -> None:
         """Take no further part; the first node waits a moment, so that the others can hear of it."""
         self._is_leaving = True
         if self._ranks is not None:
             self._ranks.close()
         if self._channel is not None:
             with suppress(RuntimeError):  # the first node may have left already
-                self._in_thread(lambda: self._say_farewell(words), FAREWELL)
+                self._in_thread(lambda: self._say_farewell(words, was_asked), FAREWELL)
         if self._hosting is not None:
             self._hosting.close()
 
-    def _say_farewell(self, words: str) -> None:
-        self._ask("leave", words)
+    def _say_farewell(self, words: str, was_asked: bool) -> None:
+        self._ask("leave", words, was_asked)
         until = time.monotonic() + FAREWELL - 0.5
         while self._hosting is not None and self._ask("others") and time.monotonic() < until:
             time.sleep(POLL / 5)

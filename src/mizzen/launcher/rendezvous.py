@@ -21,6 +21,8 @@ from mizzen.launcher.failure import Failure
 from mizzen.launcher.place import Member
 from mizzen.launcher.pulse import LOST, Pulse
 
+FIRST: Final = 0
+"""The node that keeps all this."""
 LAST_CALL: Final = 3.0
 """Seconds for which an elastic job that could start for the first time waits for more nodes."""
 STRAGGLERS: Final = 30.0
@@ -105,6 +107,7 @@ class Rendezvous:
         self._failures = 0
         self._enough_since: float | None = None
         self._over_since: float | None = None
+        self._closed: tuple[str, bool] | None = None
         self.now = 0.0
 
     # What nodes ask
@@ -115,7 +118,12 @@ class Rendezvous:
         self._begin_round()
 
     def place(self, index: int, after: int) -> dict[str, Any]:
-        """The round that began after attempt `after` and has this node; until then, how many wait and who is gone."""
+        """The round that began after attempt `after` and has this node; until then, how many wait and who is gone.
+
+        Where the first node has left, so that there will be no more rounds: its words, and whether it was asked to.
+        """
+        if self._closed is not None:
+            return {"closed": self._closed}
         waiting = self._waiting.get(index)
         if waiting is not None:
             waiting.asked = self.now
@@ -174,9 +182,11 @@ class Rendezvous:
         said = current.shared.get(key, {})
         return all(other in said for other in current.present), [said[other] for other in sorted(said)]
 
-    def leave(self, index: int, words: str) -> None:
+    def leave(self, index: int, words: str, was_asked: bool) -> None:
         """Take no further part."""
         self._waiting.pop(index, None)
+        if index == FIRST:
+            self._closed = (words, was_asked)
         if self._round is not None and index in self._round.present:
             self._round.left.add(index)
             self._lose(index, "has left" + (f": {words}" if words else ""))
@@ -248,6 +258,8 @@ class Rendezvous:
 
     def _chosen(self) -> Sequence[int]:
         """Who takes part in a round that begins now; nobody where none does."""
+        if self._closed is not None:
+            return ()
         present = self._round.present if self._round is not None else []
         staying = [index for index in present if index in self._waiting]
         wanted = sorted(self._waiting, key=lambda index: (index not in staying, index))[: self._max_nodes]

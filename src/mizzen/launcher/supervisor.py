@@ -24,7 +24,7 @@ from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
 from mizzen.launcher.job import Job
 from mizzen.launcher.keeper import Keeper
-from mizzen.launcher.meeting import Meeting, Seat, members_of
+from mizzen.launcher.meeting import Meeting, Seat, Stopped, members_of
 from mizzen.launcher.output import Outlet, open_log, say
 from mizzen.launcher.place import Place, inherited, rank_environment
 from mizzen.launcher.rendezvous import News
@@ -161,7 +161,7 @@ class Supervisor:
             self._signals.is_joining = True
             place = self._meeting.join()
             self._signals.is_joining = False
-        except Interrupted:
+        except (Interrupted, Stopped):
             return None
         except LaunchError:
             if self._signals.received:
@@ -172,7 +172,7 @@ class Supervisor:
         return place
 
     def _leave(self, code: int, words: str, trace: str = "") -> int:
-        self._meeting.leave(words)
+        self._meeting.leave(words, was_asked=code in (SAVED, UNSAVED))
         if words:
             say(words, before=trace, mark=self._job.mark)
         return code

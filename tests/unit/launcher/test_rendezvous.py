@@ -94,7 +94,7 @@ def test_a_failure_that_was_counted_stays():
     board = begun(2, 2, 0, 1)
     assert board.fail(1, asdict(Failure(1, "n1", 7)))["number"] == 1
     assert board.fail(0, asdict(Failure(0, "n0", 1))) == asdict(Failure(1, "n1", 7)), "the first is the one that counts"
-    board.leave(1, "rank 1 failed")
+    board.leave(1, "rank 1 failed", False)
     assert look(board, 0).failure == Failure(1, "n1", 7)
 
 
@@ -121,7 +121,7 @@ def test_a_host_that_was_held_up_accuses_nobody():
 def test_who_is_done_may_go():
     board = begun(2, 2, 0, 1)
     board.finish(1)
-    board.leave(1, "")
+    board.leave(1, "", False)
     assert look(board, 0).gone == "" and not look(board, 0).are_finished
     board.finish(0)
     assert look(board, 0).are_finished
@@ -156,5 +156,14 @@ def test_what_nodes_share():
     board.share(0, "k", "zero")
     board.share(2, "k", "two")
     assert board.shared(0, "k") == (False, ["zero", "two"])
-    board.leave(1, "")
+    board.leave(1, "", False)
     assert board.shared(0, "k") == (True, ["zero", "two"]) and board.others(0) == [2]
+
+
+@pytest.mark.parametrize("was_asked", [False, True])
+def test_no_round_begins_without_the_first_node(was_asked):
+    board = begun(1, 3, 0, 1)
+    board.leave(0, "saved", was_asked)
+    want(board, 1, 2)
+    board.tick(1000.0)
+    assert board.place(1, 0) == board.place(2, -1) == {"closed": ("saved", was_asked)}
