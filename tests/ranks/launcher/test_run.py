@@ -46,6 +46,53 @@ def test_what_ranks_are_given_and_what_becomes_of_their_words(tmp_path):
     assert len(ran.stdout.splitlines()) == 6, "no line is mixed with another"
 
 
+PEEK = """
+import os
+from mizzen.errors import LaunchError
+from mizzen.launcher.job import Job
+assert os.environ["WANDB_API_KEY"] == "PASSWORD"
+assert "MIZZEN_SECRET" not in os.environ and len(os.environ["MIZZEN_KEY"]) == 64
+for pid in (os.getpid(), os.getppid()):
+    for word in open(f"/proc/{pid}/cmdline").read().split("\\0"):
+        assert "PASSWORD" not in word, word
+        try:
+            Job.decode(word)
+        except LaunchError:
+            continue
+        raise AssertionError("the job can be read by everybody")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc as Linux has it")
+@pytest.mark.parametrize("way", [("--num_gpus", 1), ("--hostfile", "hosts")], ids=["here", "by ssh"])
+def test_what_is_in_environment_files_is_in_no_command_line(tmp_path, way):
+    (tmp_path / "peek.py").write_text(PEEK)
+    (tmp_path / ".mizzen_env").write_text("WANDB_API_KEY=PASSWORD\n")
+    (tmp_path / "hosts").write_text("w1 slots=1\n")
+    ran = launch(*way, "--no_local_rank", "peek.py", cwd=tmp_path, PATH=with_ssh(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    shown = launch(*way, "--dry-run", "peek.py", cwd=tmp_path, PATH=with_ssh(tmp_path)).stdout
+    assert "WANDB_API_KEY (its value is not shown)" in shown and "PASSWORD" not in shown
+
+
+def test_a_job_of_any_length_goes_by_ssh(tmp_path):
+    (tmp_path / "count.py").write_text(COUNT)
+    (tmp_path / "hosts").write_text("w1 slots=1\n")
+    words = [random.Random(number).randbytes(50_000).hex() for number in range(4)]
+    ran = launch("--hostfile", "hosts", "--no_local_rank", "count.py", *words, cwd=tmp_path, PATH=with_ssh(tmp_path))
+    assert (ran.returncode, ran.stdout.strip()) == (0, hashlib.sha256("".join(words).encode()).hexdigest()), ran.stderr
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        words = ("--num_nodes", 2, "--num_gpus", 1, "--no_ssh", "--node_rank", 0, "--master_addr", "127.0.0.1")
+        ran = launch(*words, "--master_port", port, "t.py", cwd=tmp_path)
+    assert ran.returncode == 1
+    assert f"mizzen: error: port {port} of this machine cannot be had" in ran.stderr
+
+
 COUNT = """
 import hashlib, os, sys
 print(hashlib.sha256("".join(sys.argv[1:]).encode()).hexdigest())
@@ -384,15 +431,19 @@ exec sh -c "$line"
 """
 
 
+def with_ssh(folder):
+    """A PATH with an ssh that stays on this machine."""
+    (folder / "ssh").write_text(SSH)
+    (folder / "ssh").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 @pytest.mark.parametrize("code", [98, 255])
 def test_the_code_of_a_script_comes_through_ssh_as_it_is(tmp_path, code):
-    """With an ssh that stays on this machine. 98 and 255 have a meaning of their own where no rank has run."""
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
+    """255 has a meaning of its own where no rank has run."""
     (tmp_path / "hosts").write_text("w1 slots=1\n")
     (tmp_path / "exit.py").write_text(f"import sys; print('runs'); sys.exit({code})")
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    ran = launch("--hostfile", "hosts", "--no_local_rank", "exit.py", cwd=tmp_path, PATH=path)
+    ran = launch("--hostfile", "hosts", "--no_local_rank", "exit.py", cwd=tmp_path, PATH=with_ssh(tmp_path))
     assert (ran.returncode, ran.stdout) == (code, "runs\n")
     assert ran.stderr.splitlines() == [f"mizzen: rank 0 on w1 ended with exit code {code}"]
 
