@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -15,11 +16,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
-from torch.distributed import TCPStore
 
 from faults.launcher.test_recovery import curve
 from launches import COMMAND, environment, launch, start, wait_until
@@ -255,37 +254,38 @@ class Bomb:
         return os.mkdir, (str(self.folder / CANARY),)
 
 
-def annoy(chance, port, folder):
+def annoy(chance, place, folder):
     """One stranger at a port: noise, a forged pickle, the language of torch's store, or silence."""
-    bomb, kind = pickle.dumps(Bomb(folder)), chance.choice(("noise", "pickle", "store", "silence"))
-    if kind == "store":
-        with suppress(RuntimeError):
-            store = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=1))
-            for key in ("torch.rendezvous.x", "failure", "request", "gone", "mizzen/whereabouts/0/never"):
-                store.set(key, base64.b64encode(bomb))
-        return None
-    stranger = socket.create_connection(("127.0.0.1", port), timeout=2)
+    bomb = pickle.dumps(Bomb(folder))
+    said = chance.choice((chance.randbytes(chance.randrange(1, 5000)), bomb, in_store(base64.b64encode(bomb)), b""))
+    stranger = socket.create_connection(place, timeout=5)
     with suppress(OSError):
-        stranger.sendall({"noise": chance.randbytes(chance.randrange(1, 5000)), "pickle": bomb}.get(kind, b""))
+        stranger.sendall(said)
     return stranger
 
 
+def in_store(value):
+    """What a client of torch's store says to set what torch elastic, and supervisors, have kept there."""
+    said = b"\0" + struct.pack("<I", 0x3C85F7CE)
+    for key in (b"/torch.rendezvous.x", b"/failure", b"/request", b"/gone", b"/mizzen/whereabouts/never"):
+        said += b"\1" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", len(value)) + value
+    return said
+
+
 def open_ports(*jobs):
-    """Every port at which a process of these jobs listens."""
+    """Every address and port at which a process of these jobs listens."""
     found = set()
     for job in jobs:
         whole = psutil.Process(job.process.pid)
         for process in (whole, *whole.children(recursive=True)):
             with suppress(psutil.Error):
                 listening = (one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN)
-                found |= {one.laddr.port for one in listening}
+                found |= {tuple(one.laddr) for one in listening}
     return sorted(found)
 
 
 def visited(chance, count, whole):
-    row = Row(
-        "strangers", "noise, forged pickles, keys in torch's store, silence, at every port before and in training"
-    )
+    row = Row("strangers", "noise, forged pickles, keys in torch's store, silence: at every port, at any time")
     for number in range(count):
         port = chance.randrange(15_000, 19_000)
 
@@ -293,8 +293,9 @@ def visited(chance, count, whole):
             own = ("--no_ssh", "--num_nodes", 2, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port)
             rest = (TRAIN, "--out", folder, "--stage", 1, "--steps", STEPS, "--pause", 0.1)
             first = start(*own, "--node_rank", 0, *rest, cwd=folder, name="node0")
-            wait_until(lambda: port in open_ports(first), "the meeting port")
-            guests = [annoy(chance, port, folder) for _ in range(20)]
+            meeting = ("127.0.0.1", port)
+            wait_until(lambda: meeting in open_ports(first), "the meeting port")
+            guests = [annoy(chance, meeting, folder) for _ in range(20)]
             second = start(*own, "--node_rank", 1, *rest, cwd=folder, name="node1")
             losses = folder / "loss-0.txt"
             wait_until(lambda: losses.exists() and "\n3 " in losses.read_text(), "step 3")
