@@ -69,7 +69,7 @@ class Round:
     beats: dict[int, int]
     finished: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
-    """Nodes that have said that they leave."""
+    """Nodes that take no further part."""
     gone: dict[int, str] = field(default_factory=dict)
     """Nodes that are gone before their ranks were done, and how."""
     failure: Failure | None = None
@@ -81,12 +81,25 @@ class Round:
     @property
     def present(self) -> list[int]:
         """The nodes that are still there."""
-        return [index for index in self.indices if index not in self.left and index not in self.gone]
+        return [index for index in self.indices if index not in self.left]
 
     @property
     def indices(self) -> list[int]:
         """All nodes of this attempt."""
         return [member.index for member in self.members]
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether a node whose ranks are not done has been silent for a while."""
+        doubtful = {self.indices[position] for position in self.pulse.doubtful}
+        return bool(doubtful.intersection(self.present) - self.finished)
+
+    def lose(self, index: int, how: str) -> None:
+        """A node takes no further part; where its ranks were not done, it is gone."""
+        if index not in self.finished:
+            member = next(member for member in self.members if member.index == index)
+            self.gone[index] = f"node {index} ({member.host}) {how}"
+        self.left.add(index)
 
 
 @dataclass(slots=True)
@@ -152,7 +165,7 @@ class Rendezvous:
                 are_finished=len(current.finished) == len(current.members),
                 gone=self._gone_in_words(),
                 are_enough=self._are_enough(),
-                is_in_doubt=bool(self._doubtful(current)),
+                is_in_doubt=current.is_in_doubt,
             )
         )
 
@@ -188,8 +201,7 @@ class Rendezvous:
         if index == FIRST:
             self._closed = (words, was_asked)
         if self._round is not None and index in self._round.present:
-            self._round.left.add(index)
-            self._lose(index, "has left" + (f": {words}" if words else ""))
+            self._round.lose(index, "has left" + (f": {words}" if words else ""))
         self._begin_round()
 
     def others(self, index: int) -> list[int]:
@@ -203,7 +215,7 @@ class Rendezvous:
         """The connection of a node has ended."""
         self._waiting.pop(index, None)
         if self._round is not None and index in self._round.present:
-            self._lose(index, "is lost: its supervisor has ended without a word")
+            self._round.lose(index, "is lost: its supervisor has ended without a word")
         self._begin_round()
 
     def tick(self, now: float) -> None:
@@ -216,7 +228,7 @@ class Rendezvous:
             for position in current.pulse.silent(beats, now):
                 index = current.indices[position]
                 if index in current.present and index not in self._waiting:
-                    self._lose(index, f"is lost: its supervisor has not been heard of for {LOST:.0f} s")
+                    current.lose(index, f"is lost: its supervisor has not been heard of for {LOST:.0f} s")
         self._begin_round()
 
     def is_taken(self, index: int) -> bool:
@@ -228,23 +240,12 @@ class Rendezvous:
             raise LookupError(f"node {index} takes part in no attempt")
         return self._round
 
-    def _lose(self, index: int, how: str) -> None:
-        current = self._of(index)
-        if index not in current.finished and index not in current.gone:
-            member = next(member for member in current.members if member.index == index)
-            current.gone[index] = f"node {index} ({member.host}) {how}"
-        current.left.add(index)
-
     def _gone_in_words(self) -> str:
         return "; ".join(self._round.gone.values()) if self._round is not None else ""
 
     def _are_enough(self) -> bool:
         present = self._round.present if self._round is not None else []
         return len({*present, *self._waiting}) >= self._min_nodes
-
-    def _doubtful(self, current: Round) -> list[int]:
-        found = [current.indices[position] for position in current.pulse.doubtful]
-        return [index for index in found if index in current.present and index not in current.finished]
 
     def _begin_round(self) -> None:
         chosen = self._chosen()
