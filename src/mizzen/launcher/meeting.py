@@ -24,7 +24,7 @@ from mizzen.launcher.failure import Failure
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import Job
 from mizzen.launcher.place import Member, Place, settle
-from mizzen.launcher.pulse import LOST
+from mizzen.launcher.pulse import LONGEST_LOOK, LOST
 from mizzen.launcher.rendezvous import QUESTIONS, News, Rendezvous
 from mizzen.launcher.store import LOOPBACK, StoreHost, bind
 from mizzen.network import is_loopback, resolve
@@ -306,16 +306,23 @@ class _Hosting:
         self._rendezvous = Rendezvous(job.min_nodes, job.max_nodes)
         self._questions = {question.__name__: question for question in QUESTIONS}
         self._indices: dict[Peer, int] = {}
+        self._now, self._ticked = 0.0, time.monotonic()
         self._server = ChannelServer(
             bind(seat.master_addr, job.master_port),
             job.key("supervisors"),
             answer=self._answer,
             gone=self._gone,
-            tick=lambda: self._rendezvous.tick(time.monotonic()),
+            tick=self._tick,
         )
 
     def close(self) -> None:
         self._server.close()
+
+    def _tick(self) -> None:
+        """Time for the rendezvous: where this process was held up, others who asked meanwhile were not silent."""
+        before, self._ticked = self._ticked, time.monotonic()
+        self._now += min(self._ticked - before, LONGEST_LOOK)
+        self._rendezvous.tick(self._now)
 
     def _answer(self, peer: Peer, message: list[Any]) -> Any:
         name, index, *words = message

@@ -153,7 +153,9 @@ class Rendezvous:
 
     def look(self, index: int) -> dict[str, Any]:
         """What is known now. It is also the sign of life of the node that asks."""
-        current = self._of(index)
+        if self._round is None or index not in self._round.indices:
+            return asdict(News(is_over=True))  # the others have not waited for it
+        current = self._round
         current.beats[index] += 1
         newcomers = [other for other in self._waiting if other not in current.present]
         return asdict(

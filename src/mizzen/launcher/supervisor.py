@@ -295,7 +295,7 @@ class Supervisor:
         now = time.monotonic()
         self._failed_since = self._failed_since or now
         found = first_of(failures)
-        if self._news.gone:
+        if self._news.gone and self._news.failure is None:
             return _without_them(self._news)
         may_come = found.is_secondary and (not crew.is_over or self._job.max_nodes > 1)
         if self._news.is_in_doubt or (may_come and now - self._failed_since < SECOND_CAUSE):

@@ -147,8 +147,9 @@ def test_a_node_that_does_not_come_is_not_waited_for_endlessly():
         board.tick(board.now + 0.25)
     board.tick(board.now + 2)
     assert place(board, 0, 0) == (1, [0])
-    with pytest.raises(LookupError):
-        board.look(1)
+    assert look(board, 1) == News(is_over=True)
+    want(board, 1)
+    assert look(board, 0).has_changed
 
 
 def test_what_nodes_share():
