@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from torch.distributed import HashStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def open_store(world: World, timeout: timedelta, *, hosting: bool) -> TCPStore:
     def build() -> TCPStore:
         with _listener(host, port) if hosting else nullcontext() as listener:
             at = port if listener is None else listener.getsockname()[1]
-            given = {} if listener is None else {"master_listen_fd": os.dup(listener.fileno())}
+            given: dict[str, Any] = {} if listener is None else {"master_listen_fd": os.dup(listener.fileno())}
             return TCPStore(
                 *(host, at, world.size, hosting, timeout), wait_for_workers=False, multi_tenant=hosting, **given
             )

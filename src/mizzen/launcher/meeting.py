@@ -332,7 +332,7 @@ class _Hosting:
             self._indices[peer] = index
         if self._indices.get(peer) != index:
             raise LookupError(f"this peer is not node {index}")
-        return self._questions[name](self._rendezvous, index, *words)  # type: ignore[operator]
+        return self._questions[name](self._rendezvous, index, *words)
 
     def _gone(self, peer: Peer) -> None:
         index = self._indices.pop(peer, None)
