@@ -228,6 +228,12 @@ def rejoined(chance, count):
             second.signal(signal.SIGKILL)
             wait_until(lambda: len(starts(folder)) == 2, "one node alone")
             third = start(*elastic(port), 1, *rest, cwd=folder, name="again")
+
+            def is_up():
+                third.remember_family()
+                return third.folders
+
+            wait_until(is_up, "the supervisor")  # until then a signal may come before there is anybody to heed it
             time.sleep(delay)
             for node in {"both": (first, third), "the first": (first,)}.get(asked, (third,)):
                 node.signal(signal.SIGTERM)
