@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
+SECRET = "known to the tests alone"
 COMMAND = (sys.executable, "-m", "mizzen.cli", "run")
 
 
@@ -18,7 +19,7 @@ def environment(**more):
     """Our own, without what another launcher has left in it."""
     dropped = ("MIZZEN_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    return {**kept, "PYTHONPATH": str(ROOT / "src"), "MIZZEN_ACCELERATOR": "cpu", **more}
+    return {**kept, "PYTHONPATH": str(ROOT / "src"), "MIZZEN_ACCELERATOR": "cpu", "MIZZEN_SECRET": SECRET, **more}
 
 
 def launch(*words, cwd, timeout=120, **more):

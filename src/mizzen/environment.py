@@ -29,6 +29,11 @@ def integer(env: Mapping[str, str], name: str, default: int) -> int:
         raise ConfigError(name, f"the environment variable holds {text!r}, which is not a whole number") from None
 
 
+def ranks_key(env: Mapping[str, str]) -> bytes:
+    """With what the ranks of a job sign what they tell each other; `mizzen run` gives it to them."""
+    return env.get("MIZZEN_KEY", "").encode()
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """This process among the others."""

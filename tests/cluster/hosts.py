@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NETWORK = "10.213.7"
+SIXTH = "fd00:213:7:"
 PORT = 2222
 HERE = f"{NETWORK}.254"
 NAMES = ("node1", "node2")
@@ -94,6 +95,9 @@ def lay_cables(cluster):
     cluster.stack.callback(subprocess.run, ["ip", "link", "delete", bridge], check=False)
     call("ip", "address", "add", f"{HERE}/24", "dev", bridge)
     call("ip", "link", "set", bridge, "up")
+    has_sixth = Path("/proc/sys/net/ipv6/conf/lo").exists()
+    if has_sixth:
+        call("ip", "address", "add", f"{SIXTH}:254/64", "dev", bridge, "nodad")
     for number, name in enumerate(NAMES, 1):
         namespace, outer = cluster.namespace(name), f"{bridge}-{number}"
         call("ip", "netns", "add", namespace)
@@ -102,6 +106,8 @@ def lay_cables(cluster):
         call("ip", "link", "set", outer, "master", bridge, "up")
         inside = ("ip", "-n", namespace)
         call(*inside, "address", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
+        if has_sixth:
+            call(*inside, "address", "add", f"{SIXTH}:{number}/64", "dev", "eth0", "nodad")
         call(*inside, "link", "set", "eth0", "up")
         call(*inside, "link", "set", "lo", "up")
     call("nsenter", f"--net=/run/netns/{cluster.namespace('node1')}", "unshare", "--uts", "hostname", "node1")

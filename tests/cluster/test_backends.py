@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.fuzz import words
-from cluster.hosts import HERE, PORT, SYSTEM
+from cluster.hosts import HERE, PORT, SIXTH, SYSTEM
 
 RANK = Path(__file__).with_name("rank.py")
 WORDS = 2000
@@ -29,7 +29,7 @@ def launch(cluster, name, tmp_path, *options, seed=0):
     values = words(seed + 1, WORDS, canary)
     variables = {f"NCCL_FUZZ_{number}": value for number, value in enumerate(values)}
     in_file = {f"FUZZ_{number}": value.replace("\n", "").rstrip("\r") for number, value in enumerate(values[:100])}
-    text = "# made\n\n" + "".join(f"{key}={value}\n" for key, value in in_file.items())
+    text = "# made\n\nWANDB_API_KEY=PASSWORD\n" + "".join(f"{key}={value}\n" for key, value in in_file.items())
     (tmp_path / ".mizzen_env").write_bytes(text.encode(errors="surrogateescape"))
     variables["NCCL_FUZZ_RESULTS"] = str(results)
     cluster.environment = {
@@ -53,6 +53,7 @@ def launch(cluster, name, tmp_path, *options, seed=0):
         assert one["folder"] == str(tmp_path)
         assert one["argv"] == arguments
         assert one["environment"] == {**variables, **in_file}
+        assert (one["password"], one["readable"]) == ("PASSWORD", []), "nobody else can read it"
     assert not canary.exists()
 
 
@@ -62,6 +63,21 @@ def test_a_back_end_starts_ranks_and_passes_every_word(cluster, tmp_path, name):
     if shutil.which(program, path=SYSTEM) is None:
         pytest.skip(f"{program} is not installed")
     launch(cluster, name, tmp_path, "--hostfile", cluster.folder / "hostfile", "--ssh_port", str(PORT), *BACKENDS[name])
+
+
+@pytest.mark.parametrize("name", ["ssh", "pdsh"])
+def test_a_hostfile_with_users(cluster, tmp_path, name):
+    if shutil.which(name, path=SYSTEM) is None:
+        pytest.skip(f"{name} is not installed")
+    (tmp_path / "hosts").write_text("root@node1 slots=2\nroot@node2 slots=2\n")
+    launch(cluster, name, tmp_path, "--hostfile", "hosts", "--ssh_port", str(PORT), seed=3)
+
+
+def test_a_hostfile_with_addresses_of_ipv6(cluster, tmp_path):
+    if not Path("/proc/sys/net/ipv6/conf/lo").exists():
+        pytest.skip("this system has no IPv6")
+    (tmp_path / "hosts").write_text(f"[{SIXTH}:1] slots=2\nroot@{SIXTH}:2 slots=2\n")
+    launch(cluster, "ssh", tmp_path, "--hostfile", "hosts", "--ssh_port", str(PORT), seed=5)
 
 
 def test_slurm_starts_ranks_and_passes_every_word(slurm, tmp_path):

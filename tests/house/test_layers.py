@@ -12,7 +12,7 @@ ROWS = [
     {"errors", "ambient"},
     {"environment"},
     {"log"},
-    {"config", "progress", "files", "backport"},
+    {"config", "progress", "files", "backport", "network"},
     {"accelerator"},
     {"monitor"},
     {"launcher", "model", "kernels"},

@@ -11,6 +11,7 @@ from typing import Final
 
 from mizzen.cli.parser import Parser, examples, write
 from mizzen.errors import ConfigError, LayoutError, MizzenError, PlanError, UsageError
+from mizzen.launcher.output import open_standard_streams
 from mizzen.launcher.stops import leaving
 
 
@@ -59,6 +60,7 @@ WRONG_INPUT: Final = (ConfigError, LayoutError, PlanError, UsageError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    open_standard_streams()
     try:
         code = _run(words)
         sys.stdout.flush()

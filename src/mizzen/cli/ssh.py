@@ -42,4 +42,4 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = select(parse_hostfile(text, str(path)), arguments.include, arguments.exclude)
     line = arguments.rest[0] if len(arguments.rest) == 1 else shlex.join(arguments.rest)
     way = Way(split_words(arguments.launcher_args), arguments.ssh_port)
-    return run_everywhere([host.name for host in hosts], line, way)
+    return run_everywhere(hosts, line, way)

@@ -76,8 +76,8 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes:
         """What was last written."""
 
-    def add(self, key: str, more: int, /) -> int:
-        """Count; the sum so far."""
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
+        """Write `desired` where `expected` stands, or nothing where that is empty; what stands there then."""
 
 
 class Handle(Protocol):

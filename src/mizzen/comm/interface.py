@@ -13,7 +13,6 @@ It binds to the address of this host's own name, and to loopback if that fails. 
 127.0.0.1 or 127.0.1.1 (Debian writes it into /etc/hosts), and then ranks on other hosts cannot connect.
 """
 
-import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Final
 import psutil
 
 from mizzen.environment import Switches
+from mizzen.network import is_loopback, resolve
 
 DISCARD: Final = 9
 """A port to name in a connect that sends nothing."""
@@ -92,7 +92,7 @@ def interface_problem(target: str | None, env: Mapping[str, str]) -> str | None:
 
 def address_towards(target: str) -> str | None:
     """The address of this host from which packets to `target` would leave; None if there is no way to it."""
-    for family, address in _resolved(target):
+    for family, address in resolve(target):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((address, DISCARD))  # a datagram socket only looks up the route
@@ -100,11 +100,6 @@ def address_towards(target: str) -> str | None:
                 continue
             return str(probe.getsockname()[0])
     return None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address never leaves the host."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def is_here(host: str) -> bool:
@@ -149,12 +144,4 @@ def _holder(address: str) -> str | None:
 
 
 def _resolve(host: str) -> list[str]:
-    return [address for _, address in _resolved(host)]
-
-
-def _resolved(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    try:
-        rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return [(row[0], str(row[4][0])) for row in rows if row[0] in (socket.AF_INET, socket.AF_INET6)]
+    return [address for _, address in resolve(host)]

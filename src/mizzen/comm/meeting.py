@@ -3,12 +3,14 @@
 Each way in which this fails has its own message. Who has come is `roll.py`'s business.
 """
 
+import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from torch.distributed import HashStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
@@ -18,6 +20,7 @@ from mizzen.comm.interface import address_towards, choose_interface, is_here
 from mizzen.environment import World
 from mizzen.errors import CommError, MissingExtra
 from mizzen.log import get_logger
+from mizzen.network import listen, resolve
 
 TIMEOUT: Final = timedelta(minutes=10)
 """How long a collective, and the meeting, may take where nobody says otherwise."""
@@ -116,12 +119,29 @@ def open_store(world: World, timeout: timedelta, *, hosting: bool) -> TCPStore:
     host, port = world.master_addr, world.master_port
 
     def build() -> TCPStore:
-        return TCPStore(host, port, world.size, hosting, timeout=timeout, wait_for_workers=False, multi_tenant=hosting)
+        with _listener(host, port) if hosting else nullcontext() as listener:
+            at = port if listener is None else listener.getsockname()[1]
+            given: dict[str, Any] = {} if listener is None else {"master_listen_fd": os.dup(listener.fileno())}
+            return TCPStore(
+                *(host, at, world.size, hosting, timeout), wait_for_workers=False, multi_tenant=hosting, **given
+            )
 
     try:
         return _within(timeout + GRACE, build)
     except (RuntimeError, TimeoutError) as error:
         raise CommError(_why_no_store(world, timeout, hosting, error)) from error
+
+
+@contextmanager
+def _listener(host: str, port: int) -> Iterator[socket.socket | None]:
+    """A socket at the address that is meant; none where the port is taken, maybe by a store of this very process."""
+    try:
+        listener = listen(host, port)
+    except OSError:
+        yield None
+        return
+    with listener:
+        yield listener
 
 
 def _why_no_store(world: World, timeout: timedelta, hosting: bool, error: Exception) -> str:
@@ -132,10 +152,8 @@ def _why_no_store(world: World, timeout: timedelta, hosting: bool, error: Except
             f"{who} cannot host the meeting at {address}: port {world.master_port} is taken on this host, most likely "
             "by another job. Set MASTER_PORT or distributed_port to a free one for all ranks; `mizzen run` finds one"
         )
-    try:
-        socket.getaddrinfo(world.master_addr, world.master_port)
-    except OSError as reason:
-        return f"{who}: the address of rank 0, {world.master_addr}, cannot be resolved ({reason}): check MASTER_ADDR"
+    if not resolve(world.master_addr or ""):
+        return f"{who}: the address of rank 0, {world.master_addr}, cannot be resolved: check MASTER_ADDR"
     if isinstance(error, TimeoutError):
         return f"{who} reached {address}, but what listens there is no store: check MASTER_PORT"
     if hosting and not is_here(world.master_addr or ""):

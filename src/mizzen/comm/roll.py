@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, NoReturn, TypedDict
+from typing import Any, Final, NoReturn, TypedDict
 from uuid import uuid4
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from mizzen.environment import World
+from mizzen.comm.signed import SignedStore
+from mizzen.environment import World, environ, ranks_key
 from mizzen.errors import CommError
 
 SLICE: Final = timedelta(seconds=1)
@@ -73,7 +74,8 @@ class Roll:
 
 def call_roll(store: Store, world: World, timeout: timedelta, where: str) -> Roll:
     """Wait until every rank of the world has come to the store; who is missing is named by all who are there."""
-    party = _Party(PrefixStore("mizzen/roll", store), world, time.monotonic() + timeout.total_seconds(), where)
+    shared: Any = PrefixStore("mizzen/roll", store)
+    party = _Party(SignedStore(shared, ranks_key(environ())), world, time.monotonic() + timeout.total_seconds(), where)
     own = Answer(id=uuid4().hex, rank=world.rank, size=world.size, host=_host())
     try:
         return _call(party, own) if world.rank == 0 else _come(party, own)
@@ -87,7 +89,7 @@ def call_roll(store: Store, world: World, timeout: timedelta, where: str) -> Rol
 class _Party:
     """One rank at the meeting."""
 
-    store: Store
+    store: SignedStore
     world: World
     deadline: float
     where: str

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from mizzen.ambient import AMBIENT
 from mizzen.backport import all_gather_single, check_options, reduce_scatter_single
 from mizzen.comm.backend import Backend, Group, Handle, Request, Store, ranks_in_words, registered_backend
-from mizzen.environment import World
+from mizzen.comm.signed import SignedStore
+from mizzen.environment import World, environ, ranks_key
 from mizzen.errors import NotBuilt, UsageError
 
 COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
@@ -219,7 +220,7 @@ class TorchBackend:
         if world.size() == 1 or self.name == "fake":
             return None
         shared: Any = dist.PrefixStore("mizzen", world.get_group_store().clone())  # type: ignore[attr-defined]
-        return shared  # type: ignore[no-any-return]
+        return SignedStore(shared, ranks_key(environ()))
 
     def group(self, handle: Any) -> Group | None:
         """Asked of torch once per group."""

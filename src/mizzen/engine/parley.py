@@ -66,9 +66,7 @@ class Parley:
 
     def _settle(self, store: "Store", is_time: bool) -> bool:
         self._is_over = True
-        if store.add(self._key("verdicts"), 1) == 1:
-            store.set(self._key("verdict"), b"stop" if is_time else b"go on")
-        return store.get(self._key("verdict")) == b"stop"
+        return store.compare_set(self._key("verdict"), b"", b"stop" if is_time else b"go on") == b"stop"
 
     def _key(self, word: str, rank: int | None = None) -> str:
         return f"{self._place}/{word}" + ("" if rank is None else f"/{rank}")

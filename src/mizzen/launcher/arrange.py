@@ -87,6 +87,10 @@ class Facts:
     is_root: bool = False
     pid_file: str | None = None
     """Where --save_pid writes."""
+    secret: str = field(default="", repr=False)
+    """One that is fresh, for a job that is started from here."""
+    common_secret: Callable[[Mapping[str, str]], str] = lambda env: ""
+    """One that other nodes have, too; it may lie in a file, or be in this environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,11 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
             f"machine alone: source the file before, as in . {asked.venv_script} && mizzen run ..."
         )
     backend = find_backend(asked.launcher) if is_remote else None
+    if backend is not None:
+        _refuse_hosts(backend, hosts)
+    is_alone = asked.no_ssh and is_many and not (asked.dry_run or asked.emit)
+    secret = facts.common_secret({**facts.env, **environment}) if is_alone else facts.secret
+    environment.pop("MIZZEN_SECRET", None)
     least, most = _range(asked, len(hosts))
     master, port = _master(asked, facts, hosts) if is_many else "", _port(asked, facts, is_many)
     job = Job(
@@ -136,6 +145,7 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         min_nodes=least,
         max_nodes=most,
         care=_care(asked, facts),
+        secret=secret,
         drop_in=asked.drop_in,
         lifeline=backend is not None and backend.name in ("ssh", "pdsh"),
         is_followed=backend is not None,
@@ -147,8 +157,8 @@ def arrange(asked: Asked, facts: Facts) -> Launch:
         is_root=facts.is_root,
         environment=facts.env,
     )
-    # The built-in ssh says by itself which host it could not reach, and Slurm needs none.
-    checks = is_remote and not asked.no_ssh_check and asked.launcher.lower() not in ("ssh", "slurm")
+    # The built-in ssh says by itself which host it could not reach, pdsh is brought its job by ssh, Slurm needs none.
+    checks = is_remote and not asked.no_ssh_check and asked.launcher.lower() not in ("ssh", "pdsh", "slurm")
     return Launch(
         job,
         way,
@@ -192,6 +202,20 @@ def _refuse(asked: Asked) -> None:
     for is_wrong, message in rows:
         if is_wrong:
             raise UsageError(message)
+
+
+def _refuse_hosts(backend: Backend, hosts: Hosts) -> None:
+    for host in hosts:
+        if host.user and not backend.needs.takes_users:
+            raise UsageError(
+                f"--launcher {backend.name} logs in as one user everywhere, and the hostfile says {host.login}: write "
+                "`User` into ~/.ssh/config, or use --launcher ssh"
+            )
+        if host.is_ipv6 and not backend.needs.takes_ipv6:
+            raise UsageError(
+                f"--launcher {backend.name} takes no IPv6 address for a host, and the hostfile has {host.name}: give "
+                "it a name in ~/.ssh/config or /etc/hosts, or use --launcher ssh"
+            )
 
 
 def _variables(asked: Asked, facts: Facts) -> dict[str, str]:
@@ -253,7 +277,7 @@ def _slurm_hosts(asked: Asked, facts: Facts) -> Hosts:
 
 
 def _is_local(host: Host, facts: Facts) -> bool:
-    return bool(host.name) and (host.name == LOCAL or facts.is_here(host.name))
+    return bool(host.name) and not host.user and (host.name == LOCAL or facts.is_here(host.name))
 
 
 def _range(asked: Asked, nodes: int) -> tuple[int, int]:

@@ -12,10 +12,11 @@ from mizzen.errors import UsageError
 from mizzen.launcher.job import Job
 
 Channel = Literal["line", "signal", "ask"]
+Handover = Literal["input", "file", "variable"]
+INPUT: Final = "-"
+"""What stands for the job where its encoded word is the first line of standard input."""
 MODULE: Final = "mizzen.launcher.node"
 VARIABLE: Final = "MIZZEN_JOB"
-ELASTIC: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""What is 1 in the environment of every supervisor: see [Note: the rendezvous, not the agent]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Command:
     """Variables beside those of this process."""
     channel: Channel = "signal"
     """How a request to stop gets through: a line on its input, a signal that it passes on, or a command of its own."""
+    handover: Handover = "variable"
+    """How the job gets there, which must not be an argument: see [Note: one word] in `job.py`."""
 
 
 def split_words(text: str) -> tuple[str, ...]:
@@ -61,6 +64,10 @@ class Needs:
     """What to install where it is missing."""
     sign: str = ""
     """A word that its `--version` prints; empty where its name says enough."""
+    takes_users: bool = False
+    """Whether it can log in as the user that a hostfile names for one host."""
+    takes_ipv6: bool = False
+    """Whether it takes an IPv6 address for a host's name."""
 
 
 class Backend(Protocol):
@@ -79,9 +86,9 @@ class Backend(Protocol):
 
 
 def supervisor(job: Job, way: Way, *options: str, word: str = "") -> str:
-    """The line that a remote shell reads: words of our own, and the job as one."""
+    """The line that a remote shell reads: words of our own, and one that says where the job is."""
     python = "python" if way.venv_script else job.python
-    words = ("env", f"{ELASTIC}=1", python, "-u", "-m", MODULE, *options, *([word] if word else []))
+    words = (python, "-u", "-m", MODULE, *options, *([word] if word else []))
     line = f"exec {shlex.join(words)}"
     if way.venv_script:
         line = f"exec sh -c {shlex.quote(f'. {shlex.quote(way.venv_script)} && {line}')}"
@@ -89,19 +96,19 @@ def supervisor(job: Job, way: Way, *options: str, word: str = "") -> str:
 
 
 class Ssh:
-    """One ssh per host. Its input is a line to the supervisor there: when it is cut, the ranks end."""
+    """One ssh per host. Its input brings the job, then requests to the supervisor there: when it is cut, ranks end."""
 
     name = "ssh"
-    needs = Needs(("ssh",), "the Debian package openssh-client")
+    needs = Needs(("ssh",), "the Debian package openssh-client", takes_users=True, takes_ipv6=True)
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
-        word = job.word()
         return tuple(
             Command(
-                (*ssh(way), host.name, supervisor(job, way, "--node", str(node), word=word)),
+                (*ssh(way), host.login, supervisor(job, way, "--node", str(node), word=INPUT)),
                 (host.name,),
                 channel="line",
+                handover="input",
             )
             for node, host in enumerate(job.hosts)
         )
@@ -117,13 +124,14 @@ class Pdsh:
     """One pdsh for all hosts; a supervisor finds its place by the name that pdsh puts in for `%h`."""
 
     name = "pdsh"
-    needs = Needs(("pdsh",), "the Debian package pdsh")
+    needs = Needs(("pdsh",), "the Debian package pdsh", takes_users=True)
 
     def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
         """What to run here."""
-        line = supervisor(job, way, "--host", "HOST", word=job.word()).replace("%", "%%")
-        line = line.replace("--host HOST", "--host %h", 1)
-        return (Command((*self._start(job, way), line), _names(job), self._environment(way), channel="ask"),)
+        line = supervisor(job, way, "--host", "HOST", word=job.file("HOST")).replace("%", "%%")
+        line = line.replace("--host HOST", "--host %h", 1).replace(job.file("HOST"), job.file("%h"))
+        words = (*self._start(job, way), line)
+        return (Command(words, _names(job), self._environment(way), channel="ask", handover="file"),)
 
     def ask(self, job: Job, way: Way, request: str) -> Command:
         """The command that brings a request to the supervisors."""
@@ -131,7 +139,8 @@ class Pdsh:
         return Command((*self._start(job, way), line), _names(job), self._environment(way))
 
     def _start(self, job: Job, way: Way) -> tuple[str, ...]:
-        return ("pdsh", "-S", "-N", "-R", "ssh", "-f", "1024", "-w", ",".join(_names(job)), *way.arguments)
+        logins = ",".join(host.login for host in job.hosts)
+        return ("pdsh", "-S", "-N", "-R", "ssh", "-f", "1024", "-w", logins, *way.arguments)
 
     def _environment(self, way: Way) -> dict[str, str]:
         given = way.environment.get("PDSH_SSH_ARGS_APPEND", "")
@@ -197,9 +206,9 @@ class Slurm:
 def interpreter(job: Job, way: Way) -> tuple[str, ...]:
     """The supervisor without its place, for programs that need no shell to start it."""
     if way.venv_script:
-        line = f'. {shlex.quote(way.venv_script)} && exec env {ELASTIC}=1 python -u -m {MODULE} "$@"'
+        line = f'. {shlex.quote(way.venv_script)} && exec python -u -m {MODULE} "$@"'
         return ("sh", "-c", line, "mizzen")
-    return ("env", f"{ELASTIC}=1", job.python, "-u", "-m", MODULE)
+    return (job.python, "-u", "-m", MODULE)
 
 
 def _names(job: Job) -> tuple[str, ...]:
@@ -218,6 +227,17 @@ BACKENDS: Final[tuple[Backend, ...]] = (
     Slurm(),
 )
 NAMES: Final = tuple(backend.name for backend in BACKENDS)
+
+
+def brought(job: Job, host: str) -> str:
+    """The line that a remote shell reads to put its input into a file that is its user's alone."""
+    script = f'umask 077; set -C; d=/dev/shm; [ -w $d ] || d=/tmp; cat > "$d/{job.file(host)}"'
+    return f"exec sh -c {shlex.quote(script)}"
+
+
+def taken_back(job: Job, host: str) -> str:
+    """The line that removes that file, where no supervisor has come to read it."""
+    return shlex.join(("rm", "-f", *(f"{folder}/{job.file(host)}" for folder in ("/dev/shm", "/tmp"))))
 
 
 def find_backend(name: str) -> Backend:

@@ -14,10 +14,12 @@ from mizzen.errors import UsageError
 from mizzen.launcher.arrange import PORT, Asked
 from mizzen.launcher.backends import split_words
 from mizzen.launcher.job import Job
+from mizzen.launcher.variables import is_plain
 
 
 def emit_slurm(job: Job, asked: Asked) -> str:
     """A script for sbatch. Slurm warns two minutes before the end, and the job saves and stops."""
+    plain, hidden = _told_apart(job)
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={_name(job)}",
@@ -30,7 +32,9 @@ def emit_slurm(job: Job, asked: Asked) -> str:
         *([f"#SBATCH {shlex.join(more)}"] if (more := split_words(asked.launcher_args)) else []),
         "",
         f"cd {shlex.quote(job.folder)}",
-        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items())),
+        *(f"export {name}={shlex.quote(job.environment[name])}" for name in plain),
+        *([f"# sbatch passes these on, or each node reads them from its file: {', '.join(hidden)}"] if hidden else []),
+        "export MIZZEN_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')",
         *([f". {shlex.quote(asked.venv_script)}"] if asked.venv_script else []),
         "set -u",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -49,6 +53,8 @@ def emit_k8s(job: Job, asked: Asked) -> str:
     if asked.venv_script:
         raise UsageError(f"--venv_script {asked.venv_script} with --emit k8s: a pod has an image instead; leave it out")
     words = [*_options(job, asked), *_program(job)]
+    plain, hidden = _told_apart(job)
+    hidden.append("MIZZEN_SECRET")
     container: dict[str, Any] = {
         "name": "mizzen",
         "image": "IMAGE",
@@ -58,7 +64,10 @@ def emit_k8s(job: Job, asked: Asked) -> str:
             *("--node_rank", "$(JOB_COMPLETION_INDEX)", "--master_addr", f"{name}-workers-0-0.{name}"),
             *(word.replace("$", "$$") for word in words),
         ],
-        "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in sorted(job.environment.items())],
+        "env": [
+            *({"name": key, "value": job.environment[key].replace("$", "$$")} for key in plain),
+            *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in hidden),
+        ],
         "resources": {"limits": {"nvidia.com/gpu": slots}},
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
@@ -80,7 +89,23 @@ def emit_k8s(job: Job, asked: Asked) -> str:
             ],
         },
     }
-    return "\n".join(["# Put the name of your image in place of IMAGE.", *_yaml(whole)]) + "\n"
+    given = " ".join(
+        "--from-literal=MIZZEN_SECRET=$(openssl rand -hex 32)"
+        if key == "MIZZEN_SECRET"
+        else f"--from-literal={key}=..."
+        for key in hidden
+    )
+    notes = [
+        "# Put the name of your image in place of IMAGE, and make the secret that the pods read, once:",
+        f"# kubectl create secret generic {name} {given}",
+    ]
+    return "\n".join([*notes, *_yaml(whole)]) + "\n"
+
+
+def _told_apart(job: Job) -> tuple[list[str], list[str]]:
+    """Variables whose values may stand in a file, and those that may be secret."""
+    names = sorted(job.environment)
+    return [name for name in names if is_plain(name)], [name for name in names if not is_plain(name)]
 
 
 def _slots(job: Job) -> int:

@@ -48,7 +48,7 @@ def decide(ending: Ending, *, max_restarts: int, was_asked: bool, is_elastic: bo
     if ending.kind == "changed":
         return Move(None, f"{ending.reason or 'nodes join or leave'}: the ranks start again")
     if ending.kind == "lost" or ending.failure is None:
-        return Move(1, ending.reason)
+        return Move(UNSAVED if was_asked else 1, ending.reason)
     return _after(ending.failure, ending.is_ours, max_restarts=max_restarts, was_asked=was_asked)
 
 

@@ -1,10 +1,9 @@
 """How a rank ended, in numbers and in words. Pure."""
 
-import json
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 SECONDARY: Final = re.compile(
@@ -39,15 +38,6 @@ class Failure:
         """Whether another rank is likely to have failed first."""
         last = self.trace.rstrip().splitlines()[-1:]
         return self.status > 0 and any(SECONDARY.search(line) for line in last)
-
-    def pack(self) -> str:
-        """As text, for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def unpack(cls, text: str | bytes) -> "Failure":
-        """From such a text."""
-        return cls(**json.loads(text))
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} {self._end()}"

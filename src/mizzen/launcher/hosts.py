@@ -1,5 +1,6 @@
 """Which hosts a job uses, and which devices of each: the hostfile, the filters, and how Slurm writes names. Pure."""
 
+import ipaddress
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,12 @@ from typing import Final
 
 from mizzen.errors import UsageError
 
-NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+NAME: Final = re.compile(
+    r"(?=[A-Za-z0-9])[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*(?<=[A-Za-z0-9])"
+)
+USER: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+LONGEST: Final = 253
+"""Letters of a host's name."""
 LOCAL: Final = "localhost"
 SLOTS: Final = re.compile(r"slots=(\d+)", re.ASCII)
 IGNORED: Final = re.compile(r"max[-_]slots=\d+", re.ASCII)
@@ -23,16 +29,28 @@ class Host:
 
     name: str
     slots: tuple[int, ...]
+    user: str = ""
+    """Whom to log in as there; empty leaves that to ssh."""
+
+    @property
+    def login(self) -> str:
+        """What ssh is told."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether it is named by an address with colons, which some programs take for something else."""
+        return ":" in self.name
 
     def __str__(self) -> str:
-        return f"{self.name}:{','.join(map(str, self.slots))}"
+        return f"{_bracketed(self.name)}:{','.join(map(str, self.slots))}"
 
 
 Hosts = tuple[Host, ...]
 
 
 def parse_hostfile(text: str, path: str) -> Hosts:
-    """The hosts of a file whose lines are `name slots=N`; `#` starts a comment."""
+    """The hosts of a file whose lines are `name slots=N` or `user@name slots=N`; `#` starts a comment."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -54,9 +72,16 @@ def is_number(word: str) -> bool:
 
 
 def _parse_line(words: Sequence[str], where: str) -> Host:
-    name, *rest = words
-    if not NAME.fullmatch(name):
-        raise UsageError(f"{where}: {name!r} is no host name: letters, digits, '.', '_' and '-' make one")
+    word, *rest = words
+    user, at, given = word.rpartition("@")
+    name = _host_name(given)
+    if name is None:
+        raise UsageError(
+            f"{where}: {given!r} is no host name: letters, digits, '_' and '-', in parts of at most 63 with one '.' "
+            "between two of them, make one, and so does an IPv6 address"
+        )
+    if at and not USER.fullmatch(user):
+        raise UsageError(f"{where}: {user!r} is no name of a user: write user@host, or leave the user to ssh")
     counts = [match for word in rest if (match := SLOTS.fullmatch(word))]
     others = [word for word in rest if not SLOTS.fullmatch(word) and not IGNORED.fullmatch(word)]
     if len(counts) != 1 or others:
@@ -66,7 +91,22 @@ def _parse_line(words: Sequence[str], where: str) -> Host:
         raise UsageError(f"{where}: slots of {name} are above {MOST:,}: write how many devices the host has")
     if count < 1:
         raise UsageError(f"{where}: slots={count}: a host without slots has no part in a job; leave the line out")
-    return Host(name, tuple(range(count)))
+    return Host(name, tuple(range(count)), user)
+
+
+def _host_name(word: str) -> str | None:
+    """A name, or an IPv6 address with or without brackets, as it is known from here on."""
+    if NAME.fullmatch(word) and len(word) <= LONGEST:
+        return word
+    inside = word[1:-1] if word.startswith("[") and word.endswith("]") else word
+    try:
+        return str(ipaddress.IPv6Address(inside)) if "%" not in inside else None
+    except ValueError:
+        return None
+
+
+def _bracketed(name: str) -> str:
+    return f"[{name}]" if ":" in name else name
 
 
 def select(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
@@ -91,7 +131,7 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> dict[str, tuple[int, 
     known = {host.name: host for host in hosts}
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
-        name, colon, slots = part.strip().partition(":")
+        name, colon, slots = _split(part.strip())
         if name not in known:
             raise UsageError(f"{option} {text!r}: unknown host {name!r}; known: {_names(hosts)}")
         wanted = _slots(option, text, slots) if colon else known[name].slots
@@ -100,6 +140,16 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> dict[str, tuple[int, 
                 raise UsageError(f"{option} {text!r}: {name} has no slot {slot}; it has {_listed(known[name].slots)}")
         named.setdefault(name, set()).update(wanted)
     return {name: tuple(sorted(slots)) for name, slots in named.items()}
+
+
+def _split(word: str) -> tuple[str, str, str]:
+    """A host's name, and its slots after a colon; an IPv6 address with slots stands in brackets, as in [::1]:0,2."""
+    address, bracket, rest = word.partition("]")
+    if bracket and (name := _host_name(address + bracket)):
+        return name, rest[:1], rest[1:]
+    if word.count(":") > 1 and (name := _host_name(word)):
+        return name, "", ""
+    return word.partition(":")
 
 
 def _slots(option: str, text: str, slots: str) -> list[int]:

@@ -3,7 +3,11 @@
 [Note: one word]
 What a user types as an argument, and what a variable holds, must arrive byte for byte, and must never be read by a
 shell, by pdsh (which replaces `%h`), by mpirun or by srun (which split at commas). So the whole job is encoded into
-letters, digits, `-` and `_`, and only our own words stand beside it.
+letters, digits, `-` and `_`.
+
+Every user of a machine can read the arguments of every process, and the job holds values of environment files, and its
+secret. So the word itself is never an argument: it goes by standard input, by an open or a private file, or by a
+variable, which only its owner can read.
 """
 
 import base64
@@ -16,13 +20,12 @@ from typing import Any, Final, Literal
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.hosts import Host, Hosts
+from mizzen.network import prove
 
 Kind = Literal["script", "module", "executable"]
 
 LONGEST: Final = 120_000
-"""Letters that one word of a command line or a variable can have: Linux allows 128 KiB."""
-PORT_TAKEN: Final = 98
-"""Exit code of a first node that finds the meeting port taken; the launcher then tries another one."""
+"""Letters that a variable can have: Linux allows 128 KiB."""
 ENDED: Final = "ended"
 TAKEN: Final = "port taken"
 SAID: Final = "said:"
@@ -84,6 +87,8 @@ class Job:
     min_nodes: int = 1
     max_nodes: int = 1
     care: Care = Care()
+    secret: str = field(default="", repr=False)
+    """What only the nodes of this job know: see docs/security.md."""
     drop_in: bool = False
     """Whether ranks find the drop-in; each host has its own copy of it."""
     lifeline: bool = False
@@ -111,21 +116,31 @@ class Job:
         """
         return f"mizzen-{self.id}-last-word:{word}"
 
+    def key(self, purpose: str) -> bytes:
+        """What the nodes of this job sign with, different for each purpose."""
+        if not self.secret:
+            raise AssertionError("a job on several nodes has a secret")
+        return prove(self.secret.encode(), self.id.encode(), purpose.encode())
+
     def encode(self) -> str:
         """The job as one word of letters, digits, `-` and `_`."""
         text = json.dumps(asdict(self), separators=(",", ":")).encode()
         return base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip("=")
 
     def word(self) -> str:
-        """The same for a command line or a variable, where it must not be too long."""
+        """The encoded job for a variable, where it must not be too long."""
         word = self.encode()
         if len(word) > LONGEST:
             raise LaunchError(
-                f"the arguments and variables of this job take {len(word):,} letters when encoded, and one word of a "
-                f"command line that goes to other hosts holds {LONGEST:,}: put long arguments into a file that all "
-                "hosts can read"
+                f"the arguments and variables of this job take {len(word):,} letters when encoded, and the variable "
+                f"in which this launcher brings them to other hosts holds {LONGEST:,}: put long arguments into a file "
+                "that all hosts can read, or use --launcher ssh"
             )
         return word
+
+    def file(self, host: str) -> str:
+        """The name of the file in which a host finds the encoded job, where it can be brought there in no other way."""
+        return f"mizzen-{self.id}-job-{host}"
 
     @classmethod
     def decode(cls, word: str) -> "Job":
@@ -141,7 +156,7 @@ class Job:
     @classmethod
     def _from(cls, given: dict[str, Any]) -> "Job":
         program, care = given.pop("program"), given.pop("care")
-        hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in given.pop("hosts"))
+        hosts = tuple(Host(host["name"], tuple(host["slots"]), host["user"]) for host in given.pop("hosts"))
         return cls(
             program=Program(**{**program, "arguments": tuple(program["arguments"])}),
             care=Care(**{**care, "shown": _tuple(care["shown"]), "cores": _tuple(care["cores"])}),

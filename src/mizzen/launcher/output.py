@@ -6,6 +6,7 @@ One thread reads all pipes. A line is written in one piece, so that lines of dif
 import os
 import select
 import selectors
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -102,6 +103,21 @@ def write(stream: Stream, data: bytes) -> None:
                 rest = rest[os.write(descriptor, rest) :]
             except BlockingIOError:  # another program that has this terminal or pipe, too, has set it so
                 select.select((), (descriptor,), ())
+
+
+def open_standard_streams() -> None:
+    """Open those of standard input, output and error that are closed, at nothing.
+
+    What a process opens next gets the lowest free number. A pipe that lands on 0, 1 or 2 is lost in the first child
+    that is given streams of its own.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 class Pump:

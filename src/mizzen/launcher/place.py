@@ -9,7 +9,7 @@ from mizzen.launcher.devices import Devices
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import Job
 
-LEFT_BY_LAUNCHERS: Final = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "PALS_", "MIZZEN_JOB")
+LEFT_BY_LAUNCHERS: Final = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "PALS_", "MIZZEN_JOB", "MIZZEN_SECRET")
 """Variables that describe the supervisor, as mpirun started it; a rank that read them would take itself for another."""
 
 
@@ -66,6 +66,7 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": job.care.max_restarts,
         "TORCHELASTIC_RUN_ID": job.id,
         "MIZZEN_PROGRESS": folder,
+        "MIZZEN_KEY": job.key(f"ranks of attempt {place.attempt}").hex(),
     }
     shown = {devices.variable: ",".join(map(str, host.slots))} if devices is not None else {}
     interface = {"GLOO_SOCKET_IFNAME": place.interface} if place.interface else {}

@@ -4,22 +4,25 @@ import argparse
 import os
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from mizzen.environment import environ, integer
 from mizzen.errors import LaunchError, MizzenError
+from mizzen.launcher.backends import INPUT
 from mizzen.launcher.devices import ROOT, find_devices
 from mizzen.launcher.family import SHARED
 from mizzen.launcher.hosts import Host, in_allocation, is_number
-from mizzen.launcher.job import ENDED, PORT_TAKEN, TAKEN, Job
+from mizzen.launcher.job import ENDED, TAKEN, Job
 from mizzen.launcher.keeper import Keeper
 from mizzen.launcher.meeting import Seat, meet
-from mizzen.launcher.output import say, write
+from mizzen.launcher.output import open_standard_streams, say, write
 from mizzen.launcher.store import PortTaken
 from mizzen.launcher.supervisor import Signals, Supervisor
 from mizzen.log import set_level
@@ -36,29 +39,51 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "job",
         nargs="?",
-        help="the job as one word, or @ and the number of an open file; MIZZEN_JOB where there is none",
+        default="",
+        help="where the job is: @ and the number of an open file, - for standard input, the name of a file, nothing "
+        "for MIZZEN_JOB; with --ask its name",
     )
     given = parser.parse_args(words)
+    open_standard_streams()
     env = environ()
-    word = given.job or env.get("MIZZEN_JOB", "")
     if given.ask:
-        return ask(word, given.ask)
+        return ask(given.job, given.ask)
     try:
-        job = Job.decode(_read(int(word[1:])) if word.startswith("@") else word)
+        job = Job.decode(find_word(given.job, env))
     except MizzenError as error:
         say(f"error: {error}")
         return 1
     code = serve(job, given, env)
     if job.is_followed:
         write("err", f"{job.last_word(TAKEN if code is None else ENDED)}\n".encode())
-    return PORT_TAKEN if code is None else code
+    return 1 if code is None else code
 
 
-def _read(descriptor: int) -> str:
-    """What the launcher, in whose place we are, has left in a file."""
-    with os.fdopen(descriptor, "rb") as file:
-        file.seek(0)
-        return file.read().decode()
+def find_word(place: str, env: Mapping[str, str]) -> str:
+    """The encoded job, from where the launcher has left it."""
+    if not place:
+        return env.get("MIZZEN_JOB", "")
+    if place == INPUT:
+        return sys.stdin.readline().strip()
+    if place.startswith("@"):
+        with os.fdopen(int(place[1:]), "rb") as file:
+            file.seek(0)
+            return file.read().decode()
+    return _take(place)
+
+
+def _take(name: str) -> str:
+    """What a file holds that the launcher has put here, and that nobody else can have; it is removed."""
+    for folder in (SHARED, Path("/tmp")):
+        with suppress(FileNotFoundError):
+            descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+            with os.fdopen(descriptor, "rb") as file:
+                found = os.fstat(descriptor)
+                if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+                    raise LaunchError(f"{folder / name} is not a file of this user's, so it is no job: somebody else's")
+                os.unlink(folder / name)
+                return file.read().decode().strip()
+    raise LaunchError(f"the launcher has left no file {name} on this host")
 
 
 def serve(job: Job, given: argparse.Namespace, env: Mapping[str, str]) -> int | None:
@@ -153,5 +178,6 @@ def ask(job: str, request: str) -> int:
     number = signal.SIGUSR1 if request == "stop" else signal.SIGHUP
     for base in (SHARED, Path(tempfile.gettempdir())):
         for path in base.glob(f"{_prefix(job)}*/pid"):
-            os.kill(int(path.read_text()), number)
+            if path.stat().st_uid == os.getuid():  # others may write there, too
+                os.kill(int(path.read_text()), number)
     return 0

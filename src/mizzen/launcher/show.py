@@ -4,7 +4,8 @@ import shlex
 from collections.abc import Iterator
 
 from mizzen.launcher.arrange import Launch
-from mizzen.launcher.backends import Command, interpreter
+from mizzen.launcher.backends import VARIABLE, Command, interpreter
+from mizzen.launcher.variables import is_plain
 
 
 def describe(launch: Launch) -> str:
@@ -31,9 +32,11 @@ def _lines(launch: Launch) -> Iterator[str]:
         yield "which finds the drop-in before whatever is installed"
     if job.environment:
         yield "with:"
-        yield from (f"  {name}={shlex.quote(value)}" for name, value in sorted(job.environment.items()))
+        for name, value in sorted(job.environment.items()):
+            yield f"  {name}={shlex.quote(value)}" if is_plain(name) else f"  {name} (its value is not shown)"
     yield "started by:"
     yield from (f"  {line}" for line in _typed(launch))
+    yield "The job, with all arguments and values, is no argument of these: others could read it."
 
 
 def _slots(slots: tuple[int, ...]) -> str:
@@ -42,13 +45,13 @@ def _slots(slots: tuple[int, ...]) -> str:
 
 def _typed(launch: Launch) -> Iterator[str]:
     if launch.backend is None:
-        words = (*interpreter(launch.job, launch.way), "--node", str(launch.node), launch.job.encode())
-        yield shlex.join(words)
+        yield shlex.join((*interpreter(launch.job, launch.way), "--node", str(launch.node), "@FILE"))
         return
     for command in launch.backend.commands(launch.job, launch.way):
         yield _line(command)
 
 
 def _line(command: Command) -> str:
-    variables = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
+    shown = {name: "JOB" if name == VARIABLE else shlex.quote(value) for name, value in command.environment.items()}
+    variables = [f"{name}={value}" for name, value in shown.items()]
     return " ".join([*variables, shlex.join(command.words)])

@@ -7,27 +7,32 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
-from typing import Final, NoReturn
+from typing import IO, Final, NoReturn
 from uuid import uuid4
 
 import psutil
 
 from mizzen.errors import LaunchError, UsageError
 from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
-from mizzen.launcher.backends import ELASTIC, MODULE, Backend, Command, Pdsh, Way, split_words, ssh
+from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, brought, split_words, ssh, taken_back
 from mizzen.launcher.devices import count_devices, find_devices
-from mizzen.launcher.job import ENDED, LONGEST, SAID, TAKEN
+from mizzen.launcher.hosts import Host, Hosts
+from mizzen.launcher.job import ENDED, SAID, TAKEN
 from mizzen.launcher.keeper import dies_with_parent
 from mizzen.launcher.output import Outlet, Pump, say, write
+from mizzen.launcher.secret import common_secret
 from mizzen.launcher.stops import HEEDED, UNSAVED, hold, is_heeded
 from mizzen.launcher.variables import file_paths
+from mizzen.network import fresh_key, resolve
 
 OTHERS: Final = 15.0
 """Seconds that the other hosts get to end by themselves after the first has failed."""
@@ -57,6 +62,8 @@ def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
         address=lambda name: address_of(name, asked),
         is_root=os.getuid() == 0,
         pid_file=str(Path(tempfile.gettempdir()) / f"{os.getpid()}.mizzen"),
+        secret=fresh_key(),
+        common_secret=lambda given: common_secret(given, home),
     )
 
 
@@ -97,32 +104,25 @@ def is_here(name: str) -> bool:
     if name in (socket.gethostname(), "127.0.0.1"):
         return True
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-    return bool(own & set(_resolved(name)))
+    return bool(own & {address for _, address in resolve(name)})
 
 
 def address_of(name: str, asked: Asked) -> str:
     """A host's address: its name where that resolves, else what ssh's own configuration calls it."""
-    if _resolved(name):
+    if resolve(name):
         return name
     words = [*ssh(_way_of(asked)), "-G", name]
     with suppress(OSError):
         shown = subprocess.run(words, capture_output=True, text=True, check=False).stdout
         for line in shown.splitlines():
             key, _, value = line.partition(" ")
-            if key == "hostname" and _resolved(value):
+            if key == "hostname" and resolve(value):
                 return value
     return name
 
 
 def _way_of(asked: Asked) -> Way:
     return Way(arguments=split_words(asked.launcher_args) if asked.launcher.lower() == "ssh" else ())
-
-
-def _resolved(name: str) -> list[str]:
-    try:
-        return [str(row[4][0]) for row in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        return []
 
 
 def execute(launch: Launch, env: Mapping[str, str]) -> int:
@@ -144,17 +144,14 @@ def execute(launch: Launch, env: Mapping[str, str]) -> int:
 
 def _become_supervisor(launch: Launch, env: Mapping[str, str]) -> NoReturn:
     job = replace(launch.job, care=replace(launch.job.care, pid_file=launch.pid_file))
-    word = job.encode()
-    if len(word) > LONGEST:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - it goes on to the program that takes our place
-        file.write(word.encode())
-        file.flush()
-        os.set_inheritable(file.fileno(), True)
-        word = f"@{file.fileno()}"
-    words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), word]
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it goes on to the program that takes our place
+    file.write(job.encode().encode())
+    file.flush()
+    os.set_inheritable(file.fileno(), True)
+    words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), f"@{file.fileno()}"]
     sys.stdout.flush()
     hold()
-    os.execve(job.python, words, {**env, ELASTIC: "1"})
+    os.execve(job.python, words, env)
 
 
 def find_program(backend: Backend) -> str:
@@ -184,23 +181,58 @@ def _need_ssh(who: str) -> None:
 
 
 def check_ssh(launch: Launch) -> None:
-    """Log in to every host once, at the same time; who cannot be reached is named with the reason."""
+    """Log in to every host once; who cannot be reached is named with the reason."""
     _need_ssh("the look at the hosts, which --no_ssh_check leaves out,")
-    way = replace(launch.way, arguments=())
-    names = [host.name for host in launch.job.hosts]
+    if bad := _on_all_hosts(launch, lambda host: "true"):
+        raise LaunchError(f"{bad}. Set up key login, or pass --no_ssh_check if this back end needs no ssh")
 
-    def reach(name: str) -> str:
-        words = [*ssh(way), "-o", "ConnectTimeout=10", name, "true"]
-        ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        return "" if ended.returncode == 0 else f"{name} ({ended.stderr.strip() or ended.returncode})"
+
+def bring_job(launch: Launch) -> None:
+    """Put the job into a file on every host, where its program can bring it there neither by input nor by variable."""
+    _need_ssh("a job that pdsh starts")
+    if bad := _on_all_hosts(launch, lambda host: brought(launch.job, host), launch.job.encode()):
+        raise LaunchError(f"{bad}. The job is brought to each host by ssh: set up key login")
+
+
+def _on_all_hosts(launch: Launch, line: Callable[[str], str], given: str = "") -> str:
+    """Run a line on every host at the same time, with this as its input; where it has failed, and why, in words."""
+    way = replace(launch.way, arguments=())
+
+    def reach(host: Host) -> str:
+        words = [*ssh(way), "-o", "ConnectTimeout=10", host.login, line(host.name)]
+        ended = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+        return "" if ended.returncode == 0 else f"{host.login} ({ended.stderr.strip() or ended.returncode})"
 
     with ThreadPoolExecutor(max_workers=64) as pool:
-        bad = list(filter(None, pool.map(reach, names)))
-    if bad:
-        raise LaunchError(
-            f"{len(bad)} of {len(names)} hosts cannot be reached by ssh without a password: {'; '.join(bad[:8])}. Set "
-            "up key login, or pass --no_ssh_check if this back end needs no ssh"
-        )
+        bad = list(filter(None, pool.map(reach, launch.job.hosts)))
+    words = f"{len(bad)} of {len(launch.job.hosts)} hosts cannot be reached by ssh without a password"
+    return f"{words}: {'; '.join(bad[:8])}" if bad else ""
+
+
+class Line:
+    """The input of a command: a thread writes to it, since a host that cannot be reached reads nothing."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="mizzen-line", daemon=True).start()
+
+    def say(self, text: str) -> None:
+        """Send a line, after those before it."""
+        self._queue.put(f"{text}\n".encode())
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            while (line := self._queue.get()) is not None:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[self._pipe.write(rest) :]
+        with suppress(OSError):
+            self._pipe.close()
 
 
 @dataclass(slots=True)
@@ -210,6 +242,8 @@ class Ship:
     command: Command
     process: "subprocess.Popen[bytes]"
     outlet: Outlet
+    line: "Line | None" = None
+    """The way to its input, where that brings something."""
     passed_on: int = 0
     """How much of what was heard has been dealt with."""
 
@@ -246,7 +280,10 @@ class Fleet:
         if self.launch.pid_file is not None:
             Path(self.launch.pid_file).write_text(str(os.getpid()))
         pump = Pump()
-        for command in backend.commands(self.launch.job, self.launch.way):
+        commands = backend.commands(self.launch.job, self.launch.way)
+        if any(command.handover == "file" for command in commands):
+            bring_job(self.launch)
+        for command in commands:
             self.ships.append(self._start(command, pump))
         pump.start()
         first, ended = None, []
@@ -256,6 +293,7 @@ class Fleet:
         finally:
             self._end()
             pump.finish(10.0)
+            self._take_back()
             if self.launch.pid_file is not None:
                 Path(self.launch.pid_file).unlink(missing_ok=True)
         for ship in sorted(self.ships, key=lambda ship: ship is first):
@@ -268,6 +306,13 @@ class Fleet:
         if self.received and not self.has_heard(ENDED):
             return UNSAVED  # it was asked to stop before any supervisor was there to be asked
         return 1 if first.is_lost else first.code
+
+    def _take_back(self) -> None:
+        """Remove the files with the job where not every supervisor has come to read its own."""
+        last_words = [word for ship in self.ships for word in ship.outlet.heard if word in (ENDED, TAKEN)]
+        is_brought = any(ship.command.handover == "file" for ship in self.ships)
+        if is_brought and len(last_words) < len(self.launch.job.hosts):
+            _on_all_hosts(self.launch, lambda host: taken_back(self.launch.job, host))
 
     def has_heard(self, word: str) -> bool:
         """Whether a supervisor has said this as its last word."""
@@ -295,11 +340,14 @@ class Fleet:
             start_new_session=True,
             preexec_fn=dies_with_parent(signal.SIGTERM),
         )
+        line = Line(process.stdin) if process.stdin is not None else None
+        if line is not None and command.handover == "input":
+            line.say(self.launch.job.encode())
         outlet = Outlet(is_shown=True, mark=self.launch.job.last_word().encode())
         for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
             if pipe is not None:
                 pump.add(pipe, outlet, "out" if stream == "out" else "err")
-        return Ship(command, process, outlet)
+        return Ship(command, process, outlet, line)
 
     def _wait(self) -> Ship | None:
         """The first that failed, when all have ended. The others get a little time; an elastic job needs only some."""
@@ -334,16 +382,12 @@ class Fleet:
                 continue
             if ship.command.channel == "ask":
                 self._ask(request)
+            elif ship.line is None:
+                ship.process.send_signal(signal.SIGTERM if request == "end" else signal.SIGUSR1)
             elif request == "end":
-                if ship.process.stdin is not None:
-                    ship.process.stdin.close()
-                else:
-                    ship.process.send_signal(signal.SIGTERM)
-            elif ship.process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    ship.process.stdin.write(b"stop\n")
+                ship.line.close()
             else:
-                ship.process.send_signal(signal.SIGUSR1)
+                ship.line.say("stop")
 
     def _ask(self, request: str) -> None:
         command = Pdsh().ask(self.launch.job, self.launch.way, request)
@@ -353,9 +397,8 @@ class Fleet:
 
     def _end(self) -> None:
         for ship in self.ships:
-            if ship.process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    ship.process.stdin.close()
+            if ship.line is not None:
+                ship.line.close()
             if ship.process.poll() is None:
                 ship.process.terminate()
                 try:
@@ -364,16 +407,17 @@ class Fleet:
                     ship.process.kill()
 
 
-def run_everywhere(hosts: Sequence[str], line: str, way: Way) -> int:
+def run_everywhere(hosts: Hosts, line: str, way: Way) -> int:
     """Run a shell's line on every host at once, each line of output after the name of its host; the largest code."""
     _need_ssh("mizzen ssh")
     pump, processes = Pump(), []
-    width = max(len(host) for host in hosts)
+    width = max(len(host.name) for host in hosts)
     for host in hosts:
+        words = (*ssh(way), host.login, line)
         process = subprocess.Popen(
-            (*ssh(way), host, line), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
-        outlet = Outlet(prefix=f"{host:{width}}  ".encode(), is_shown=True)
+        outlet = Outlet(prefix=f"{host.name:{width}}  ".encode(), is_shown=True)
         for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
             if pipe is not None:
                 pump.add(pipe, outlet, "out" if stream == "out" else "err")

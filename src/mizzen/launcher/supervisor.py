@@ -24,9 +24,10 @@ from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
 from mizzen.launcher.job import Job
 from mizzen.launcher.keeper import Keeper
-from mizzen.launcher.meeting import Meeting, News, Seat, members_of
+from mizzen.launcher.meeting import Meeting, Seat, Stopped, members_of
 from mizzen.launcher.output import Outlet, open_log, say
 from mizzen.launcher.place import Place, inherited, rank_environment
+from mizzen.launcher.rendezvous import News
 from mizzen.launcher.stops import HEEDED, SAVED, UNSAVED, is_heeded, release
 from mizzen.log import LEVELS
 
@@ -160,14 +161,18 @@ class Supervisor:
             self._signals.is_joining = True
             place = self._meeting.join()
             self._signals.is_joining = False
-        except Interrupted:
+        except (Interrupted, Stopped):
             return None
+        except LaunchError:
+            if self._signals.received:
+                return None
+            raise
         finally:
             self._signals.is_joining = False
         return place
 
     def _leave(self, code: int, words: str, trace: str = "") -> int:
-        self._meeting.leave(words)
+        self._meeting.leave(words, was_asked=code in (SAVED, UNSAVED))
         if words:
             say(words, before=trace, mark=self._job.mark)
         return code
@@ -241,8 +246,6 @@ class Supervisor:
                     self._next_look = time.monotonic() + LOOK
         except LaunchError as error:
             return Ending("lost", reason=str(error))
-        except RuntimeError as error:
-            return Ending("lost", reason=f"the first node, which holds the job's store, has left ({error})")
 
     def _stopped(self, crew: Crew) -> Ending | None:
         signals = self._signals
@@ -292,13 +295,14 @@ class Supervisor:
         now = time.monotonic()
         self._failed_since = self._failed_since or now
         found = first_of(failures)
-        may_come = not crew.is_over or self._job.max_nodes > 1
-        if found.is_secondary and may_come:
-            if self._news.gone:
-                return _without_them(self._news)
-            if now - self._failed_since < SECOND_CAUSE or self._news.is_in_doubt:
-                return None
+        if self._news.gone and self._news.failure is None:
+            return _without_them(self._news)
+        may_come = found.is_secondary and (not crew.is_over or self._job.max_nodes > 1)
+        if self._news.is_in_doubt or (may_come and now - self._failed_since < SECOND_CAUSE):
+            return None
         counted = self._meeting.fail(found)
+        if counted is None:
+            return None  # a node is gone, and the next news will say which
         return Ending("failed", counted, is_ours=counted.rank == found.rank)
 
     def _saved(self, crew: Crew) -> Ending | None:
@@ -335,14 +339,14 @@ class Supervisor:
         if failure is not None:
             return Ending("failed", failure, is_ours=False)
         is_ending = self._stop or self._failed_since or self._saved_since or self._regroup_by
-        if not self._news.gone or self._news.are_finished or is_ending:
+        if not (self._news.gone or self._news.is_over) or self._news.are_finished or is_ending:
             return None
         now = time.monotonic()
         self._gone_since = self._gone_since or now
         patience = max(TOGETHER, self._job.care.grace) if self._news.request == "stop" else TOGETHER
         if now - self._gone_since < patience:
             return None
-        return _without_them(self._news)
+        return _without_them(self._news) if self._news.gone else Ending("changed")
 
     def _changed(self, crew: Crew) -> Ending | None:
         """Nodes wait to join: ranks that can save do so first, so that no step is lost."""
@@ -372,7 +376,7 @@ class Supervisor:
         stacks = "\n".join(f"rank {seen.rank}: {seen.stack.rstrip()}" for seen in everyone)
         failure = Failure(guilty[0].rank, guilty[0].host, HUNG, trace=stacks, cause=sentence(everyone))
         counted = self._meeting.fail(failure)
-        return Ending("failed", counted, is_ours=counted.cause == failure.cause)
+        return None if counted is None else Ending("failed", counted, is_ours=counted.cause == failure.cause)
 
     def _share_sightings(self, crew: Crew, look: int) -> list[Sighting]:
         self._looks = look

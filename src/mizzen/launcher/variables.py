@@ -12,10 +12,12 @@ from mizzen.errors import UsageError
 
 PREFIXES: Final = ("NCCL", "PYTHON", "MLFLOW", "UCX", "MV2", "GLOO", "MIZZEN", "DS_ACCELERATOR", "TORCH_")
 """What a job on other machines takes along, beside what the accelerator names."""
-OWN: Final = ("MIZZEN_PROGRESS", "MIZZEN_JOB")
+OWN: Final = ("MIZZEN_PROGRESS", "MIZZEN_JOB", "MIZZEN_KEY", "MIZZEN_SECRET")
 """What one launch tells its own processes: it must not reach another job that is started inside."""
 HERE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Which devices of this machine are shown, which says nothing about those of another."""
+PLAIN: Final = ("NCCL", "PYTHON", "UCX", "MV2", "GLOO", "MIZZEN", "DS_ACCELERATOR", "TORCH_", "CUDA_", "OMP_", "LD_")
+"""Names whose values are settings, so that they may be printed. Any other may be a password."""
 KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FILES: Final = (".deepspeed_env", ".mizzen_env")
 
@@ -24,6 +26,11 @@ def exported(env: Mapping[str, str], prefixes: Iterable[str] = ()) -> dict[str, 
     """The variables that go along because of their names."""
     wanted = (*PREFIXES, *prefixes)
     return {key: value for key, value in env.items() if key.startswith(wanted) and key not in (*OWN, *HERE)}
+
+
+def is_plain(name: str) -> bool:
+    """Whether the value of a variable may be shown to whoever looks at the screen, or at a file for a scheduler."""
+    return name.startswith(PLAIN) and name not in OWN
 
 
 def parse_file(text: str, path: str) -> dict[str, str]:

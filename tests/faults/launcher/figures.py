@@ -1,22 +1,27 @@
 """`make faults-launcher`: faults in number, and what became of them. A failure is printed with what repeats it."""
 
 import argparse
+import base64
 import os
+import pickle
 import random
 import signal
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from faults.launcher.test_recovery import curve
-from launches import environment, launch, start, wait_until
+from launches import COMMAND, environment, launch, start, wait_until
 
 TRAIN = Path(__file__).with_name("train.py")
 STEPS = 30
@@ -203,8 +208,134 @@ def orphans(chance, count):
     return row
 
 
+def elastic(port):
+    """The options of one node of two that may come and go."""
+    own = ("--no_ssh", "--num_nodes", 2, "--num_gpus", 1, "--min_elastic_nodes", 1, "--max_elastic_nodes", 2)
+    return (*own, "--master_addr", "127.0.0.1", "--master_port", port, "--node_rank")
+
+
+def rejoined(chance, count):
+    row = Row("rejoin", "a node killed, come back, and one or both asked to stop at any moment: both end with 75 or 76")
+    for number in range(count):
+        port, delay = chance.randrange(15_000, 19_000), chance.random() * 6
+        asked = chance.choice(("both", "the first", "the one that came"))
+
+        def run(folder, port=port, delay=delay, asked=asked):
+            rest = (TRAIN, "--out", folder, "--steps", 2000, "--pause", 0.02, "--elastic", "--every", 10)
+            first, second = (start(*elastic(port), node, *rest, cwd=folder, name=f"node{node}") for node in (0, 1))
+            losses = folder / "loss-0.txt"
+            wait_until(lambda: losses.exists() and "\n15 " in losses.read_text(), "step 15")
+            second.signal(signal.SIGKILL)
+            wait_until(lambda: len(starts(folder)) == 2, "one node alone")
+            third = start(*elastic(port), 1, *rest, cwd=folder, name="again")
+
+            def is_up():
+                third.remember_family()
+                return third.folders
+
+            wait_until(is_up, "the supervisor")  # until then a signal may come before there is anybody to heed it
+            time.sleep(delay)
+            for node in {"both": (first, third), "the first": (first,)}.get(asked, (third,)):
+                node.signal(signal.SIGTERM)
+            codes = [third.end()]
+            if asked == "the one that came":
+                first.signal(signal.SIGTERM)
+            codes.append(first.end())
+            assert set(codes) <= {75, 76}, f"{codes}: {first.text[-250:]} {third.text[-250:]}"
+
+        row.case(f"#{number} port {port}, {asked} after {delay:.2f} s", run)
+    return row
+
+
+CANARY = "bomb"
+
+
+class Bomb:
+    """What makes a folder where it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder / CANARY),)
+
+
+def annoy(chance, place, folder):
+    """One stranger at a port: noise, a forged pickle, the language of torch's store, or silence."""
+    bomb = pickle.dumps(Bomb(folder))
+    said = chance.choice((chance.randbytes(chance.randrange(1, 5000)), bomb, in_store(base64.b64encode(bomb)), b""))
+    stranger = socket.create_connection(place, timeout=5)
+    with suppress(OSError):
+        stranger.sendall(said)
+    return stranger
+
+
+def in_store(value):
+    """What a client of torch's store says to set what torch elastic, and supervisors, have kept there."""
+    said = b"\0" + struct.pack("<I", 0x3C85F7CE)
+    for key in (b"/torch.rendezvous.x", b"/failure", b"/request", b"/gone", b"/mizzen/whereabouts/never"):
+        said += b"\1" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", len(value)) + value
+    return said
+
+
+def open_ports(*jobs):
+    """Every address and port at which a process of these jobs listens."""
+    found = set()
+    for job in jobs:
+        whole = psutil.Process(job.process.pid)
+        for process in (whole, *whole.children(recursive=True)):
+            with suppress(psutil.Error):
+                listening = (one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN)
+                found |= {tuple(one.laddr) for one in listening}
+    return sorted(found)
+
+
+def visited(chance, count, whole):
+    row = Row("strangers", "noise, forged pickles, keys in torch's store, silence: at every port, at any time")
+    for number in range(count):
+        port = chance.randrange(15_000, 19_000)
+
+        def run(folder, port=port):
+            own = ("--no_ssh", "--num_nodes", 2, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port)
+            rest = (TRAIN, "--out", folder, "--stage", 1, "--steps", STEPS, "--pause", 0.1)
+            first = start(*own, "--node_rank", 0, *rest, cwd=folder, name="node0")
+            meeting = ("127.0.0.1", port)
+            wait_until(lambda: meeting in open_ports(first), "the meeting port")
+            guests = [annoy(chance, meeting, folder) for _ in range(20)]
+            second = start(*own, "--node_rank", 1, *rest, cwd=folder, name="node1")
+            losses = folder / "loss-0.txt"
+            wait_until(lambda: losses.exists() and "\n3 " in losses.read_text(), "step 3")
+            ports = open_ports(first, second)
+            assert len(ports) >= 3, f"the meeting, the store and the ranks have ports, and these are {ports}"
+            guests += [annoy(chance, each, folder) for each in ports for _ in range(5)]
+            assert (first.end(), second.end()) == (0, 0), first.text[-500:] + second.text[-500:]
+            assert not (folder / CANARY).exists(), "something was unpickled"
+            assert curve(folder) == whole(1), "the curve differs"
+            for guest in filter(None, guests):
+                guest.close()
+
+        row.case(f"#{number} port {port}", run)
+    return row
+
+
+def closed(count):
+    row = Row("streams", "standard input, output, error, or all of them closed: the ranks run, and the code is theirs")
+    for number in range(count):
+        which = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")[number % 4]
+
+        def run(folder, which=which):
+            (folder / "code.py").write_text("raise SystemExit(7)")
+            words = ("sh", "-c", f'exec "$@" {which}', "sh", *COMMAND, "--num_gpus", "2", "--no_local_rank", "code.py")
+            ran = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, timeout=120, check=False)
+            assert ran.returncode == 7, f"{ran.returncode}: {ran.stderr[-300:]!r}"
+
+        row.case(f"#{number} {which}", run)
+    return row
+
+
 def nodes(chance, count):
-    row = Row("nodes", "two supervisors, one killed, one come back: 2, 1 and 2 ranks, the losses of an unbroken run")
+    what = "two supervisors, no restart left, one killed and come back: 2, 1, 2 ranks, the losses of an unbroken run"
+    row = Row("nodes", what)
     with tempfile.TemporaryDirectory() as name:
         ran = launch(*WORDS[:5], "--steps", 2000, "--elastic", "--out", name, "--every", 1000, cwd=name)
         assert ran.returncode == 0, ran.stderr
@@ -213,8 +344,7 @@ def nodes(chance, count):
         port = chance.randrange(15_000, 19_000)
 
         def run(folder, port=port):
-            own = ("--no_ssh", "--num_nodes", 2, "--num_gpus", 1, "--min_elastic_nodes", 1, "--max_elastic_nodes", 2)
-            own += ("--master_addr", "127.0.0.1", "--master_port", port, "--node_rank")
+            own = ("--max_restarts", 0, *elastic(port))
             rest = (TRAIN, "--out", folder, "--steps", 2000, "--pause", 0.02, "--elastic", "--every", 10)
             first, second = (start(*own, node, *rest, cwd=folder, name=f"node{node}") for node in (0, 1))
             begun, losses = folder / "starts.txt", folder / "loss-0.txt"
@@ -228,6 +358,7 @@ def nodes(chance, count):
             third.signal(signal.SIGTERM)
             assert (first.end(), third.end()) == (75, 75), first.text[-500:] + third.text[-500:]
             assert [int(line[2]) for line in starts(folder)] == [2, 1, 2]
+            assert "node 1 (node1) is lost" in first.text and "mizzen: rank" not in first.text, first.text[-500:]
             for line in losses.read_text().splitlines():
                 step, loss = int(line.split()[0]), float.fromhex(line.split()[1])
                 expected = float.fromhex(whole[step])
@@ -287,6 +418,9 @@ def main():
         "R13": lambda: [ports(times(100))],
         "R14": lambda: [orphans(chance, times(60))],
         "nodes": lambda: [nodes(chance, times(5))],
+        "rejoin": lambda: [rejoined(chance, times(10))],
+        "strangers": lambda: [visited(chance, times(10), whole)],
+        "streams": lambda: [closed(times(20))],
         "start": lambda: start_cost(times(10)),
     }
     print(f"seed {given.seed}, scale {given.scale:g}, {os.cpu_count()} cores\n")

@@ -391,3 +391,10 @@ def test_restarted_by_torchrun_the_dead_are_not_called(tmp_path):
     began = time.monotonic()
     assert torchrun(tmp_path, "die", "--standalone", "--max-restarts", "1") == ["3.0 2 torchrun 1"] * 2
     assert time.monotonic() - began < 100
+
+
+def test_a_store_listens_where_it_is_meant_to():
+    store = open_store(World(0, 1, master_addr="127.0.0.1", master_port=0), timedelta(seconds=10), hosting=True)
+    socket.create_connection(("127.0.0.1", store.port)).close()
+    with pytest.raises(ConnectionError):
+        socket.create_connection(("127.0.0.2", store.port))

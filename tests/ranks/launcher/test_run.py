@@ -6,12 +6,13 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 
 import pytest
 
-from launches import environment, launch, start, wait_until
+from launches import COMMAND, environment, launch, start, wait_until
 
 HELLO = """
 import json, os, sys
@@ -43,6 +44,53 @@ def test_what_ranks_are_given_and_what_becomes_of_their_words(tmp_path):
         }
         assert f"[rank {rank}] {first}\n" in ran.stdout and f"[rank {rank}] second\n" in ran.stdout
     assert len(ran.stdout.splitlines()) == 6, "no line is mixed with another"
+
+
+PEEK = """
+import os
+from mizzen.errors import LaunchError
+from mizzen.launcher.job import Job
+assert os.environ["WANDB_API_KEY"] == "PASSWORD"
+assert "MIZZEN_SECRET" not in os.environ and len(os.environ["MIZZEN_KEY"]) == 64
+for pid in (os.getpid(), os.getppid()):
+    for word in open(f"/proc/{pid}/cmdline").read().split("\\0"):
+        assert "PASSWORD" not in word, word
+        try:
+            Job.decode(word)
+        except LaunchError:
+            continue
+        raise AssertionError("the job can be read by everybody")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc as Linux has it")
+@pytest.mark.parametrize("way", [("--num_gpus", 1), ("--hostfile", "hosts")], ids=["here", "by ssh"])
+def test_what_is_in_environment_files_is_in_no_command_line(tmp_path, way):
+    (tmp_path / "peek.py").write_text(PEEK)
+    (tmp_path / ".mizzen_env").write_text("WANDB_API_KEY=PASSWORD\n")
+    (tmp_path / "hosts").write_text("w1 slots=1\n")
+    ran = launch(*way, "--no_local_rank", "peek.py", cwd=tmp_path, PATH=with_ssh(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    shown = launch(*way, "--dry-run", "peek.py", cwd=tmp_path, PATH=with_ssh(tmp_path)).stdout
+    assert "WANDB_API_KEY (its value is not shown)" in shown and "PASSWORD" not in shown
+
+
+def test_a_job_of_any_length_goes_by_ssh(tmp_path):
+    (tmp_path / "count.py").write_text(COUNT)
+    (tmp_path / "hosts").write_text("w1 slots=1\n")
+    words = [random.Random(number).randbytes(50_000).hex() for number in range(4)]
+    ran = launch("--hostfile", "hosts", "--no_local_rank", "count.py", *words, cwd=tmp_path, PATH=with_ssh(tmp_path))
+    assert (ran.returncode, ran.stdout.strip()) == (0, hashlib.sha256("".join(words).encode()).hexdigest()), ran.stderr
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        words = ("--num_nodes", 2, "--num_gpus", 1, "--no_ssh", "--node_rank", 0, "--master_addr", "127.0.0.1")
+        ran = launch(*words, "--master_port", port, "t.py", cwd=tmp_path)
+    assert ran.returncode == 1
+    assert f"mizzen: error: port {port} of this machine cannot be had" in ran.stderr
 
 
 COUNT = """
@@ -112,6 +160,23 @@ def test_the_codes_of_a_stop_are_failures_where_nobody_asked(tmp_path, code):
     assert ran.stdout.split() == ["attempt", "0", "attempt", "1"]
     said = f"mizzen: rank 1 on localhost ended with exit code {code}"
     assert ran.stderr.splitlines() == [f"{said}; restart 1 of 1", said]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(tmp_path, closed):
+    """The job runs, its ranks have all three, and it ends as any other."""
+    text = (
+        "import os, sys\nfor number in range(3): os.fstat(number)\nprint('out')\nopen('ran', 'w').close(); sys.exit(7)"
+    )
+    (tmp_path / "script.py").write_text(text)
+    command = (*COMMAND, "--num_gpus", "1", "--no_local_rank", "script.py")
+    ran = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 7 and (tmp_path / "ran").exists(), ran.stderr
+    assert ran.stdout == ("" if ">&-" in closed.replace("2>&-", "") else "out\n")
+    assert ran.stderr == ("" if "2>&-" in closed else "mizzen: rank 0 on localhost ended with exit code 7\n")
 
 
 FAMILY = """
@@ -228,7 +293,7 @@ open(f"up-{rank}-{size}", "w").close()
 while not os.path.exists(f"go-{rank}-{size}"):
     time.sleep(0.05)
     if os.path.exists(f"fall-{size}"):
-        raise RuntimeError("Connection closed by peer")
+        raise RuntimeError(open(f"fall-{size}").read() or "Connection closed by peer")
 """
 
 
@@ -257,10 +322,11 @@ def pair(tmp_path):
 @pytest.mark.parametrize(
     ("number", "has_ended", "last"),
     [
-        (signal.SIGKILL, True, "is lost: its supervisor has not been heard of for 15 s"),
+        (signal.SIGKILL, True, "is lost: its supervisor has ended without a word"),
+        (signal.SIGSTOP, False, "is lost: its supervisor has not been heard of for 15 s"),
         (signal.SIGTERM, False, "has left: stopped by SIGTERM; nothing could be saved"),
     ],
-    ids=["lost", "left"],
+    ids=["killed", "stopped", "left"],
 )
 def test_a_job_that_needs_a_node_ends_with_it(pair, tmp_path, number, has_ended, last):
     """Whether or not the ranks of the other node still run."""
@@ -284,15 +350,30 @@ def test_an_elastic_job_goes_on_without_a_node(pair, tmp_path, number):
 
 
 def test_ranks_that_fall_with_a_node_are_not_blamed(pair, tmp_path):
-    """Both nodes that are left name the third, and wait for it no longer than for any node that is silent."""
+    """Both nodes that are left name the third."""
     first, second, third = pair("--max_restarts", 1, count=3)
     third.signal(signal.SIGKILL)
     third.end()
     (tmp_path / "fall-3").touch()
     for node in (first, second):
         assert node.end(60) == 1, node.text
-        lost = "node 2 (node2) is lost: its supervisor has not been heard of for 15 s"
+        lost = "node 2 (node2) is lost: its supervisor has ended without a word"
         assert node.text.splitlines()[-1].endswith(lost)
+
+
+@pytest.mark.parametrize("words", ["Connection closed by peer", "no word of why"])
+def test_a_killed_node_costs_an_elastic_job_no_restart(pair, tmp_path, words):
+    """None is left, and the ranks of the other node have fallen with it, whatever they say."""
+    first, second = pair("--min_elastic_nodes", 1, "--max_elastic_nodes", 2, "--max_restarts", 0)
+    second.signal(signal.SIGKILL)
+    second.end()
+    (tmp_path / "falling").write_text(words)
+    (tmp_path / "falling").rename(tmp_path / "fall-2")
+    wait_until((tmp_path / "up-0-1").exists, "a world of one")
+    (tmp_path / "go-0-1").touch()
+    assert first.end() == 0, first.text
+    lost = "node 1 (node1) is lost: its supervisor has ended without a word"
+    assert first.text.splitlines()[-1] == f"mizzen: {lost}: the ranks start again", first.text
 
 
 def test_two_of_three_nodes_go_on(pair, tmp_path):
@@ -350,15 +431,19 @@ exec sh -c "$line"
 """
 
 
+def with_ssh(folder):
+    """A PATH with an ssh that stays on this machine."""
+    (folder / "ssh").write_text(SSH)
+    (folder / "ssh").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 @pytest.mark.parametrize("code", [98, 255])
 def test_the_code_of_a_script_comes_through_ssh_as_it_is(tmp_path, code):
-    """With an ssh that stays on this machine. 98 and 255 have a meaning of their own where no rank has run."""
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
+    """255 has a meaning of its own where no rank has run."""
     (tmp_path / "hosts").write_text("w1 slots=1\n")
     (tmp_path / "exit.py").write_text(f"import sys; print('runs'); sys.exit({code})")
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    ran = launch("--hostfile", "hosts", "--no_local_rank", "exit.py", cwd=tmp_path, PATH=path)
+    ran = launch("--hostfile", "hosts", "--no_local_rank", "exit.py", cwd=tmp_path, PATH=with_ssh(tmp_path))
     assert (ran.returncode, ran.stdout) == (code, "runs\n")
     assert ran.stderr.splitlines() == [f"mizzen: rank 0 on w1 ended with exit code {code}"]
 

@@ -39,7 +39,7 @@ def host(monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: State(name != "eth1") for name in addresses})
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
-    monkeypatch.setattr(interface, "_resolved", resolved)
+    monkeypatch.setattr(interface, "resolve", resolved)
     monkeypatch.setattr(interface, "address_towards", lambda host: routes.get(next((a for _, a in resolved(host)), "")))
     return names
 

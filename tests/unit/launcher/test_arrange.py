@@ -1,5 +1,6 @@
 """From flags to a job."""
 
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -181,6 +182,54 @@ def test_a_scheduler_needs_no_names():
     assert "#SBATCH --nodes=4" in text and "--num_nodes 4 --num_gpus 8" in text
     one = replace(FACTS, devices=KINDS[0], count=lambda: 1, env={"CUDA_VISIBLE_DEVICES": "3"})
     assert emit_slurm(arrange(asked, one).job, asked) == text, "what this machine has says nothing about others"
+
+
+def test_files_for_a_scheduler_hold_no_password():
+    """Slurm keeps the script, and a manifest is put into a repository."""
+    files = (("/home/u/.mizzen_env", "WANDB_API_KEY=PASSWORD\nNCCL_DEBUG=INFO\nMIZZEN_SECRET=PASSWORD of the nodes\n"),)
+    facts = replace(FACTS, files=files, env={"MLFLOW_TRACKING_TOKEN": "PASSWORD"}, secret="PASSWORD")
+    asked = Asked(script="t.py", num_nodes=2, num_gpus=1, emit="slurm")
+    text = emit_slurm(arrange(asked, facts).job, asked)
+    assert "PASSWORD" not in text and "export NCCL_DEBUG=INFO" in text
+    assert (
+        "# sbatch passes these on, or each node reads them from its file: MLFLOW_TRACKING_TOKEN, WANDB_API_KEY" in text
+    )
+    line = next(line for line in text.splitlines() if "MIZZEN_SECRET" in line)
+    made = [subprocess.run(["bash", "-c", f"{line}; echo $MIZZEN_SECRET"], capture_output=True).stdout for _ in "ab"]
+    assert len(set(made)) == 2 and len(made[0].strip()) == 64, "each run of the script has its own"
+    asked = replace(asked, emit="k8s")
+    text = emit_k8s(arrange(asked, facts).job, asked)
+    assert "PASSWORD" not in text and '"name": "NCCL_DEBUG"' not in text
+    assert text.count("secretKeyRef") == 3 and 'key: "MIZZEN_SECRET"' in text
+    assert text.splitlines()[1].startswith("# kubectl create secret generic t --from-literal=MLFLOW_TRACKING_TOKEN=...")
+
+
+def test_where_the_secret_comes_from():
+    """Of a launch from here it is fresh; nodes that are started one by one have one in common."""
+    facts = replace(FACTS, secret="fresh", common_secret=lambda env: env.get("MIZZEN_SECRET", "of the file"))
+    assert arrange(Asked(script="t.py", num_gpus=1), facts).job.secret == "fresh"
+    assert made(replace(facts, hostfile=EVEN)).job.secret == "fresh"
+    alone = Asked(script="t.py", num_nodes=2, num_gpus=1, no_ssh=True, node_rank=1, master_addr="w0")
+    assert arrange(alone, facts).job.secret == "of the file"
+    told = arrange(alone, replace(facts, files=(("f", "MIZZEN_SECRET=told\n"),)))
+    assert told.job.secret == "told" and "MIZZEN_SECRET" not in told.job.environment
+    assert "fresh" not in repr(made(replace(facts, hostfile=EVEN)).job)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ssh"])
+def test_hosts_that_only_ssh_can_reach(name):
+    with pytest.raises(UsageError, match=f"--launcher {name} takes no IPv6 address.*2001:db8::1"):
+        made(replace(FACTS, hostfile="w0 slots=1\n2001:db8::1 slots=1\n"), launcher=name)
+    if name != "pdsh":
+        with pytest.raises(UsageError, match=f"--launcher {name} logs in as one user.*ann@w0"):
+            made(replace(FACTS, hostfile="ann@w0 slots=1\nw1 slots=1\n"), launcher=name)
+
+
+def test_a_user_is_another_than_the_one_here():
+    """One host that is this machine needs no ssh, but a login as somebody else does."""
+    here = replace(FACTS, is_here=lambda name: True)
+    assert made(replace(here, hostfile="w0 slots=1\n")).backend is None
+    assert made(replace(here, hostfile="ann@w0 slots=1\n")).backend.name == "ssh"
 
 
 def test_a_manifest_for_kubernetes():

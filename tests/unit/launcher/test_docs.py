@@ -39,7 +39,7 @@ def test_the_command_prints_what_the_page_shows(tmp_path, line, shown):
 
 def test_the_codes_on_the_page_are_those_of_the_code():
     codes = re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)
-    assert {int(code) for code in codes} == {0, SAVED, UNSAVED, HUNG}
+    assert {int(code) for code in codes} == {0, 1, 2, SAVED, UNSAVED, HUNG}
 
 
 def test_files_that_the_page_names_exist():

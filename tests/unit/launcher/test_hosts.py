@@ -1,5 +1,7 @@
 """Hostfiles, filters and names."""
 
+from dataclasses import replace
+
 import pytest
 
 from mizzen.errors import UsageError
@@ -23,7 +25,15 @@ def test_a_hostfile():
         ("w0 slots=0\n", "slots=0: a host without slots"),
         ("-oProxyCommand=evil slots=1\n", "'-oProxyCommand=evil' is no host name"),
         ("w0;reboot slots=1\n", "is no host name"),
-        ("user@w0 slots=1\n", "is no host name"),
+        ("-oProxyCommand=evil@w0 slots=1\n", "'-oProxyCommand=evil' is no name of a user"),
+        ("@w0 slots=1\n", "'' is no name of a user"),
+        ("node1..lan slots=1\n", "'node1..lan' is no host name.*one '.' between two"),
+        (f"{'a' * 64}.lan slots=1\n", "is no host name"),
+        (f"{'.'.join(['a' * 50] * 6)} slots=1\n", "is no host name"),
+        ("fe80::1%eth0 slots=1\n", "is no host name"),
+        ("[::1 slots=1\n", "is no host name"),
+        ("::1 slots=1\n[0:0::1] slots=1\n", "line 2: host '::1' is there twice"),
+        ("ann@w0 slots=1\nw0 slots=1\n", "line 2: host 'w0' is there twice"),
         ("# nothing\n", "no host in it"),
         (f"w0 slots={'9' * 5000}\n", "line 1: slots of w0 are above 9,999: write how many"),
         ("w0 slots=10000\n", "slots of w0 are above 9,999"),
@@ -114,3 +124,19 @@ def test_numbers_of_any_length_are_refused_in_words():
         select(HOSTS, f"w0:{'9' * 5000}")
     with pytest.raises(UsageError, match="only numbers can be given out"):
         visible("CUDA_VISIBLE_DEVICES", "9" * 5000)
+
+
+def test_users_and_addresses():
+    hosts = parse_hostfile("ann@w0 slots=2\n[2001:db8::1] slots=2\nbob@2001:DB8:0::2 slots=1\n", "hosts")
+    assert [host.login for host in hosts] == ["ann@w0", "2001:db8::1", "bob@2001:db8::2"]
+    assert str(hosts[1]) == "[2001:db8::1]:0,1"
+    assert select(hosts, "w0:1@[2001:db8::1]:0@[2001:db8::2]") == (
+        replace(hosts[0], slots=(1,)),
+        replace(hosts[1], slots=(0,)),
+        hosts[2],
+    )
+    assert select(hosts, exclude="2001:db8:0::1@w0") == (hosts[2],)
+    with pytest.raises(UsageError, match=r"unknown host '2001:db8::9'; known: w0, 2001:db8::1"):
+        select(hosts, "[2001:db8::9]:0")
+    with pytest.raises(UsageError, match="unknown host 'x'"):
+        select(hosts, "x:0:1:2")

@@ -20,6 +20,7 @@ def job(**changes):
         "hosts": (Host("w0", (0, 1)), Host("w1", (0,))),
         "folder": "/job",
         "python": "/usr/bin/python3",
+        "secret": "s" * 32,
     }
     return Job(**{**values, **changes})
 

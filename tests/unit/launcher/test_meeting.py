@@ -1,13 +1,18 @@
 """Ports that are bound before they are told, and what a node knows of its network."""
 
+import base64
+import os
+import pickle
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
 from mizzen.errors import LaunchError
-from mizzen.launcher.backends import ELASTIC
+from mizzen.launcher import meeting
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import Job, Program
 from mizzen.launcher.meeting import Alone, Seat, address_towards, interface_of, meet
@@ -16,7 +21,7 @@ from mizzen.launcher.store import PortTaken, StoreHost
 
 def job(**changes):
     values = {"id": "a", "program": Program("script", "t.py"), "hosts": (Host("localhost", (0, 1)),), "folder": "/"}
-    return Job(**{**values, "python": "py", **changes})
+    return Job(**{**values, "python": "py", "secret": "s" * 32, **changes})
 
 
 def test_a_port_is_ours_from_the_start():
@@ -41,13 +46,13 @@ def test_a_store_answers_those_who_came_before_it():
 
 
 def test_one_node_meets_itself_at_a_new_port_each_time():
-    meeting = meet(job(), Seat(0, job().hosts[0], ""), {})
-    assert isinstance(meeting, Alone)
-    first, second = meeting.join(), meeting.join()
+    alone = meet(job(), Seat(0, job().hosts[0], ""), {})
+    assert isinstance(alone, Alone)
+    first, second = alone.join(), alone.join()
     assert (first.world, first.first_rank, first.attempt, second.attempt) == (2, 0, 0, 1)
     assert first.master_port != second.master_port
-    assert meeting.news().are_finished and meeting.share("k", "v") == ["v"]
-    meeting.leave("")
+    assert alone.news().are_finished and alone.share("k", "v") == ["v"]
+    alone.leave("")
 
 
 def test_the_way_to_a_host():
@@ -68,9 +73,8 @@ def several(count, *, min_nodes):
     return [meet(made, Seat(index, hosts[index], "127.0.0.1"), {}) for index in range(count)]
 
 
-def test_a_node_that_comes_later_counts_the_attempts_of_all(monkeypatch):
+def test_a_node_that_comes_later_counts_the_attempts_of_all():
     """Ranks look for each other under that number."""
-    monkeypatch.setenv(ELASTIC, "1")
     first, second = several(2, min_nodes=1)
     assert first.join().attempt == 0
     with ThreadPoolExecutor(1) as pool:
@@ -95,3 +99,58 @@ def test_nodes_that_want_another_attempt_wait_for_none_that_is_gone():
             with pytest.raises(LaunchError, match=r"node 2 \(n2\) has left: it had to"):
                 one.result(60)
         list(pool.map(lambda one: one.leave(""), meetings[:2]))
+
+
+def test_strangers_at_the_meeting_port(tmp_path):
+    """One that speaks the language of torch's store, and forges what elastic would unpickle, keeps nobody away."""
+    from torch.distributed import TCPStore
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "bomb"),)
+
+    first, second = several(2, min_nodes=2)
+    port = first._job.master_port
+    with ThreadPoolExecutor(4) as pool:
+        early = pool.submit(first.join)
+        forged = None
+        with pytest.raises(RuntimeError):
+            forged = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=3))
+        assert forged is None
+        noisy = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for stranger in noisy[:10]:
+            stranger.sendall(b"torch.rendezvous" + base64.b64encode(pickle.dumps(Bomb())))
+        assert (second.join().world, place := early.result(60)) == (2, place)
+        assert not (tmp_path / "bomb").exists()
+        for listening in (port, place.master_port):
+            socket.create_connection(("127.0.0.1", listening)).close()
+            with pytest.raises(ConnectionError):  # it listens where it is meant to, and nowhere else
+                socket.create_connection(("127.0.0.2", listening))
+        left = pool.submit(second.leave, "")
+        first.leave("")
+        left.result(30)
+
+
+def test_a_node_with_another_secret_is_told():
+    first, second = several(2, min_nodes=1)
+    other = meet(replace(second._job, secret="other" * 8), second._seat, {})
+    assert first.join().world == 1
+    with pytest.raises(LaunchError, match="does not know the secret of this job.*MIZZEN_SECRET"):
+        other.join()
+    other.leave("")
+    first.leave("")
+
+
+def test_two_nodes_of_one_number(monkeypatch):
+    monkeypatch.setattr(meeting, "LOST", -meeting.REJOIN)
+    first, second = several(2, min_nodes=1)
+    twin = meet(first._job, replace(second._seat), {})
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(first.join)
+        assert second.join().world == early.result(60).world == 2
+        with pytest.raises(LaunchError, match="node 1 of this job is there already: give each node a --node_rank"):
+            twin.join()
+        twin.leave("")
+        left = pool.submit(second.leave, "")
+        first.leave("")
+        left.result(30)

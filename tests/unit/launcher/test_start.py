@@ -51,7 +51,7 @@ def test_255_is_of_ssh_unless_the_supervisor_has_said_its_last_word(ended, capfd
 
 def test_a_port_is_taken_where_the_supervisor_says_so(ended, capfd):
     assert ended(f"SAY{ENDED} >&2; exit 98") == (98, 1)
-    assert ended(f"SAY'{TAKEN}' >&2; exit 98") == (98, 5)
+    assert ended(f"SAY'{TAKEN}' >&2; exit 1") == (1, 5)
     assert "last-word" not in capfd.readouterr().err
 
 
