@@ -161,7 +161,10 @@ class Watch:
         words = []
         for rank in missing[:8]:
             seen = sightings.get(rank)
-            words.append(f"rank {rank} ({(seen.whereabouts.place or 'alive') if seen else 'never heard of'})")
+            outside = seen.whereabouts.outside if seen else None
+            place = seen.whereabouts.place or "alive" if seen else "never heard of"
+            place += f", in torch.distributed.{outside.operation}() at {outside.place}" if outside else ""
+            words.append(f"rank {rank} ({place})")
         return f"{len(missing)} of {len(wait.peers)} peers have not come: {', '.join(words)}"
 
     def leave(self, reason: str) -> None:
