@@ -20,18 +20,23 @@ class _Absent(ABCMeta):
     def __getattr__(cls, name: str) -> Callable[..., NoReturn]:
         if name.startswith("_"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        return _refusing(f"{cls._path}.{name}", cls._capability)
+        path, _, own = cls._path.rpartition(".")
+        return _refusing(path, f"{own}.{name}", cls._capability)
 
 
 def _message(path: str, capability: str) -> str:
     return f"{path} waits for a capability that is not built yet: {capability}"
 
 
-def _refusing(path: str, capability: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotBuilt(_message(path, capability))
+@cache
+def _refusing(path: str, name: str, capability: str) -> Callable[..., NoReturn]:
+    """A function that refuses. It says where it is found, as a function of a file does: pickling looks it up there."""
 
-    refuse.__name__ = refuse.__qualname__ = path.rpartition(".")[2]
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotBuilt(_message(f"{path}.{name}", capability))
+
+    refuse.__module__, refuse.__qualname__ = path, name
+    refuse.__name__ = name.rpartition(".")[2]
     refuse.__doc__ = f"Waits for {capability}."
     return refuse
 
@@ -40,7 +45,7 @@ def _refusing(path: str, capability: str) -> Callable[..., NoReturn]:
 def absent(path: str, name: str, capability: str) -> Any:
     """One object per name, wherever it is imported from: a class where names are written so, otherwise a function."""
     if not name.lstrip("_")[:1].isupper():
-        return _refusing(f"{path}.{name}", capability)
+        return _refusing(path, name, capability)
     own = {"_path": f"{path}.{name}", "_capability": capability}
     body = {"__module__": path, "__doc__": f"Waits for {capability}.", **own}
     return _Absent(name, (), body)

@@ -28,6 +28,7 @@ from mizzen.engine.prepare import (
     choose_scheduler,
     grouped,
     loaders_of,
+    observers_of,
     place,
     refuse_wrapped,
     renewed,
@@ -38,7 +39,6 @@ from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import LEVELS, set_level
 from mizzen.model.sketch import Sketch
-from mizzen.monitor.build import build_observers
 from mizzen.monitor.printer import dump_state
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.early import built
@@ -108,7 +108,7 @@ def initialize(
         surroundings,
         optimizer=chosen,
         scheduler=choose_scheduler(lr_scheduler, plan.resolved.config, chosen),
-        observers=build_observers(plan.resolved.config, world),
+        observers=observers_of(plan.resolved.config, world),
     )
     dump_state(plan.resolved.config, world)
     if training_data is not None:

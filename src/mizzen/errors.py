@@ -18,10 +18,25 @@ Each says what was asked, the numbers, and the way out. Errors of other librarie
 """
 
 import types
+from typing import Any
 
 
 class MizzenError(Exception):
     """The root of the tree."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickling would call the class with the finished message. One that takes other arguments would fail in the
+        process that receives it, and whoever waits there would wait for ever."""
+        usual: Any = super().__reduce__()
+        return restored, (type(self), usual[1]), *usual[2:]
+
+
+def restored(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An error from what `args` held, made as Python makes its own, without the `__init__` of its class."""
+    error = kind.__new__(kind, *args)
+    builtin: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    builtin.__init__(error, *args)
+    return error
 
 
 class ConfigError(MizzenError, ValueError):

@@ -1,12 +1,14 @@
 """Every row of the table of import paths: a name can be imported from each of its modules, and is what it should be."""
 
+import copy
 import importlib
+import pickle
 import runpy
 import subprocess
 import sys
 from abc import ABC
 from importlib.util import find_spec
-from inspect import isclass, ismodule
+from inspect import isclass, isfunction, ismodule
 
 import pytest
 from torch import nn
@@ -182,3 +184,50 @@ def test_the_class_of_engines_is_not_called():
 def test_clients_take_its_version_for_new_enough():
     version = pytest.importorskip("packaging.version")
     assert version.parse("0.19.8+mizzen") >= version.parse("0.19.8") > version.parse("0.18.2")
+
+
+def test_every_name_survives_pickling_and_copying():
+    """A script may send any of them to a worker, or keep them in what it saves."""
+    seen, lost = set(), []
+    for path, name, row in NAMED:
+        names = importlib.import_module(row.home).__all__ if name == "*" else [name]
+        for each in names:
+            value = found(path, each)
+            if ismodule(value) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            try:
+                again = pickle.loads(pickle.dumps(value))
+                lost += [f"{path}.{each}"] * ((isclass(value) or isfunction(value)) and again is not value)
+                copy.deepcopy(value)
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                lost.append(f"{path}.{each}: {error}")
+    assert lost == []
+    assert len(seen) > 500
+
+
+def test_a_method_of_a_class_that_waits_survives_pickling():
+    from deepspeed.pipe import PipelineModule
+
+    class Own(PipelineModule):
+        """Of a script."""
+
+    assert pickle.loads(pickle.dumps(PipelineModule.from_layers)) is PipelineModule.from_layers
+    assert Own.from_layers is PipelineModule.from_layers
+    with pytest.raises(NotBuilt, match=r"deepspeed\.\S*PipelineModule\.from_layers waits") as caught:
+        PipelineModule.from_layers()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_configuration_survives_pickling_and_copying():
+    from deepspeed.runtime.config_utils import pp_int
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    from deepspeed import DeepSpeedConfig
+
+    config = DeepSpeedConfig({"train_batch_size": 4, "zero_optimization": {"stage": 2}})
+    for again in (pickle.loads(pickle.dumps(config)), copy.copy(config), copy.deepcopy(config)):
+        assert (again.train_batch_size, again.settings, again.resolved) == (4, config.settings, config.resolved)
+    section = DeepSpeedZeroConfig(stage=2)
+    assert pickle.loads(pickle.dumps(section)) == copy.deepcopy(section) == section
+    assert repr(pickle.loads(pickle.dumps(pp_int(5000, "many")))) == "many"

@@ -19,6 +19,7 @@ def _by_both_names(function: Callable[..., Any], **ours: str) -> Callable[..., A
         renamed = {name: kwargs.pop(theirs) for theirs, name in ours.items() if theirs in kwargs}
         return function(*args, **kwargs, **renamed)
 
+    call.__module__ = __name__  # where pickling finds it; `wraps` has said that it is the one at home
     return call
 
 

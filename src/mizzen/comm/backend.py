@@ -63,6 +63,11 @@ class Request(NamedTuple):
         """The operation in words; two ranks whose titles differ are not in the same collective."""
         return f"{self.operation} {self.detail}" if self.detail else self.operation
 
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the ranks bring anything that has to fit; between two ranks nothing is compared."""
+        return not self.peers and self.operation not in ("barrier", "monitored_barrier")
+
 
 class Store(Protocol):
     """What all ranks can write to and read from, such as the store that torch.distributed met at. Any thread calls."""

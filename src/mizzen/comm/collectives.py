@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from mizzen.backport import gloo_exchanges_lists
 from mizzen.comm.backend import Request
-from mizzen.comm.communicator import Extras, LogExtras, Together, Work, run
+from mizzen.comm.communicator import Extras, LogExtras, Together, Work, compare_sizes, run
 from mizzen.comm.groups import get_global_rank, get_rank, root
 
 Tensors = list[torch.Tensor]
@@ -27,7 +27,14 @@ def all_reduce(
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Reduce a tensor over the group; every rank has the result in it."""
-    return run(Request("all_reduce", (tensor, op), payload=(tensor,)), group, async_op=async_op, extras=extras)
+    request = Request("all_reduce", (tensor, op), payload=(tensor,), detail=_by(op))
+    return run(request, group, async_op=async_op, extras=extras)
+
+
+def _by(op: Any) -> str:
+    """A reduction in words, for all ranks to agree on; the usual one goes without."""
+    kind, _, name = str(op).rpartition(".")
+    return f"by {name}" if kind == "RedOpType" and name != "SUM" else ""
 
 
 def inference_all_reduce(
@@ -48,7 +55,7 @@ def reduce(
 ) -> Work | None:
     """Reduce a tensor over the group; only `dst` has the result."""
     dst = root("reduce", dst, group_dst, group)
-    request = Request("reduce", (tensor, dst, op), payload=(tensor,), detail=f"to rank {dst}")
+    request = Request("reduce", (tensor, dst, op), payload=(tensor,), detail=f"to rank {dst} {_by(op)}".rstrip())
     return run(request, group, async_op=async_op, extras=extras)
 
 
@@ -104,6 +111,8 @@ def all_gather_coalesced(
     outputs, gather_one = cast(list[Any], output_tensor_lists), cast(Any, all_gather_into_tensor)
     if outputs and not isinstance(outputs[0], torch.Tensor):
         outputs, gather_one = [list(parts) for parts in zip(*outputs, strict=True)], all_gather
+    if not async_op:
+        compare_sizes("all_gather_coalesced", group, input_tensor_list)
     pairs = zip(outputs, input_tensor_list, strict=True)
     return _together([gather_one(into, tensor, group, True, **extras) for into, tensor in pairs], async_op)
 
@@ -116,6 +125,8 @@ def all_reduce_coalesced(
     **extras: Unpack[Extras],
 ) -> Together | None:
     """`all_reduce` of several tensors, which are under way at the same time."""
+    if not async_op:
+        compare_sizes(f"all_reduce_coalesced {_by(op)}".rstrip(), group, tensors)
     return _together([all_reduce(tensor, op, group, True, **extras) for tensor in tensors], async_op)
 
 
@@ -135,7 +146,7 @@ def reduce_scatter(
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Reduce a list of tensors over the group; each rank has the one at its own place."""
-    request = Request("reduce_scatter", (output, input_list, op), payload=(output,))
+    request = Request("reduce_scatter", (output, input_list, op), payload=(output,), detail=_by(op))
     return run(request, group, async_op=async_op, extras=extras)
 
 
@@ -148,7 +159,7 @@ def reduce_scatter_tensor(
     **extras: Unpack[Extras],
 ) -> Work | None:
     """Reduce a tensor over the group; each rank has its own part of the result."""
-    request = Request("reduce_scatter_tensor", (output, input, op), payload=(output,))
+    request = Request("reduce_scatter_tensor", (output, input, op), payload=(output,), detail=_by(op))
     return run(request, group, async_op=async_op, extras=extras)
 
 
@@ -202,10 +213,12 @@ def _all_to_all_as_one(outputs: Tensors, inputs: Tensors, group: Any, async_op: 
         for tensor, part in zip(outputs, torch.split(received, sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    work = all_to_all_single(received, sent, sizes, [tensor.numel() for tensor in inputs], group, True, **extras)
-    if work is None or async_op:
-        return work and work.then(put_in_place)
-    work.then(put_in_place).wait()
+    counts = [tensor.numel() for tensor in inputs]
+    work = all_to_all_single(received, sent, sizes, counts, group, async_op, **extras)
+    if work is not None:
+        return work.then(put_in_place)
+    if not async_op and get_rank(group) >= 0:
+        put_in_place()
     return None
 
 
@@ -336,7 +349,8 @@ def broadcast_object_list(
     """Copy the pickled objects of `src` (rank 0 when not given) to every rank of the group."""
     src = root("broadcast_object_list", src, group_src, group, default=0)
     options = {"device": device, **_unpickling(weights_only)}
-    request = Request("broadcast_object_list", (object_list, src), options, detail=f"from rank {src}")
+    detail = f"of {len(object_list)} objects from rank {src}"
+    request = Request("broadcast_object_list", (object_list, src), options, detail=detail)
     run(request, group, extras=extras)
 
 

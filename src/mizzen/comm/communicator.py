@@ -15,11 +15,11 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm.account import Call
 from mizzen.comm.backend import Backend, Group, Handle, Request
 from mizzen.comm.ledger import CommLog, Timing
-from mizzen.comm.tags import Tag, compare, differ_on_device, digest, words
+from mizzen.comm.tags import EXCHANGES, UNEVEN, Tag, compare, compare_parts, differ_on_device, digest, parts, words
 from mizzen.comm.torch_backend import TorchBackend
 from mizzen.comm.watch import Patience, Watch
 from mizzen.environment import Switches, environ
-from mizzen.errors import UsageError
+from mizzen.errors import CommError, UsageError, expect
 from mizzen.log import warn_once
 from mizzen.progress import get_progress
 
@@ -125,25 +125,32 @@ class Communicator:
             warn_once(f"{operation} was called on a rank that is not in the group; it does nothing there")
         return group
 
-    def issue(self, request: Request, handle: Any = None, extras: Extras | None = None) -> Work | None:
-        """Start an operation; None on a rank that is not in the group."""
+    def issue(
+        self, request: Request, handle: Any = None, extras: Extras | None = None, *, is_awaited: bool = False
+    ) -> Work | None:
+        """Start an operation; None on a rank that is not in the group. `is_awaited`: the caller waits for it now."""
         group = self.group(handle, request.operation)
         if group is None:
             return None
-        if extras and (tag := extras.get("tag")) is not None:
-            self._compare(tag, request, handle, group)
-        timing = self._timing(request, group, extras or {})
+        extras = extras or {}
+        if unknown := extras.keys() - Extras.__optional_keys__:
+            raise TypeError(f"{request.operation}() got an unexpected keyword argument {min(unknown)!r}")
+        for tensor in request.payload:
+            expect(tensor, torch.Tensor, f"{request.operation}: a tensor")
         call = self.watch.begin(request, group)
         try:
+            timing = self._timing(request, group, extras)
+            self._compare(extras.get("tag"), call, handle, is_awaited=is_awaited)
             return Work(self.watch, call, self.backend.issue(request, handle), timing)
+        except CommError as error:
+            call.fail(str(error))
+            raise
         except (RuntimeError, ValueError, TypeError) as error:
             if (failure := self.watch.refuse(call, error)) is None:
                 raise
             raise failure from error
 
     def _timing(self, request: Request, group: Group, extras: LogExtras) -> Timing | None:
-        if unknown := extras.keys() - Extras.__optional_keys__:
-            raise TypeError(f"{request.operation}() got an unexpected keyword argument {min(unknown)!r}")
         log: CommLog | None = AMBIENT.comm_log
         if log is None:
             return None
@@ -155,23 +162,35 @@ class Communicator:
         )
         return Timing(log, name, request.operation, request.payload, len(group.ranks)) if name else None
 
-    def _compare(self, tag: Tag, request: Request, handle: Any, group: Group) -> None:
-        get_progress().at(step=tag.step, unit=tag.unit, phase=tag.phase)
-        text = words(tag, request)
+    def _compare(self, tag: Tag | None, call: Call, handle: Any, *, is_awaited: bool) -> None:
+        """Compare what the ranks bring, before they exchange it.
+
+        Without a tag only where gloo would abort or be silent, and where the caller waits anyhow: a rank that starts
+        an operation and goes on must not wait for the others here.
+        """
+        request, group = call.request, call.group
+        if tag is not None:
+            get_progress().at(step=tag.step, unit=tag.unit, phase=tag.phase)
         device = request.payload[0].device if request.payload else torch.device("cpu")
-        if device.type == "cpu":
-
-            def gather(row: torch.Tensor) -> torch.Tensor:
-                rows = row.new_empty(len(group.ranks) * row.numel())
-                self._wait(Request("all_gather_into_tensor", (rows, row), payload=(row,)), handle)
-                return rows.view(len(group.ranks), -1)
-
-            compare(text, group.ranks, gather)
-        else:
+        if tag is not None and device.type != "cpu":
             # [Note: trails] Nothing can be compared before a collective without waiting for the device, so it is done
             # once a step, with a hash of all that was said: every unit more would cost a message of its own.
             before = self._trails.get(handle)
-            self._trails[handle] = Trail(digest(f"{before.hash if before else 0} {text}"), device)
+            self._trails[handle] = Trail(digest(f"{before.hash if before else 0} {words(request, tag)}"), device)
+            return
+        is_by_gloo = isinstance(self.backend, TorchBackend) and self.backend.is_by_gloo(request, handle)
+        if len(group.ranks) == 1 or (tag is None and not (is_awaited and is_by_gloo and request.is_comparable)):
+            return
+
+        def gather(row: torch.Tensor) -> torch.Tensor:
+            rows = row.new_empty(len(group.ranks) * row.numel())
+            part = Request("all_gather_into_tensor", (rows, row), payload=(row,))
+            self.watch.wait_for_part(call, self.backend.issue(part, handle))
+            return rows.view(len(group.ranks), -1)
+
+        compare(words(request, tag, uneven=EXCHANGES if is_by_gloo else UNEVEN), group.ranks, gather)
+        if is_by_gloo and request.operation in EXCHANGES:
+            compare_parts(*parts(request, len(group.ranks)), group.ranks, gather)
 
     def take_parted(self) -> torch.Tensor | None:
         """Compare the trails: a flag on the device, or None when there are none."""
@@ -186,11 +205,13 @@ class Communicator:
             flag = differs if flag is None else flag | differs
         return flag
 
-    def meet(self, tag: Tag, handle: Any, payload: Sequence[torch.Tensor]) -> None:
-        """Compare where the ranks of a group are, without exchanging anything else."""
-        group = self.group(handle, "meet")
+    def meet(self, request: Request, handle: Any, tag: Tag | None = None) -> None:
+        """Compare where the ranks of a group are and what they bring, without exchanging anything else."""
+        group = self.group(handle, request.operation)
         if group is not None:
-            self._compare(tag, Request("exchange", (), payload=tuple(payload)), handle, group)
+            call = self.watch.begin(request, group)
+            self._compare(tag, call, handle, is_awaited=True)
+            call.finish()
 
     def _wait(self, request: Request, handle: Any) -> None:
         work = self.issue(request, handle)
@@ -230,7 +251,7 @@ def current() -> Communicator:
 
 def run(request: Request, group: Any, *, async_op: bool = False, extras: Extras | None = None) -> Work | None:
     """Carry out an operation, or start it; None where there is nothing to wait for."""
-    work = current().issue(request, group, extras)
+    work = current().issue(request, group, extras, is_awaited=not async_op)
     if work is None or async_op:
         return work
     work.wait()
@@ -239,7 +260,12 @@ def run(request: Request, group: Any, *, async_op: bool = False, extras: Extras 
 
 def meet(tag: Tag, group: Any, *payload: torch.Tensor) -> None:
     """Compare where the ranks of a group are, and what sizes they bring, before they exchange it in their own way."""
-    current().meet(tag, group, payload)
+    current().meet(Request("exchange", payload=payload), group, tag)
+
+
+def compare_sizes(operation: str, group: Any, payload: Sequence[torch.Tensor]) -> None:
+    """Compare what the ranks bring to an operation that is made of several, before the first of them."""
+    current().meet(Request(operation, payload=tuple(payload)), group)
 
 
 def take_parted() -> torch.Tensor | None:

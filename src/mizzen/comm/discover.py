@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from mizzen.environment import World, integer
-from mizzen.errors import CommError, MissingExtra
+from mizzen.errors import CommError, MissingExtra, MizzenError
 
 LOOPBACK: Final = "127.0.0.1"
 LAUNCHERS: Final = {
@@ -133,14 +133,14 @@ class Mpi:
     def agree(self, open_here: Callable[[World, tuple[str, ...]], tuple[str, int]], host: str) -> World:
         """Let rank 0 open the meeting place, knowing everybody's host, and tell all; its failure is everybody's."""
         hosts = tuple(self.communicator.allgather(host))
-        found: tuple[str, int] | CommError | None = None
+        found: tuple[str, int] | MizzenError | None = None
         if self.world.rank == 0:
             try:
                 found = open_here(self.world, hosts)
-            except CommError as error:
+            except MizzenError as error:
                 found = error
         found = self.communicator.bcast(found, root=0)
-        if isinstance(found, CommError):
+        if isinstance(found, MizzenError):
             raise found
         if found is None:
             raise AssertionError("rank 0 broadcast nothing")

@@ -11,10 +11,9 @@ import time
 from dataclasses import replace
 from typing import Final
 
-import torch.distributed as dist
-
 from mizzen.comm.account import Account, is_gone
 from mizzen.comm.backend import Store
+from mizzen.comm.outside import outside_call
 from mizzen.comm.whereabouts import Sighting, Wait, Whereabouts
 from mizzen.log import get_logger
 
@@ -93,7 +92,7 @@ class Lookout:
     def _publish(self) -> bool:
         """Tell the others; false when there is nothing more to tell."""
         self._beats += 1
-        whereabouts = replace(self._account.whereabouts(self._beats), in_barrier=_is_in_barrier())
+        whereabouts = replace(self._account.whereabouts(self._beats), outside=outside_call())
         self._store.set(_key(whereabouts.rank), whereabouts.pack())
         return not whereabouts.left
 
@@ -114,25 +113,15 @@ class Lookout:
             # Silence is counted in looks, not by the clock: who was suspended itself must not accuse the others.
             silent = before is not None and before.whereabouts.beat == seen.beat
             silence = before.silence + interval if before is not None and silent else 0.0
-            lasts = seen.in_barrier and main is not None and main is self._main
-            barriers = before.barriers + (not silent) if before is not None and lasts else 0
-            self.sightings[rank] = Sighting(seen, silence, gone=is_gone(seen.process), barriers=barriers)
+            lasts = seen.outside is not None and main is not None and main is self._main
+            is_same = before is not None and lasts and before.whereabouts.outside == seen.outside
+            lasting = before.lasting + (not silent) if before is not None and is_same else int(lasts)
+            self.sightings[rank] = Sighting(seen, silence, gone=is_gone(seen.process), lasting=lasting)
         self._main, self._next_look = main, time.monotonic() + interval
 
 
 def _key(rank: int) -> str:
     return f"whereabouts/{rank}"
-
-
-def _is_in_barrier() -> bool:
-    """Whether the main thread is in a barrier of all ranks of which this library knows nothing."""
-    frame, barrier = sys._current_frames().get(threading.main_thread().ident or 0), None
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed."):
-        barrier = frame if frame.f_code.co_name in ("barrier", "monitored_barrier") else barrier
-        frame = frame.f_back
-    if barrier is None or frame is None or str(frame.f_globals.get("__name__")).startswith("mizzen."):
-        return False
-    return barrier.f_locals.get("group") in (None, dist.group.WORLD)
 
 
 def _why_this_process_ends() -> str:

@@ -254,7 +254,7 @@ class TorchBackend:
     def issue(self, request: Request, handle: Any) -> Handle:
         """Hand the operation to torch."""
         handle = handle or dist.group.WORLD
-        sliced = self._is_sliced(request, handle)
+        sliced = self.is_by_gloo(request, handle)
         name, arguments, options = request.operation, request.arguments, request.options
         if name == "monitored_barrier" and not sliced:
             name, options = "barrier", {}  # torch has the monitored one for gloo only
@@ -262,6 +262,7 @@ class TorchBackend:
             work = MESSAGES[name](*arguments, group=handle, **options)
             return Threaded(work.wait, handle, work) if sliced else Streamed(work)
         if name in BLOCKING:
+            check_lists(request, handle)
             check_options(BLOCKING[name], options)
             call = partial(BLOCKING[name], *arguments, group=handle, **options)
             if sliced:
@@ -280,8 +281,9 @@ class TorchBackend:
         work = COLLECTIVES[name](*arguments, group=handle, async_op=True, **options)
         return Sliced(work, handle) if sliced else Streamed(work)
 
-    def _is_sliced(self, request: Request, handle: Any) -> bool:
+    def is_by_gloo(self, request: Request, handle: Any) -> bool:
         """Whether gloo will carry it out; every other backend is waited for as torch does."""
+        handle = handle or dist.group.WORLD
         backends = self._backends.get(handle.group_name)
         if backends is None:
             backends = dict(pair.split(":") for pair in dist.get_backend_config(handle).split(","))
@@ -297,6 +299,15 @@ class TorchBackend:
         for known in (self._groups, self._timeouts, self._backends) if handle is not None else ():
             known.pop(handle.group_name, None)
         dist.destroy_process_group(handle)
+
+
+def check_lists(request: Request, group: Any) -> None:
+    """Refuse a list without a place for every rank; torch would find out when all is exchanged."""
+    lists = {"all_gather_object": 0, "gather_object": 1}
+    if request.operation in lists:
+        places, size = request.arguments[lists[request.operation]], dist.get_world_size(group)
+        if places is not None and len(places) < size:
+            raise UsageError(f"{request.operation}: the list has {len(places)} places, and the group {size} ranks")
 
 
 # [Note: an all-gather on gloo]

@@ -66,6 +66,11 @@ class Watch:
 
     def wait(self, call: Call, handle: Handle, timeout: float | None = None) -> None:
         """Return when the operation is done; raise a CommError when it has failed or cannot be done any more."""
+        self.wait_for_part(call, handle, timeout)
+        call.finish()
+
+    def wait_for_part(self, call: Call, handle: Handle, timeout: float | None = None) -> None:
+        """Wait for something that comes before the end of the operation, such as the comparison of sizes."""
         limit = timeout or call.group.timeout or self._patience.timeout
         try:
             if not handle.poll(min(SLICE, limit)):
@@ -75,7 +80,6 @@ class Watch:
             raise
         except RuntimeError as error:
             raise self.explain(call, error) from error
-        call.finish()
 
     def _wait_long(self, call: Call, handle: Handle, limit: float) -> None:
         started = time.monotonic() - SLICE
@@ -157,7 +161,10 @@ class Watch:
         words = []
         for rank in missing[:8]:
             seen = sightings.get(rank)
-            words.append(f"rank {rank} ({(seen.whereabouts.place or 'alive') if seen else 'never heard of'})")
+            outside = seen.whereabouts.outside if seen else None
+            place = seen.whereabouts.place or "alive" if seen else "never heard of"
+            place += f", in torch.distributed.{outside.operation}() at {outside.place}" if outside else ""
+            words.append(f"rank {rank} ({place})")
         return f"{len(missing)} of {len(wait.peers)} peers have not come: {', '.join(words)}"
 
     def leave(self, reason: str) -> None:

@@ -11,7 +11,9 @@ from typing import Final
 NAMED_PEERS: Final = 64
 """A wait for more peers than this is published without their ranks: the record has to stay small."""
 LASTING: Final = 3
-"""Records in a row that show a peer in a barrier before it counts as waiting there: the first may be an old one."""
+"""Records in a row that show a peer in a call of torch's before it counts as waiting there: the first may be old."""
+LASTING_MESSAGE: Final = 30
+"""The same for a message: a large one may be under way for a while, from a rank that has gone on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,20 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Outside:
+    """A call of torch.distributed that the script has made itself, in which the main thread of a rank is."""
+
+    operation: str
+    place: str
+    """File and line of the script."""
+    group: str
+    """The name of the group."""
+    peers: tuple[int, ...] | None
+    """The ranks that it waits for; None for all ranks of the job."""
+    is_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Whereabouts:
     """What one rank tells the others, about once a second."""
 
@@ -62,8 +78,8 @@ class Whereabouts:
     waits: tuple[Wait, ...] = ()
     left: str = ""
     """Why the rank has left the job, once it has."""
-    in_barrier: bool = False
-    """Whether its main thread is in a barrier of all ranks that a script has called by torch's own name."""
+    outside: Outside | None = None
+    """Where its main thread is, while that is in a call of torch.distributed that is not ours."""
 
     def pack(self) -> bytes:
         """For the store."""
@@ -77,6 +93,9 @@ class Whereabouts:
             name: Calls(**calls | {"recent": tuple((number, title) for number, title in calls["recent"])})
             for name, calls in fields["calls"].items()
         }
+        if (outside := fields["outside"]) is not None:
+            peers = outside["peers"]
+            fields["outside"] = Outside(**outside | {"peers": None if peers is None else tuple(peers)})
         fields["waits"] = tuple(Wait(**wait | {"peers": tuple(wait["peers"])}) for wait in fields["waits"])
         return cls(**fields)
 
@@ -98,8 +117,8 @@ class Sighting:
     """Seconds without a new record, counted only while the observer itself was running."""
     gone: bool = False
     """Whether its process is known to exist no more."""
-    barriers: int = 0
-    """Records in a row that had it in such a barrier."""
+    lasting: int = 0
+    """Records in a row that had it in the same call of torch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +189,24 @@ def _waits_for_us(case: Case, sighting: Sighting) -> str | None:
     return None
 
 
-def _is_in_a_barrier(case: Case, sighting: Sighting) -> str | None:
-    """The same with a barrier that is not ours. One that all have come to is left within a moment: it has to last."""
-    if not case.wait.number or not case.wait.on_main_thread or sighting.barriers < LASTING:
+def _waits_outside(case: Case, sighting: Sighting) -> str | None:
+    """The peer waits for this rank in a call that is not ours. One that all have come to is left soon: it has to last.
+
+    The same operation in the same group is no other one: half of the ranks call it by torch's name, half by ours.
+    """
+    outside = sighting.whereabouts.outside
+    if outside is None or not case.wait.number or not case.wait.on_main_thread:
+        return None
+    if sighting.lasting < (LASTING_MESSAGE if outside.is_message else LASTING):
         return None
     if _calls(case.wait, sighting).issued >= case.wait.number:
         return None
-    return f"waits for rank {case.own.rank} in torch.distributed.barrier(): neither can go on"
+    if outside.peers is not None and case.own.rank not in outside.peers:
+        return None
+    if (outside.group, outside.operation) == (case.wait.group, case.wait.title.partition(" ")[0]):
+        return None
+    what = f"torch.distributed.{outside.operation}() at {outside.place}"
+    return f"waits for rank {case.own.rank} in {what}, which is not the call that this rank waits in: neither can go on"
 
 
 def _has_failed(case: Case, sighting: Sighting) -> str | None:
@@ -195,7 +225,7 @@ _CHECKS: Final[Sequence[Callable[[Case, Sighting], str | None]]] = (
     _is_gone,
     _has_left,
     _waits_for_us,
-    _is_in_a_barrier,
+    _waits_outside,
     _has_failed,
     _is_silent,
 )

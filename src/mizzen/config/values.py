@@ -139,8 +139,12 @@ class BelowError(ValueError):
     """Something is wrong below a key that holds a free value."""
 
     def __init__(self, below: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(below, message)
         self.below = below
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Frozen(dict[str, Any]):

@@ -20,9 +20,12 @@ from mizzen.config.names import UNBUILT
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
-from mizzen.errors import ConfigError, UsageError
+from mizzen.environment import World
+from mizzen.errors import ConfigError, MizzenError, UsageError
 from mizzen.log import warn_once
 from mizzen.model.sketch import Sketch
+from mizzen.monitor.build import build_observers
+from mizzen.monitor.report import Observer
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups, tell_slips
 from mizzen.optim.rules import is_known, whole_groups
@@ -308,3 +311,18 @@ def choose_scheduler(given: Any, config: Config, optimizer: Optimizer | None) ->
     if callable(given):
         return given(optimizer)
     raise UsageError(f"lr_scheduler= has a step() or is a callable that makes one; this is a {type(given).__name__}")
+
+
+def observers_of(config: Config, world: World) -> tuple[Observer, ...]:
+    """What is told of each step. Rank 0 alone writes anywhere; what keeps it from that is raised on every rank."""
+    observers: tuple[Observer, ...] = ()
+    said: list[MizzenError | None] = [None]
+    try:
+        observers = build_observers(config, world)
+    except MizzenError as error:
+        said = [error]
+    if world.size > 1:
+        collectives.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise said[0]
+    return observers

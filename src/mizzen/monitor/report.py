@@ -1,7 +1,8 @@
 """What happened in one optimizer step. Values on the device are read when they are asked for, not before."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Protocol
 
 Lazy = Callable[[], float | None]
@@ -9,6 +10,10 @@ Lazy = Callable[[], float | None]
 
 def _nothing() -> None:
     return None
+
+
+def _known(value: float | None) -> float | None:
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,12 @@ class StepReport:
     def grad_norm(self) -> float | None:
         """The global norm of the gradient before clipping; reading it waits for the device."""
         return self.read_norm()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A report that is pickled or copied carries its numbers, and so waits for the device."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        known = {"read_loss": partial(_known, self.loss), "read_norm": partial(_known, self.grad_norm)}
+        return partial(StepReport, **values | known), ()
 
     def __str__(self) -> str:
         state = "applied" if self.applied else f"not applied: {self.reason}"

@@ -106,10 +106,9 @@ def test_a_group_names_global_ranks(world):
 def trails(kinds):
     """Leave tags as collectives on a device do, in the order that this rank is given, and compare."""
     communicator = current()
-    group = communicator.backend.group(None)
     for unit in kinds[dist.get_rank()]:
         request = Request("exchange", (), payload=(torch.empty(4, device="meta"),))
-        communicator._compare(Tag(1, unit, "forward"), request, None, group)
+        communicator.meet(request, None, Tag(1, unit, "forward"))
     (trail,) = communicator._trails.values()
     communicator._trails[None] = replace(trail, device=torch.device("cpu"))  # where gloo can compare them
     return bool(dist.take_parted()), dist.take_parted()

@@ -118,10 +118,10 @@ def another_collective():
     rank = dist.get_rank()
     dist.barrier()
     with pytest.raises(CommError) as caught:
-        if rank == 0:
-            dist.all_reduce(torch.ones(4))
+        if rank == 0:  # an operation that goes on beside the program is not compared before
+            dist.all_reduce(torch.ones(4), async_op=True).wait()
         else:
-            dist.broadcast(torch.ones(4), src=1)
+            dist.broadcast(torch.ones(4), src=1, async_op=True).wait()
             dist.barrier()
     return str(caught.value)
 
@@ -139,7 +139,7 @@ def other_roots():
     dist.set_patience(**SOON)
     rank = dist.get_rank()
     with pytest.raises(CommError) as caught:
-        dist.reduce(torch.ones(4), dst=rank)
+        dist.reduce(torch.ones(4), dst=rank, async_op=True).wait()
         dist.barrier()
     return str(caught.value)
 
@@ -166,6 +166,61 @@ def test_two_ranks_that_wait_for_each_other_in_different_groups_are_named(world)
     assert "in barrier (call 1 of all ranks): neither can go on" in first
     assert second.startswith("rank 1 ")
     assert "rank 0" in second
+
+
+OUTSIDE = {
+    "barrier": lambda pair: torch_dist.barrier(),
+    "all_reduce": lambda pair: torch_dist.all_reduce(torch.ones(3), group=pair),
+    "broadcast": lambda pair: torch_dist.broadcast(torch.ones(3), 0),
+    "all_gather_object": lambda pair: torch_dist.all_gather_object([None, None], "x", group=pair),
+    "new_group": lambda pair: torch_dist.new_group([0, 1]),
+}
+
+
+def against_torch(operation, folder):
+    dist.set_patience(**SOON)
+    pair = torch_dist.new_group([0, 1])
+    dist.barrier()
+    if dist.get_rank() == 1:
+        threading.Thread(target=lambda: (wait_until((folder / "told").exists, "rank 0", 50), os._exit(0))).start()
+        OUTSIDE[operation](pair)  # it will never come back: rank 0 has gone elsewhere
+    with pytest.raises(CommError) as caught:
+        dist.all_gather_into_tensor(torch.ones(2), torch.ones(1))
+    (folder / "told").touch()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("operation", OUTSIDE)
+def test_a_rank_in_a_call_of_torch_itself_is_named_with_the_line(world, operation, tmp_path):
+    first, _ = world(2).run(against_torch, operation, tmp_path, expect_failure=True, grace=30)
+    assert first.error_type is None, first.traceback
+    reason = rf"rank 1 waits for rank 0 in torch\.distributed\.{operation}\(\) at test_watch\.py:\d+, which is not"
+    assert re.search(reason, first.value), first.value
+
+
+def long_pauses():
+    """Ranks that sleep, load data, or call torch for something that does not need the one that waits."""
+    dist.set_patience(**SOON)
+    rank = dist.get_rank()
+    others = torch_dist.new_group([1, 2])
+    if rank == 1:
+        torch_dist.all_reduce(torch.ones(1), group=others)  # waits for rank 2, which is late
+    if rank == 2:
+        time.sleep(3)
+        torch_dist.all_reduce(torch.ones(1), group=others)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    half = torch.ones(1)
+    if rank == 0:
+        time.sleep(2)
+        dist.all_reduce(half, async_op=True).wait()
+    else:
+        torch_dist.all_reduce(half)  # one operation by two names
+    return total.item(), half.item()
+
+
+def test_a_pause_is_no_hang(world):
+    assert world(3).run(long_pauses) == [(3.0, 3.0)] * 3
 
 
 def a_thread_that_waits_meanwhile():
@@ -333,7 +388,16 @@ import mizzen.comm as dist
 dist.set_patience(look=0.5, beat=0.2, silence=20)
 dist.barrier()
 if sys.argv[1] == "mismatch":
-    dist.all_reduce(torch.ones(4)) if dist.get_rank() == 0 else (dist.broadcast(torch.ones(4), src=0), dist.barrier())
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(4), async_op=True).wait()
+    dist.broadcast(torch.ones(4), src=0, async_op=True).wait()
+    dist.barrier()
+elif sys.argv[1] == "unequal":
+    dist.all_reduce(torch.ones(4 + dist.get_rank()))
+elif sys.argv[1] == "torch":
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(4))
+    torch.distributed.broadcast(torch.ones(4), 0)
 elif dist.get_rank() == 1:
     {}["missing"]
 dist.all_reduce(torch.ones(4))
@@ -379,6 +443,8 @@ def port():
     [
         ("raise", "rank 1 has left: its process ended with KeyError: 'missing'"),
         ("mismatch", "rank 1 entered broadcast from rank 0 as call 2 of all ranks"),
+        ("unequal", "rank 0 at all_reduce of 4 torch.float32; rank 1 at all_reduce of 5 torch.float32"),
+        ("torch", "rank 1 waits for rank 0 in torch.distributed.broadcast() at train.py:"),
     ],
 )
 def test_a_script_under_plain_torchrun_ends_with_the_reason(tmp_path, port, what, reason):
@@ -386,5 +452,5 @@ def test_a_script_under_plain_torchrun_ends_with_the_reason(tmp_path, port, what
     # torch aborts now and then when gloo is torn down after an error, with us or without.
     assert first in (1, -signal.SIGABRT)
     assert second in (1, -signal.SIGABRT)
-    assert "mizzen.errors.CommError: rank 0 " in said
+    assert "mizzen.errors.CommError: " in said
     assert reason in said

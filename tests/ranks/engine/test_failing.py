@@ -1,6 +1,7 @@
 """What fails in the middle leaves nothing behind, and an optimizer that could only do nothing says so."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -77,3 +78,32 @@ def test_one_hook_sees_optimizers_step_for_all_engines(world):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_optimizer_that_was_built_too_late_does_not_step_in_silence(world, stage):
     assert world(2).run(step_a_stranger, stage) == [True, True]
+
+
+def open_sinks(package, section):
+    """Initialize and step, where rank 0 lacks a package that rank 1, which writes nothing, has."""
+    sys.modules[package] = None if mizzen.comm.get_rank() == 0 else sys
+    model = torch.nn.Linear(2, 1)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **section}
+    try:
+        engine, *_ = mizzen.initialize(model=model, model_parameters=model.parameters(), config=config)
+    except mizzen.MizzenError as error:
+        return type(error).__name__, str(error)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    return engine.step().applied
+
+
+@pytest.mark.parametrize(
+    ("package", "key"), [("wandb", "wandb"), ("comet_ml", "comet"), ("tensorboard", "tensorboard")]
+)
+def test_a_package_that_rank_0_lacks_ends_all_ranks_with_one_error(world, package, key):
+    first, second = world(2).run(open_sinks, package, {key: {"enabled": True}})
+    assert first == second
+    assert first[0] == "MissingExtra"
+    assert first[1].startswith(f"{key}.enabled needs '{package}', which is not installed: pip install")
+
+
+def test_a_folder_that_rank_0_cannot_make_is_a_warning_and_all_ranks_go_on(world, tmp_path):
+    (tmp_path / "file").touch()
+    section = {"enabled": True, "output_path": str(tmp_path / "file" / "below")}
+    assert world(2).run(open_sinks, "wandb", {"csv_monitor": section, "jsonl_monitor": section}) == [True] * 2

@@ -7,7 +7,7 @@ import pytest
 from mizzen.comm import discover
 from mizzen.comm.discover import Mpi, find_world, with_meeting_place
 from mizzen.environment import World
-from mizzen.errors import CommError, MissingExtra
+from mizzen.errors import CommError, ConfigError, MissingExtra
 
 TORCHRUN = {
     "RANK": "3",
@@ -214,10 +214,11 @@ def test_rank_0_opens_the_meeting_and_all_learn_of_it():
     assert asked == [(0, ("first-host", "second-host"))]
 
 
-def test_if_rank_0_cannot_open_it_nobody_waits():
+@pytest.mark.parametrize("error", [CommError("no port is free"), ConfigError("MIZZEN_TIMEOUT", "no port is free")])
+def test_if_rank_0_cannot_open_it_nobody_waits(error):
     def open_here(world, hosts):
-        raise CommError("no port is free")
+        raise error
 
     for rank in (0, 1):
-        with pytest.raises(CommError, match="no port is free"):
+        with pytest.raises(type(error), match="no port is free"):
             Mpi(Communicator(rank, 2), world_of(rank)).agree(open_here, "host")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mizzen.comm.backend import Request
-from mizzen.comm.tags import TEXT, Tag, compare, differ_on_device, digest, words
+from mizzen.comm.tags import EXCHANGES, TEXT, Tag, compare, compare_parts, differ_on_device, digest, parts, words
 from mizzen.errors import CommError
 
 TAG = Tag(3, "layers.1", "forward")
@@ -12,14 +12,47 @@ GATHER = Request("all_gather_into_tensor", payload=(torch.ones(8),))
 
 
 def test_words_hold_all_that_must_agree():
-    assert words(TAG, GATHER) == ("step 3, unit 'layers.1', phase 'forward': all_gather_into_tensor of 8 torch.float32")
+    assert words(GATHER, TAG) == ("step 3, unit 'layers.1', phase 'forward': all_gather_into_tensor of 8 torch.float32")
     rooted = Request("broadcast", payload=(torch.ones(2, dtype=torch.int8),), detail="from rank 1")
-    assert words(TAG, rooted).endswith("broadcast from rank 1 of 2 torch.int8")
-    assert words(TAG, Request("barrier")).endswith("phase 'forward': barrier")
+    assert words(rooted, TAG).endswith("broadcast from rank 1 of 2 torch.int8")
+    assert words(Request("barrier"), TAG).endswith("phase 'forward': barrier")
 
 
 def test_uneven_exchanges_may_differ_in_size():
-    assert words(TAG, Request("all_to_all_single", payload=(torch.ones(8),))).endswith(": all_to_all_single")
+    exchange = Request("all_to_all_single", payload=(torch.ones(8),))
+    assert words(exchange, TAG).endswith(": all_to_all_single")
+    assert words(exchange, uneven=EXCHANGES) == "all_to_all_single of torch.float32"
+
+
+def test_a_gather_by_gloo_takes_equal_sizes_only():
+    gather = Request("gather", payload=(torch.ones(8),), detail="to rank 0")
+    assert words(gather) == "gather to rank 0"
+    assert words(gather, uneven=EXCHANGES) == "gather to rank 0 of 8 torch.float32"
+
+
+def exchange(received, sent, *splits):
+    return Request("all_to_all_single", (torch.ones(received), torch.ones(sent), *splits))
+
+
+@pytest.mark.parametrize(
+    ("request_", "sends", "expects"),
+    [
+        (exchange((6,), (4,), [2, 4], [1, 3]), [1, 3], [2, 4]),
+        (exchange((4, 3), (6, 3), [1, 3], [6, 0]), [18, 0], [3, 9]),
+        (exchange((4,), (4,), None, None), [2, 2], [2, 2]),
+        (exchange((0,), (2,), [0, 0], [1, 1]), [1, 1], [0, 0]),
+        (exchange((4,), (4,), [4], [1, 1, 2]), [-1, -1], [-1, -1]),
+        (Request("all_to_all", ([torch.ones(2), torch.ones(3)], [torch.ones(1), torch.ones(4)])), [1, 4], [2, 3]),
+    ],
+)
+def test_the_parts_of_an_exchange(request_, sends, expects):
+    assert parts(request_, 2) == (sends, expects)
+
+
+def test_parts_that_do_not_fit_name_both_ranks():
+    compare_parts([1, 2], [1, 3], (4, 6), lambda row: torch.stack([row, torch.tensor([3, 9, 2, 9])]))
+    with pytest.raises(CommError, match=r"Rank 6 sends 3 elements to rank 4, which expects 7"):
+        compare_parts([1, 2], [1, 7], (4, 6), lambda row: torch.stack([row, torch.tensor([3, 9, 2, 9])]))
 
 
 @pytest.mark.parametrize("text", ["", "a", "b", "x" * 1000])

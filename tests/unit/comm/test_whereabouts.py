@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mizzen.comm.whereabouts import Calls, Case, Sighting, Wait, Whereabouts, absent, verdict
+from mizzen.comm.whereabouts import Calls, Case, Outside, Sighting, Wait, Whereabouts, absent, verdict
 
 PLACE = "call 5 of all ranks"
 WAIT = Wait("0", 5, "all_reduce", PLACE, (1, 2), True)
@@ -122,13 +122,41 @@ def test_a_wait_in_the_background_accuses_nobody_of_waiting():
     assert judge(their_wait(), wait=Wait("0", 5, "all_reduce", PLACE, (1, 2), False)) is None
 
 
-def test_a_peer_in_a_barrier_of_the_script():
-    there = peer(in_barrier=True)
-    assert judge(there, barriers=2) is None
-    said = judge(there, barriers=3)
-    assert said == "rank 1 waits for rank 0 in torch.distributed.barrier(): neither can go on"
-    assert judge(peer(in_barrier=True, calls={"0": Calls(5, 4)}), barriers=3) is None
-    assert judge(there, wait=replace(WAIT, on_main_thread=False), barriers=3) is None
+def outside(operation="barrier", group="0", peers=None, is_message=False, **fields):
+    return peer(outside=Outside(operation, "train.py:7", group, peers, is_message), **fields)
+
+
+@pytest.mark.parametrize("seen", [outside(), outside("all_reduce", "9", (0, 1)), outside("broadcast", peers=(0,))])
+def test_a_peer_in_a_call_of_the_script(seen):
+    assert judge(seen, lasting=2) is None
+    said = judge(seen, lasting=3)
+    assert said.startswith(f"rank 1 waits for rank 0 in torch.distributed.{seen.outside.operation}() at train.py:7")
+    assert said.endswith("neither can go on")
+    assert judge(replace(seen, calls={"0": Calls(5, 4)}), lasting=3) is None  # it has come to ours as well
+    assert judge(seen, wait=replace(WAIT, on_main_thread=False), lasting=3) is None
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        outside("all_reduce", peers=(1, 2)),  # without us
+        outside("broadcast", peers=(2,)),  # from another rank, that may be late
+        outside("all_reduce"),  # the other half of our own
+    ],
+)
+def test_a_call_of_the_script_that_is_no_deadlock(seen):
+    assert judge(seen, lasting=99) is None
+
+
+def test_a_message_of_the_script_may_be_under_way_for_long():
+    seen = outside("recv", peers=(0,), is_message=True)
+    assert judge(seen, lasting=29) is None
+    assert "in torch.distributed.recv() at train.py:7" in judge(seen, lasting=30)
+
+
+def test_a_call_of_the_script_survives_the_store():
+    for sent in (outside(), outside("recv", "3", (0, 2), True)):
+        assert Whereabouts.unpack(sent.pack()) == sent
 
 
 def test_messages_are_judged_by_presence_only():

@@ -11,7 +11,7 @@ from mizzen.launcher.ending import Ending, decide
 from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
 from mizzen.launcher.output import LONGEST, Outlet
-from mizzen.launcher.place import Member, settle
+from mizzen.launcher.place import Member, inherited, settle
 from mizzen.launcher.trace import end_of, last_words, traceback_in
 
 
@@ -240,3 +240,8 @@ def test_what_cannot_be_written_now_ends_nothing(place):
             got += len(data)
         assert child.stderr.read() == b"done"
     assert got == (200_000 if place == "pipe" else 0)
+
+
+def test_the_stacks_of_torch_are_not_written_unless_somebody_asks():
+    assert inherited({"HOME": "/h", "RANK": "3"})["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    assert inherited({"TORCH_CPP_LOG_LEVEL": "INFO"})["TORCH_CPP_LOG_LEVEL"] == "INFO"
