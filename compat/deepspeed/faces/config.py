@@ -1,11 +1,15 @@
 """Configuration objects: mizzen reads and judges the file; these have the attributes that scripts read."""
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
+from deepspeed.faces.errors import also, elastic
 from deepspeed.faces.facts import DEEPSPEED_OPTIMIZERS
 from deepspeed.faces.getters import KEYS
 from mizzen.comm import groups
@@ -13,7 +17,7 @@ from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.elastic import compute_elastic
 from mizzen.config.load import load
 from mizzen.config.migrate import name_keys, spread_paths
-from mizzen.config.resolve import resolve
+from mizzen.config.resolve import Resolved, resolve
 from mizzen.config.schema import Config
 from mizzen.config.section import Section
 from mizzen.config.source import Source, read_source
@@ -24,7 +28,11 @@ from mizzen.log import warn_once
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.sinks import monitor_of
 
-DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ElasticityIncompatibleWorldSize = ConfigError
+DeepSpeedConfigError = ConfigError
+SOURCES: Final = ("config", "config_params", "config_dict_or_path")
+"""Arguments that are a configuration."""
+FLAGS: Final = ("deepspeed_config", "deepscale_config")
+"""Flags of scripts that name its file, the second by its old name."""
 
 
 class _Read(type(ZeroConfig)):  # type: ignore[misc]  # pydantic does not show it
@@ -51,6 +59,26 @@ def without_hints(config: Source) -> Source:
     return {key: value for key, value in given.items() if key not in unknown}
 
 
+def arguments_without_hints(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, with the configuration as mizzen takes it, wherever it was given."""
+    found = {name: value for name, value in given.items() if name not in SOURCES or value is not None}
+    found |= {name: without_hints(found[name]) for name in SOURCES if name in found}
+    paths = [path for name in FLAGS if (path := getattr(found.get("args"), name, None)) is not None]
+    if len(paths) > 1:
+        raise ConfigError("", "--deepscale_config is an old name of --deepspeed_config: give one of them, not both")
+    if paths:
+        found["args"] = Namespace(deepspeed_config=without_hints(paths[0]))
+    return found
+
+
+def dtype_of(config: Source | None) -> torch.dtype | None:
+    """The dtype in which a model is built for a configuration; None, that of the build, without one."""
+    if config is None:
+        return None
+    settings = load(config)
+    return torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else None
+
+
 def _is_path(key: str) -> bool:
     raw = read_source({key: None})
     spread_paths(raw)
@@ -60,15 +88,30 @@ def _is_path(key: str) -> bool:
 class DeepSpeedConfig:
     """A configuration fitted to this job. Any key of the file is an attribute, and so are the names below."""
 
+    @also(AssertionError)
+    @elastic()
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict = read_source(config)
+        given = read_source(config)
         world = groups.get_world_size() if groups.is_initialized() else 1
         if mpu is not None:
             world = layout_from_mpu(mpu, world).dp
-        self.resolved = resolve(load(without_hints(self._param_dict)), world)
-        self.settings = self.resolved.config
-        self.world_size = world
+        self._fill(resolve(load(without_hints(given)), world), given, world)
+
+    @classmethod
+    def of(cls, resolved: Resolved, given: Mapping[str, Any]) -> "DeepSpeedConfig":
+        """That of an engine."""
+        found = cls.__new__(cls)
+        found._fill(resolved, dict(given), resolved.layout.dp)
+        return found
+
+    def _fill(self, resolved: Resolved, given: dict[str, Any], world: int) -> None:
+        self._param_dict, self.resolved, self.settings, self.world_size = given, resolved, resolved.config, world
         self.global_rank = groups.get_rank() if groups.is_initialized() else 0
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What it was made from."""
+        return self._param_dict
 
     def __getattr__(self, name: str) -> Any:
         """A value by the name that scripts use, or by its key."""

@@ -1,5 +1,6 @@
 """From an applied plan to an engine: the only place where a run's variants are chosen."""
 
+from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
@@ -32,6 +33,7 @@ def build_engine(
     optimizer: Optimizer | None,
     scheduler: Any,
     observers: tuple[Observer, ...],
+    make: Callable[[Parts, Driving, Surroundings], Engine] = Engine,
 ) -> Engine:
     """Put an engine together. `optimizer` was built on the model's own parameters; it is given the masters instead."""
     stores = [store for part in parts for store in part.stores]
@@ -57,7 +59,7 @@ def build_engine(
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic)
     saving = Saving(config.checkpoint, team_of(surroundings.mesh))
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
-    engine = Engine(parts, Driving(runner, updater, scheduler, phases, saving, stopping, observers), surroundings)
+    engine = make(parts, Driving(runner, updater, scheduler, phases, saving, stopping, observers), surroundings)
     zero = config.zero_optimization
     engine.owners = [
         Owner(name, store, optimizer, arithmetic.scaler, zero.enable_sanity_checks, zero.stage)
