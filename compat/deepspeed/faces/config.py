@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 
@@ -17,16 +17,14 @@ from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.elastic import compute_elastic
 from mizzen.config.load import load
 from mizzen.config.migrate import name_keys, spread_paths
+from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
 from mizzen.config.resolve import Resolved, resolve
 from mizzen.config.schema import Config
 from mizzen.config.section import Section
 from mizzen.config.source import Source, read_source
 from mizzen.config.zero import ZeroConfig
-from mizzen.environment import World, environ
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import warn_once
-from mizzen.monitor.build import build_observers
-from mizzen.monitor.sinks import monitor_of
 
 DeepSpeedConfigError = ConfigError
 SOURCES: Final = ("config", "config_params", "config_dict_or_path")
@@ -38,25 +36,81 @@ FLAGS: Final = ("deepspeed_config", "deepscale_config")
 class _Read(type(ZeroConfig)):  # type: ignore[misc]  # pydantic does not show it
     """Makes a section as a file does: with old keys, without "auto", and with mizzen's errors."""
 
-    def __call__(cls, strict: bool = False, **given: Any) -> ZeroConfig:
-        return load({"zero_optimization": given}).zero_optimization
+    def __call__(cls, strict: bool = False, **given: Any) -> Any:
+        return cls.of(load({"zero_optimization": given}).zero_optimization)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, ZeroConfig)
 
 
 class DeepSpeedZeroConfig(ZeroConfig, metaclass=_Read):
-    """mizzen's section."""
+    """mizzen's section, which also answers to attributes that are keys without their prefix."""
+
+    @classmethod
+    def of(cls, section: ZeroConfig) -> "DeepSpeedZeroConfig":
+        """The same section with this class."""
+        found = section.model_copy()
+        object.__setattr__(found, "__class__", cls)
+        return found  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        key = OLD_ATTRIBUTES.get(name)
+        if key is None:
+            return super().__getattr__(name)  # type: ignore[misc]
+        return getattr(self, key)
+
+
+OLD_ATTRIBUTES: Final = {
+    name: f"stage3_{name}"
+    for name in (
+        *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+        *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold", "allgather_sequential"),
+        *("gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params"),
+    )
+} | {"gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+"""Attribute that scripts read -> the key that it is."""
+
+
+FLAGGED: Final = frozenset(
+    {"adam_w_mode", "adamw_mode", "amsgrad", "bias_correction", "torch_adam", "set_grad_none", "nesterov", "maximize"}
+    | {"lr_range_test_staircase", "cycle_momentum", "fp32_optimizer_states"}
+)
+"""Arguments of optimizers and schedules that are true or false."""
 
 
 def without_hints(config: Source) -> Source:
     """The configuration without keys with dots at its top that point to nothing; the same object if it has none."""
     given = read_source(config)
-    unknown = [key for key in given if "." in key and not _is_path(key)]
+    flagged = with_flags(given, Config)
+    unknown = [key for key in flagged if "." in key and not _is_path(key)]
     if not unknown:
-        return config
+        return config if repr(flagged) == repr(given) else flagged
     warn_once(f"keys with dots that point to no key of the configuration are not looked at: {', '.join(unknown)}")
-    return {key: value for key, value in given.items() if key not in unknown}
+    return {key: value for key, value in flagged.items() if key not in unknown}
+
+
+def with_flags(given: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """The same keys; 0 and 1 are false and true where that is what a key takes."""
+    found = dict(given)
+    for name, value in given.items():
+        kinds = _kinds(section.model_fields[name].annotation) if name in section.model_fields else set()
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if isinstance(value, Mapping) and inner is not None:
+            found[name] = with_flags(value, inner)
+        elif type(value) is int and value in (0, 1) and bool in kinds and int not in kinds:
+            found[name] = bool(value)
+    if section in (OptimizerConfig, SchedulerConfig) and isinstance(found.get("params"), Mapping):
+        params = found["params"]
+        found["params"] = params | {
+            name: bool(params[name]) for name in FLAGGED & params.keys() if params[name] in (0, 1)
+        }
+    return found
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The classes that a type is made of."""
+    parts = get_args(annotation)
+    return {each for part in parts for each in _kinds(part)} if parts else {annotation}
 
 
 def arguments_without_hints(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,6 +171,8 @@ class DeepSpeedConfig:
         """A value by the name that scripts use, or by its key."""
         if name.startswith("__") or name in ("settings", "resolved"):
             raise AttributeError(name)
+        if name == "zero_config":
+            return DeepSpeedZeroConfig.of(self.settings.zero_optimization)
         key = OTHER_NAMES.get(name) or KEYS.get(name, name)
         if key.split(".")[0] not in type(self.settings).model_fields:
             raise AttributeError(f"the configuration has no {name!r}")
@@ -163,7 +219,6 @@ class DeepSpeedConfig:
 
 
 OTHER_NAMES: Final[Mapping[str, str]] = {
-    "zero_config": "zero_optimization",
     "zero_optimization_stage": "zero_optimization.stage",
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
@@ -247,21 +302,6 @@ class pp_int(int):  # noqa: N801
         return self.custom_print_str or f"{int(self):,}"
 
 
-class MonitorMaster:
-    """What a script writes numbers to, as the configuration of its sinks says."""
-
-    def __init__(self, monitor_config: Any) -> None:
-        settings = monitor_config.settings if isinstance(monitor_config, DeepSpeedConfig) else monitor_config
-        if not isinstance(settings, Config):
-            settings = load(without_hints(settings))
-        self._monitor = monitor_of(build_observers(settings, World.detect(environ())))
-        self.enabled = self._monitor.enabled
-
-    def write_events(self, event_list: Any) -> None:
-        """Write (name, value, samples) of each; rank 0 writes."""
-        self._monitor.write_events(event_list)
-
-
 class ZeroStageEnum(IntEnum):
     """The stages by name."""
 
@@ -298,6 +338,7 @@ class ValidationMode:
     FAIL = "FAIL"
 
 
+@elastic()
 def compute_elastic_config(
     ds_config: Source, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
@@ -318,3 +359,8 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
     """Nothing: the launcher gives a job no configuration of its own."""
+
+
+def is_torch_elastic_compatible() -> bool:
+    """Whether torch can start elastic jobs: every one that mizzen runs on can."""
+    return True

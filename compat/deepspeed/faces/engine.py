@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import exp
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from deepspeed import __version__
-from deepspeed.faces import engine_optimizers, parameters
+from deepspeed.faces import engine_optimizers, leaf, parameters
 from deepspeed.faces.config import DeepSpeedConfig, arguments_without_hints
 from deepspeed.faces.errors import also, elastic
 from deepspeed.faces.folder import leave_files
@@ -23,7 +24,7 @@ from mizzen.engine.engine import Engine
 from mizzen.engine.face import GETTERS, NEGATED, UNBUILT
 from mizzen.engine.saving import folder_of
 from mizzen.environment import World, environ
-from mizzen.errors import NotBuilt
+from mizzen.errors import CheckpointError, NotBuilt
 from mizzen.log import get_logger
 
 SAID: Final = f"DeepSpeed info: version={__version__}, git-hash=mizzen, git-branch=mizzen"
@@ -67,6 +68,7 @@ class DeepSpeedEngine(Engine):
             raise NotBuilt("an engine that leaves a model where it is, or on a mesh of its own: leave the argument out")
         if config is None and config_class is not None:
             config = config_class.given
+        leaf.heed(model)
         given = arguments_without_hints({**others, "args": args, "config": config})
         api.initialize(
             model=model,
@@ -108,6 +110,17 @@ class DeepSpeedEngine(Engine):
         """The norm of the whole gradient in the last step; infinite where that was skipped."""
         is_skipped = self.last_step is not None and not self.last_step.applied
         return float("inf") if is_skipped else super().get_global_grad_norm()
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of every parameter group; 0 for a group that has none."""
+        return [0.0 if momentum is None else momentum for momentum in super().get_mom()]
+
+    def get_pld_theta(self) -> float | None:
+        """How likely layers were kept in the last step; 1 before the first, None without progressive layer drop."""
+        section = self.settings.progressive_layer_drop
+        if not section.enabled:
+            return None
+        return (1 - section.theta) * exp(-section.gamma * max(0, self.applied_steps - 1)) + section.theta
 
     @property
     def _config(self) -> DeepSpeedConfig:
@@ -230,7 +243,7 @@ class DeepSpeedEngine(Engine):
         custom_load_fn: Callable[..., None] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load; where a client keeps the schedule to itself, learning rates are states of the optimizer."""
-        return super().load_checkpoint(
+        path, client_state = super().load_checkpoint(
             load_dir,
             tag,
             load_module_strict,
@@ -239,6 +252,12 @@ class DeepSpeedEngine(Engine):
             load_module_only,
             custom_load_fn,
         )
+        if path is None and self.settings.checkpoint.load_universal:
+            raise CheckpointError(
+                f"checkpoint.load_universal is set, and {load_dir} has no checkpoint{f' {tag}' if tag else ''}: give "
+                "the tag that was saved; it loads at any layout, and needs no conversion"
+            )
+        return path, client_state
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

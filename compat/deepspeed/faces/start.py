@@ -6,12 +6,15 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from deepspeed.faces import parameters
 from deepspeed.faces.config import arguments_without_hints, dtype_of
 from deepspeed.faces.engine import DeepSpeedEngine
 from deepspeed.faces.errors import also
 from mizzen import api
+from mizzen.comm import groups
 from mizzen.errors import NotBuilt, UsageError
 from mizzen.zero import Init as MizzenInit
 
@@ -48,8 +51,12 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
 
 
 class Init(MizzenInit):
-    """mizzen's `zero.Init`; parameters then have the facts that other libraries hang on them."""
+    """mizzen's `zero.Init`; parameters then have the facts that other libraries hang on them.
 
+    With bf16 or fp16 in its configuration they have that dtype. One rank shards nothing and marks them all the same.
+    """
+
+    @also(AssertionError)
     def __init__(self, *args: Any, tensor_overrides: Any = None, **kwargs: Any) -> None:
         if tensor_overrides is not None and {*tensor_overrides} != {*parameters.DeepSpeedTensorOverride}:
             raise NotBuilt(
@@ -60,14 +67,30 @@ class Init(MizzenInit):
         given |= given.pop("others", {})
         if given.get("dtype") is None:
             given["dtype"] = dtype_of(given.get("config_dict_or_path") or given.get("config"))
+        self._marking: RemovableHandle | None = None
         super().__init__(**given)
+        if self.is_wanted and given.get("module") is not None:
+            parameters.install()
+            parameters.mark_built(given["module"], given["dtype"])
 
     def __enter__(self) -> "Init":
-        """Modules that are built from here on are sharded."""
+        """Modules that are built from here on are sharded, or marked where one rank has no one to share them with."""
         super().__enter__()
         if self.is_wanted:
             parameters.install()
+            if self.building is None and self.depth == 1 and groups.get_world_size(self.group) == 1:
+                self._marking = register_module_parameter_registration_hook(self._mark)
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        """The end of it, as mizzen's."""
+        if self._marking is not None and self.depth == 1:
+            self._marking.remove()
+            self._marking = None
+        super().__exit__(*error)
+
+    def _mark(self, module: nn.Module, name: str, parameter: Any) -> None:
+        parameters.mark_parameter(parameter, self.dtype)
 
 
 def is_compile_supported() -> bool:
