@@ -33,7 +33,8 @@ def also(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except MizzenError as error:
-        error.__class__ = _joined(type(error), *kinds)
+        if not isinstance(error, OSError):  # these have another layout in memory
+            error.__class__ = _joined(type(error), *kinds)
         raise
 
 

@@ -57,7 +57,13 @@ ROWS: Final[tuple[Row, ...]] = (
         "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix z3_leaf_parameter",
         ".leaf",
     ),
-    Row("utils.zero_to_fp32", "*", ".zero_to_fp32"),
+    Row("utils.zero_to_fp32", "main", ".zero_to_fp32"),
+    Row(
+        "utils.zero_to_fp32",
+        "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+        "load_state_dict_from_zero_checkpoint",
+        ".fp32",
+    ),
     Row(
         "utils.zero_to_fp32",
         "get_model_state_file get_optim_files get_model_state_files get_checkpoint_files",
