@@ -10,7 +10,8 @@ from os.path import dirname, join
 from types import CodeType, ModuleType
 from typing import Any, Final
 
-from deepspeed.table import CONSTANTS, ROWS, RUNNABLE, STARS, Row
+from deepspeed.table import CONSTANTS, ROWS, RUNNABLE, STARS
+from deepspeed.table.row import Row
 
 ALL: Final = "*"
 

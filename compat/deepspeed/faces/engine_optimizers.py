@@ -122,7 +122,7 @@ class PlainOptimizer(DeepSpeedOptimizer):
 
 
 @cache
-def _plain(kind: type[Optimizer]) -> type[PlainOptimizer]:
+def _plain(kind: Any) -> type[PlainOptimizer]:
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (PlainOptimizer, kind), body)
 
@@ -198,5 +198,5 @@ def _name_rule(engine: Engine, rule: Optimizer) -> None:
     offload = given.get("offload_optimizer") if isinstance(given, dict) else None
     is_on_host = isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")
     kind = RULES[type(rule)][is_on_host]
-    kind([torch.zeros(1)])  # torch hooks the step of a class when its first object is made
+    kind([torch.zeros(1)])  # type: ignore[call-arg]  # torch hooks the step of a class when its first object is made
     rule.__class__ = kind

@@ -34,7 +34,7 @@ def also(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except MizzenError as error:
         if not isinstance(error, OSError):  # these have another layout in memory
-            error.__class__ = _joined(type(error), *kinds)
+            error.__class__ = _joined(type(error), kinds)
         raise
 
 
@@ -56,10 +56,11 @@ def elastic() -> Iterator[None]:
 
 
 @cache
-def _joined(kind: type[MizzenError], *kinds: type[Exception]) -> type[MizzenError]:
+def _joined(kind: Any, kinds: tuple[type[Exception], ...]) -> type[MizzenError]:
+    """A class of errors that is also these."""
     more = tuple(each for each in kinds if not issubclass(kind, each))
     if not more:
-        return kind
+        return kind  # type: ignore[no-any-return]
 
     def reduce(error: MizzenError) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _rebuilt, (kind, kinds, error.args, vars(error))
@@ -72,7 +73,7 @@ def _rebuilt(
     kind: type[MizzenError], kinds: tuple[type[Exception], ...], args: tuple[Any, ...], state: dict[str, Any]
 ) -> MizzenError:
     """The same error in another process."""
-    joined = _joined(kind, *kinds)
+    joined = _joined(kind, kinds)
     found: MizzenError = joined.__new__(joined, *args)
     found.args = args
     vars(found).update(state)

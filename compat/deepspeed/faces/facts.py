@@ -14,7 +14,7 @@ from deepspeed.faces.builders import COMPATIBLE
 def _nccl() -> str:
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return "0.0"
-    return ".".join(map(str, torch.cuda.nccl.version()[:2]))
+    return ".".join(map(str, torch.cuda.nccl.version()[:2]))  # type: ignore[no-untyped-call]
 
 
 HAS_TRITON: Final = find_spec("triton") is not None

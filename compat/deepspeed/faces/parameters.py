@@ -57,8 +57,8 @@ class DeepSpeedTensorOverride(Enum):
 
 def _status(parameter: Tensor) -> ZeroParamStatus:
     is_sharded = facts_of(parameter).status == "sharded"
-    if isinstance(parameter, Early) and type(parameter).bench is not None:
-        is_sharded = id(parameter) not in type(parameter).bench.held
+    if isinstance(parameter, Early) and (bench := type(parameter).bench) is not None:
+        is_sharded = id(parameter) not in bench.held
     elif vars(parameter).get(BUILT, False):
         is_sharded = not vars(parameter).get(HELD, 0)
     return ZeroParamStatus.NOT_AVAILABLE if is_sharded else ZeroParamStatus.AVAILABLE
@@ -161,7 +161,7 @@ class GatheredParameters(AbstractContextManager[None]):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else params
+        given: Any = [params] if isinstance(params, Tensor) else params
         self.params = list(given) if enabled and isinstance(given, Iterable) else given
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self._stack = ExitStack()
