@@ -30,6 +30,12 @@ def test_an_error_stays_what_it_is(package):
     assert isinstance(error, AssertionError | ValueError | RuntimeError) and type(error).__name__ == "UsageError"
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error) and str(again) == str(error)
+    from deepspeed.faces.errors import also
+
+    with pytest.raises(CheckpointError) as caught, also(AssertionError), also(KeyError, AssertionError):
+        raise CheckpointError("lost")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(again, AssertionError) and isinstance(again, KeyError) and again.args == ("lost",)
     with pytest.raises(ConfigError) as caught:
         package.DeepSpeedConfig({"train_batch_size": -1})
     again = pickle.loads(pickle.dumps(caught.value))

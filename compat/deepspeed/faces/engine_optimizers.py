@@ -183,7 +183,8 @@ def dress(engine: Engine, *, is_configured: bool) -> None:
         _name_rule(engine, outer.optimizer)
     is_low = engine.settings.fp16.enabled or engine.settings.bf16.enabled
     kinds = {1: DeepSpeedZeroOptimizer, 2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}
-    kind = kinds.get(zero.stage) or (FP16_Optimizer if is_low else _plain(type(outer.optimizer)))
+    inside: Any = type(outer.optimizer)
+    kind = kinds.get(zero.stage) or (FP16_Optimizer if is_low else _plain(inside))
     outer.__class__ = kind
     outer.engine = proxy(engine)  # type: ignore[attr-defined]
     scaler.dress(outer.loss_scaler)

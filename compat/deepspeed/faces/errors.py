@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from mizzen.errors import CheckpointError, ConfigError, LayoutError, MizzenError
 
@@ -27,6 +27,10 @@ class MissingFolder(CheckpointError, FileNotFoundError):
     """A folder of checkpoints that is not there."""
 
 
+ALSO: Final = "_also"
+"""Of a joined class: the class of mizzen's, and what it was joined with."""
+
+
 @contextmanager
 def also(*kinds: type[Exception]) -> Iterator[None]:
     """Inside, errors of mizzen are also of these kinds. It decorates functions, too."""
@@ -34,7 +38,8 @@ def also(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except MizzenError as error:
         if not isinstance(error, OSError):  # these have another layout in memory
-            error.__class__ = _joined(type(error), kinds)
+            kind, earlier = vars(type(error)).get(ALSO, (type(error), ()))
+            error.__class__ = _joined(kind, (*earlier, *kinds))
         raise
 
 
@@ -65,15 +70,15 @@ def _joined(kind: Any, kinds: tuple[type[Exception], ...]) -> type[MizzenError]:
     def reduce(error: MizzenError) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _rebuilt, (kind, kinds, error.args, vars(error))
 
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": reduce}
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": reduce, ALSO: (kind, kinds)}
     return type(kind.__name__, (kind, *more), {**own, "__doc__": kind.__doc__})
 
 
 def _rebuilt(
-    kind: type[MizzenError], kinds: tuple[type[Exception], ...], args: tuple[Any, ...], state: dict[str, Any]
+    kind: Any, kinds: tuple[type[Exception], ...], args: tuple[Any, ...], state: dict[str, Any]
 ) -> MizzenError:
     """The same error in another process."""
-    joined = _joined(kind, kinds)
+    joined: Any = _joined(kind, kinds)
     found: MizzenError = joined.__new__(joined, *args)
     found.args = args
     vars(found).update(state)
