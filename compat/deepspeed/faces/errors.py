@@ -39,7 +39,7 @@ def also(*kinds: type[Exception]) -> Iterator[None]:
     except MizzenError as error:
         if not isinstance(error, OSError):  # these have another layout in memory
             kind, earlier = vars(type(error)).get(ALSO, (type(error), ()))
-            error.__class__ = _joined(kind, (*earlier, *kinds))
+            error.__class__ = _joined(kind, tuple(dict.fromkeys((*earlier, *kinds))))
         raise
 
 
