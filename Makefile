@@ -93,4 +93,4 @@ bench-checkpoint: .venv/ready ## saving and loading 200 M parameters beside torc
 clean: ## remove everything that was made here
 	rm -rf .venv .venvs .venv-clients build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
-	rm -rf compat/build compat/*.egg-info compat/deepspeed/__pycache__ compat/deepspeed/faces/__pycache__
+	rm -rf compat/build compat/*.egg-info compat/deepspeed/__pycache__ compat/deepspeed/faces/__pycache__ compat/deepspeed/table/__pycache__

@@ -42,10 +42,10 @@ def _refusing(path: str, name: str, capability: str) -> Callable[..., NoReturn]:
 
 
 @cache
-def absent(path: str, name: str, capability: str) -> Any:
+def absent(path: str, name: str, capability: str, base: type | None = None) -> Any:
     """One object per name, wherever it is imported from: a class where names are written so, otherwise a function."""
     if not name.lstrip("_")[:1].isupper():
         return _refusing(path, name, capability)
     own = {"_path": f"{path}.{name}", "_capability": capability}
     body = {"__module__": path, "__doc__": f"Waits for {capability}.", **own}
-    return _Absent(name, (), body)
+    return _Absent(name, () if base is None else (base,), body)

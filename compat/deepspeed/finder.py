@@ -1,14 +1,17 @@
 """Makes the modules that the table lists. No file stands behind them: a name is looked up when it is asked for."""
 
 import importlib
+import json
 import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec
+from os.path import dirname, join
 from types import CodeType, ModuleType
 from typing import Any, Final
 
-from deepspeed.table import ROWS, RUNNABLE, Row
+from deepspeed.table import CONSTANTS, ROWS, RUNNABLE, STARS
+from deepspeed.table.row import Row
 
 ALL: Final = "*"
 
@@ -17,13 +20,24 @@ ALL: Final = "*"
 def contents() -> dict[str, dict[str, Row]]:
     """Module -> name -> the row that has it. Packages on the way to a module are there, too, if only as a way."""
     found: dict[str, dict[str, Row]] = {}
+    for path in (*CONSTANTS, *STARS, *(path for row in ROWS for path in row.paths)):
+        parts = path.split(".")
+        for count in range(1, len(parts) + 1):
+            found.setdefault(".".join(parts[:count]), {})
     for row in ROWS:
         for path in row.paths:
-            parts = path.split(".")
-            for count in range(1, len(parts) + 1):
-                found.setdefault(".".join(parts[:count]), {})
             for name in row.names:
                 found[path][name] = row
+    return found
+
+
+@cache
+def constants(path: str) -> dict[str, Any]:
+    """Name -> value of the constants of a module: its own before those that it has from others."""
+    found = {name: value for other in STARS.get(path, ()) for name, value in constants(other).items()}
+    if path in CONSTANTS:
+        with open(join(dirname(__file__), "values", f"{path.split('.')[1]}.json"), encoding="utf8") as file:
+            found |= json.load(file)[path]
     return found
 
 
@@ -38,10 +52,12 @@ def children() -> dict[str, set[str]]:
 
 
 def resolve(path: str, name: str) -> Any:
-    """What a name of a module means: a name of mizzen, a face, a module below, or a stand-in for what is not built."""
+    """What a name of a module means: a name of mizzen, a face, a constant, a module below, or a stand-in."""
     names = contents()[path]
     if name in names:
         return _found(names[name], name)
+    if name in constants(path):
+        return constants(path)[name]
     if name in children().get(path, ()):
         return importlib.import_module(f"{path}.{name}")
     if ALL in names and not name.startswith("__"):
@@ -55,10 +71,16 @@ def _found(row: Row, name: str) -> Any:
     if row.waits_for:
         from deepspeed.absent import absent
 
-        return absent(row.paths[0], name, row.waits_for)
+        return absent(row.paths[0], name, row.waits_for, _class(row.base) if row.base else None)
     home, own = row.home, row.names[name]
     module = importlib.import_module(home)
     return module if own == "." else getattr(module, own)
+
+
+def _class(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    found: type = getattr(importlib.import_module(module), name)
+    return found
 
 
 class Listed(ModuleType):
@@ -121,4 +143,5 @@ class Finder:
         """All names of a module, those of its own modules included."""
         rows = contents().get(path, {})
         found = {name for name in rows if name != ALL} | children().get(path, set())
+        found |= constants(path).keys()
         return found | set(importlib.import_module(rows[ALL].home).__all__ if ALL in rows else ())

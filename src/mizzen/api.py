@@ -17,7 +17,7 @@ from mizzen.config.schema import Config
 from mizzen.config.source import Source, read_source
 from mizzen.engine.access import retire
 from mizzen.engine.build import build_engine
-from mizzen.engine.engine import Engine
+from mizzen.engine.engine import Driving, Engine
 from mizzen.engine.face import Surroundings
 from mizzen.engine.prepare import (
     agree,
@@ -43,7 +43,7 @@ from mizzen.monitor.printer import dump_state
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.early import built
 from mizzen.plan.build import build
-from mizzen.plan.parts import Part
+from mizzen.plan.parts import Part, Parts
 
 Setup = tuple[Engine, Optimizer | None, Any, Any]
 
@@ -63,11 +63,14 @@ def initialize(
     config: Source | None = None,
     mesh_param: tuple[int, int] | None = None,
     config_params: Source | None = None,
+    *,
+    make_engine: Callable[[Parts, Driving, Surroundings], Engine] = Engine,
 ) -> Setup:
     """An engine for a model, with its optimizer, data loader and learning-rate schedule.
 
     `config` is a dict, a path, JSON text or base64; it may also come as `args.deepspeed_config` or `config_params`.
     An optimizer, or a callable that makes one from parameter groups, takes the place of the one in the configuration.
+    `make_engine` is a subclass of Engine, or makes one.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
@@ -109,6 +112,7 @@ def initialize(
         optimizer=chosen,
         scheduler=choose_scheduler(lr_scheduler, plan.resolved.config, chosen),
         observers=observers_of(plan.resolved.config, world),
+        make=make_engine,
     )
     dump_state(plan.resolved.config, world)
     if training_data is not None:

@@ -4,7 +4,7 @@ MizzenError
 ├── ConfigError       the JSON is wrong: names the key path            (also a ValueError)
 ├── LayoutError       the degrees do not fit the world size            (also a ValueError)
 ├── PlanError         a feature, or two together, that cannot be done  (also a ValueError)
-├── UsageError        a call in the wrong order or with wrong values   (also a RuntimeError)
+├── UsageError        a call in the wrong order or with wrong values   (also a RuntimeError and a ValueError)
 │   └── NotBuilt      a known call whose capability does not exist yet (also a NotImplementedError)
 ├── StepError         training cannot go on: gradients stay not finite  (also a RuntimeError)
 ├── CheckpointError   missing, torn, or made for another model         (also a RuntimeError)
@@ -56,7 +56,7 @@ class PlanError(MizzenError, ValueError):
     """A feature, or a combination of features, that cannot be planned."""
 
 
-class UsageError(MizzenError, RuntimeError):
+class UsageError(MizzenError, RuntimeError, ValueError):
     """A call made at the wrong time or with the wrong kind of value."""
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -110,6 +111,16 @@ class TiledLinear(Tiled):
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
+
+    @property
+    def in_parts(self) -> list[int]:
+        """Where the parts of the input begin, and where the last one ends."""
+        return list(accumulate(self.in_sizes, initial=0))
+
+    @property
+    def out_parts(self) -> list[int]:
+        """The same of the output."""
+        return list(accumulate(self.out_sizes, initial=0))
 
     def copy_params_from(self, other: nn.Module) -> None:
         """Take the weight and bias of a layer that is not in tiles, sharded or not."""

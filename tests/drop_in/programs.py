@@ -69,7 +69,7 @@ def trained(stage):
     assert theirs.zero_round_robin_gradients() is False and theirs.get_data_types() == (torch.float32, torch.float32)
     assert theirs.save_non_zero_checkpoint == (theirs.global_rank == 0) and theirs.flops_profiler is None
     kinds = {
-        "engine": isinstance(theirs, package.DeepSpeedEngine) and isinstance(ours, package.DeepSpeedEngine),
+        "engine": type(theirs) is package.DeepSpeedEngine and not isinstance(ours, package.DeepSpeedEngine),
         "any": isinstance(theirs.optimizer, package.runtime.base_optimizer.DeepSpeedOptimizer),
         "sharded": isinstance(theirs.optimizer, package.ZeROOptimizer),
         "stage 1 and 2": isinstance(theirs.optimizer, package.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer),

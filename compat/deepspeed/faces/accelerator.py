@@ -93,8 +93,10 @@ class DeepSpeedAccelerator:
         return self.device_name(self.inner.current_device())
 
     def device_count(self) -> int:
-        """How many there are; on a CPU how many ranks this machine runs."""
-        return integer(environ(), "LOCAL_WORLD_SIZE", 1) if self._name == "cpu" else self.inner.device_count()
+        """How many there are; on a CPU how many ranks this machine runs, which Intel's launcher tells as LOCAL_SIZE."""
+        if self._name != "cpu":
+            return self.inner.device_count()
+        return integer(environ(), "LOCAL_SIZE", 0) or integer(environ(), "LOCAL_WORLD_SIZE", 1)
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait until it is idle."""

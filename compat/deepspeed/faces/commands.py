@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
+from deepspeed.faces.errors import also
 from mizzen.cli.main import main
 from mizzen.cli.run import split
 from mizzen.environment import environ
@@ -65,13 +66,35 @@ def ds_nvme_tune(args: Sequence[str] | None = None) -> int:
     return _refused("ds_nvme_tune")
 
 
-def ds_to_universal(args: Sequence[str] | None = None) -> int:
-    """Says that there is nothing to convert."""
-    error = UsageError(
-        "there is nothing to convert: mizzen loads its checkpoints at any layout; mizzen checkpoint import makes such "
-        "a checkpoint out of folders of DeepSpeed"
+def parse_universal(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The words of `ds_to_universal`."""
+    parser = argparse.ArgumentParser(prog="ds_to_universal")
+    parser.add_argument("--input_folder", required=True)
+    parser.add_argument("--output_folder", required=True)
+    parser.add_argument("--num_extract_workers", type=int, default=4)
+    parser.add_argument("--num_merge_workers", type=int, default=2)
+    for flag in ("--keep_temp_folder", "--no_strict", "--inject_missing_state"):
+        parser.add_argument(flag, action="store_true")
+    return parser.parse_args(args)
+
+
+@also(ValueError)
+def convert_to_universal(args: Any = None) -> NoReturn:
+    """Refuse: there is nothing to convert, and nobody may take the output for written."""
+    folder = vars(args).get("output_folder") if args is not None and "__dict__" in dir(args) else None
+    raise UsageError(
+        f"{f'{folder} is not written: ' if folder else ''}there is nothing to convert. mizzen loads its checkpoints at "
+        "any layout, under the tag that they were saved with; mizzen checkpoint import makes such a checkpoint out of "
+        "folders of DeepSpeed"
     )
-    return _told(error)
+
+
+def ds_to_universal(args: Sequence[str] | None = None) -> int:
+    """Say that there is nothing to convert."""
+    try:
+        convert_to_universal()
+    except UsageError as error:
+        return _told(error)
 
 
 def launch(args: Sequence[str] | None = None) -> int:

@@ -1,11 +1,15 @@
 """Configuration objects: mizzen reads and judges the file; these have the attributes that scripts read."""
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+import torch
+
+from deepspeed.faces.errors import also, elastic
 from deepspeed.faces.facts import DEEPSPEED_OPTIMIZERS
 from deepspeed.faces.getters import KEYS
 from mizzen.comm import groups
@@ -13,61 +17,155 @@ from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.elastic import compute_elastic
 from mizzen.config.load import load
 from mizzen.config.migrate import drop_ignored
-from mizzen.config.resolve import resolve
+from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
+from mizzen.config.resolve import Resolved, resolve
 from mizzen.config.schema import Config
 from mizzen.config.section import Section
 from mizzen.config.source import Source, read_source
 from mizzen.config.zero import ZeroConfig
-from mizzen.environment import World, environ
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import warn_once
-from mizzen.monitor.build import build_observers
-from mizzen.monitor.sinks import monitor_of
 
-DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ElasticityIncompatibleWorldSize = ConfigError
+DeepSpeedConfigError = ConfigError
+SOURCES: Final = ("config", "config_params", "config_dict_or_path")
+"""Arguments that are a configuration."""
+FLAGS: Final = ("deepspeed_config", "deepscale_config")
+"""Flags of scripts that name its file, the second by its old name."""
 
 
 class _Read(type(ZeroConfig)):  # type: ignore[misc]  # pydantic does not show it
     """Makes a section as a file does: with old keys, without "auto", and with mizzen's errors."""
 
-    def __call__(cls, strict: bool = False, **given: Any) -> ZeroConfig:
-        return load({"zero_optimization": given}).zero_optimization
+    def __call__(cls, strict: bool = False, **given: Any) -> Any:
+        return cls.of(load({"zero_optimization": given}).zero_optimization)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, ZeroConfig)
 
 
 class DeepSpeedZeroConfig(ZeroConfig, metaclass=_Read):
-    """mizzen's section."""
+    """mizzen's section, which also answers to attributes that are keys without their prefix."""
+
+    @classmethod
+    def of(cls, section: ZeroConfig) -> "DeepSpeedZeroConfig":
+        """The same section with this class."""
+        found = section.model_copy()
+        object.__setattr__(found, "__class__", cls)
+        return found  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        key = OLD_ATTRIBUTES.get(name)
+        if key is None:
+            return super().__getattr__(name)  # type: ignore[misc]
+        return getattr(self, key)
+
+
+OLD_ATTRIBUTES: Final = {
+    name: f"stage3_{name}"
+    for name in (
+        *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+        *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold", "allgather_sequential"),
+        *("gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params"),
+    )
+} | {"gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+"""Attribute that scripts read -> the key that it is."""
+
+
+FLAGGED: Final = frozenset(
+    {"adam_w_mode", "adamw_mode", "amsgrad", "bias_correction", "torch_adam", "set_grad_none", "nesterov", "maximize"}
+    | {"lr_range_test_staircase", "cycle_momentum", "fp32_optimizer_states"}
+)
+"""Arguments of optimizers and schedules that are true or false."""
 
 
 def without_hints(config: Source) -> Source:
     """The configuration without the keys at its top that DeepSpeed does not read; the same object if it has none."""
     given = read_source(config)
     ignored = drop_ignored(given, Config)
-    if not ignored:
-        return config
-    warn_once(f"{', '.join(ignored)}: not looked at; DeepSpeed does not read such keys either, and says nothing")
-    return given
+    if ignored:
+        warn_once(f"{', '.join(ignored)}: not looked at; DeepSpeed does not read such keys either, and says nothing")
+    flagged = with_flags(given, Config)
+    return flagged if ignored or repr(flagged) != repr(given) else config
+
+
+def with_flags(given: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """The same keys; 0 and 1 are false and true where that is what a key takes."""
+    found = dict(given)
+    for name, value in given.items():
+        kinds = _kinds(section.model_fields[name].annotation) if name in section.model_fields else set()
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if isinstance(value, Mapping) and inner is not None:
+            found[name] = with_flags(value, inner)
+        elif type(value) is int and value in (0, 1) and bool in kinds and int not in kinds:
+            found[name] = bool(value)
+    if section in (OptimizerConfig, SchedulerConfig) and isinstance(found.get("params"), Mapping):
+        params = found["params"]
+        found["params"] = params | {
+            name: bool(params[name]) for name in FLAGGED & params.keys() if params[name] in (0, 1)
+        }
+    return found
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The classes that a type is made of."""
+    parts = get_args(annotation)
+    return {each for part in parts for each in _kinds(part)} if parts else {annotation}
+
+
+def arguments_without_hints(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, with the configuration as mizzen takes it, wherever it was given."""
+    found = {name: value for name, value in given.items() if name not in SOURCES or value is not None}
+    found |= {name: without_hints(found[name]) for name in SOURCES if name in found}
+    paths = [path for name in FLAGS if (path := getattr(found.get("args"), name, None)) is not None]
+    if len(paths) > 1:
+        raise ConfigError("", "--deepscale_config is an old name of --deepspeed_config: give one of them, not both")
+    if paths:
+        found["args"] = Namespace(deepspeed_config=without_hints(paths[0]))
+    return found
+
+
+def dtype_of(config: Source | None) -> torch.dtype | None:
+    """The dtype in which a model is built for a configuration; None, that of the build, without one."""
+    if config is None:
+        return None
+    settings = load(config)
+    return torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else None
 
 
 class DeepSpeedConfig:
     """A configuration fitted to this job. Any key of the file is an attribute, and so are the names below."""
 
+    @also(AssertionError)
+    @elastic()
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict = read_source(config)
+        given = read_source(config)
         world = groups.get_world_size() if groups.is_initialized() else 1
         if mpu is not None:
             world = layout_from_mpu(mpu, world).dp
-        self.resolved = resolve(load(without_hints(self._param_dict)), world)
-        self.settings = self.resolved.config
-        self.world_size = world
+        self._fill(resolve(load(without_hints(given)), world), given, world)
+
+    @classmethod
+    def of(cls, resolved: Resolved, given: Mapping[str, Any]) -> "DeepSpeedConfig":
+        """That of an engine."""
+        found = cls.__new__(cls)
+        found._fill(resolved, dict(given), resolved.layout.dp)
+        return found
+
+    def _fill(self, resolved: Resolved, given: dict[str, Any], world: int) -> None:
+        self._param_dict, self.resolved, self.settings, self.world_size = given, resolved, resolved.config, world
         self.global_rank = groups.get_rank() if groups.is_initialized() else 0
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What it was made from."""
+        return self._param_dict
 
     def __getattr__(self, name: str) -> Any:
         """A value by the name that scripts use, or by its key."""
         if name.startswith("__") or name in ("settings", "resolved"):
             raise AttributeError(name)
+        if name == "zero_config":
+            return DeepSpeedZeroConfig.of(self.settings.zero_optimization)
         key = OTHER_NAMES.get(name) or KEYS.get(name, name)
         if key.split(".")[0] not in type(self.settings).model_fields:
             raise AttributeError(f"the configuration has no {name!r}")
@@ -114,7 +212,6 @@ class DeepSpeedConfig:
 
 
 OTHER_NAMES: Final[Mapping[str, str]] = {
-    "zero_config": "zero_optimization",
     "zero_optimization_stage": "zero_optimization.stage",
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
@@ -198,21 +295,6 @@ class pp_int(int):  # noqa: N801
         return self.custom_print_str or f"{int(self):,}"
 
 
-class MonitorMaster:
-    """What a script writes numbers to, as the configuration of its sinks says."""
-
-    def __init__(self, monitor_config: Any) -> None:
-        settings = monitor_config.settings if isinstance(monitor_config, DeepSpeedConfig) else monitor_config
-        if not isinstance(settings, Config):
-            settings = load(without_hints(settings))
-        self._monitor = monitor_of(build_observers(settings, World.detect(environ())))
-        self.enabled = self._monitor.enabled
-
-    def write_events(self, event_list: Any) -> None:
-        """Write (name, value, samples) of each; rank 0 writes."""
-        self._monitor.write_events(event_list)
-
-
 class ZeroStageEnum(IntEnum):
     """The stages by name."""
 
@@ -249,6 +331,7 @@ class ValidationMode:
     FAIL = "FAIL"
 
 
+@elastic()
 def compute_elastic_config(
     ds_config: Source, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
@@ -269,3 +352,8 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
     """Nothing: the launcher gives a job no configuration of its own."""
+
+
+def is_torch_elastic_compatible() -> bool:
+    """Whether torch can start elastic jobs: every one that mizzen runs on can."""
+    return True

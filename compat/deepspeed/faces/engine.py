@@ -1,40 +1,140 @@
-"""What clients reach for in an engine and its optimizer, beyond what mizzen's have."""
+"""`DeepSpeedEngine`: mizzen's engine, made with the arguments that programs give, and with all that they reach for."""
 
-from abc import ABC
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import exp
 from os import PathLike
 from pathlib import Path
-from typing import Any
-from weakref import proxy
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from deepspeed.faces import parameters, scaler
+from deepspeed import __version__
+from deepspeed.faces import engine_optimizers, leaf, parameters
+from deepspeed.faces.config import DeepSpeedConfig, arguments_without_hints
+from deepspeed.faces.errors import also, elastic
 from deepspeed.faces.folder import leave_files
 from deepspeed.faces.getters import KEYS
 from deepspeed.faces.schedules import KINDS
+from mizzen import api
 from mizzen.engine.engine import Engine
-from mizzen.engine.optimizer import EngineOptimizer
+from mizzen.engine.face import GETTERS, NEGATED, UNBUILT
 from mizzen.engine.saving import folder_of
-from mizzen.errors import NotBuilt
+from mizzen.environment import World, environ
+from mizzen.errors import CheckpointError, NotBuilt
+from mizzen.log import get_logger
+
+SAID: Final = f"DeepSpeed info: version={__version__}, git-hash=mizzen, git-branch=mizzen"
+"""The line that programs look for in a log."""
+DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32} | {
+    name: vars(torch)[name] for name in ("float16", "bfloat16", "float32", "half")
+}
 
 
-class DropInEngine(Engine):
-    """An engine whose `train_batch` returns a loss, and whose checkpoints look as clients expect."""
+class DeepSpeedEngine(Engine):
+    """An engine whose `train_batch` returns a loss, and whose counters and checkpoints are as clients expect them."""
 
     checkpoint_engine = None
     """mizzen has one way to write checkpoints."""
     flops_profiler = None
     sparse_tensor_module_names: frozenset[str] = frozenset()
+    pipeline_parallelism = has_moe_layers = False
+    dist_backend = None
 
-    def __getattr__(self, name: str) -> Any:
-        """A value of the configuration by the method that returns it, or what mizzen's engine finds."""
-        if name in KEYS:
-            value = self.settings.at(KEYS[name])
-            return lambda: value
-        return super().__getattr__(name)
+    @also(AssertionError)
+    @elastic()
+    def __init__(
+        self,
+        args: Any = None,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        mpu: Any = None,
+        dist_init_required: bool | None = None,
+        collate_fn: Any = None,
+        config: Any = None,
+        config_class: DeepSpeedConfig | None = None,
+        mesh_device: Any = None,
+        dont_change_device: bool = False,
+        **others: Any,
+    ) -> None:
+        _tell()
+        if dont_change_device or mesh_device is not None:
+            raise NotBuilt("an engine that leaves a model where it is, or on a mesh of its own: leave the argument out")
+        if config is None and config_class is not None:
+            config = config_class.given
+        leaf.heed(model)
+        given = arguments_without_hints({**others, "args": args, "config": config})
+        api.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            make_engine=self._begin,
+            **given,
+        )
+        self.mpu, self.client_optimizer, self.client_lr_scheduler = mpu, optimizer, lr_scheduler
+        engine_optimizers.dress(self, is_configured=optimizer is None)
+        if type(self.lr_scheduler) in KINDS:
+            self.lr_scheduler.__class__ = KINDS[type(self.lr_scheduler)]
+        if self.settings.zero_optimization.stage == 3:
+            parameters.install(self.module)
+            self.module.register_state_dict_post_hook(empty_shards)  # type: ignore[no-untyped-call]
+
+    def _begin(self, *given: Any) -> "DeepSpeedEngine":
+        """This engine, now that all is there that mizzen makes one of."""
+        super().__init__(*given)
+        return self
+
+    # Where it stands
+
+    @property
+    def global_steps(self) -> int:
+        """Steps that were due, those that were skipped included."""
+        return self.applied_steps + self.skipped_steps
+
+    @global_steps.setter
+    def global_steps(self, count: int) -> None:
+        self.applied_steps = count - self.skipped_steps
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the whole gradient in the last step; infinite where that was skipped."""
+        is_skipped = self.last_step is not None and not self.last_step.applied
+        return float("inf") if is_skipped else super().get_global_grad_norm()
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of every parameter group; 0 for a group that has none."""
+        return [0.0 if momentum is None else momentum for momentum in super().get_mom()]
+
+    def get_pld_theta(self) -> float | None:
+        """How likely layers were kept in the last step; 1 before the first, None without progressive layer drop."""
+        section = self.settings.progressive_layer_drop
+        if not section.enabled:
+            return None
+        return (1 - section.theta) * exp(-section.gamma * max(0, self.applied_steps - 1)) + section.theta
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        """The configuration, under the attributes that scripts read."""
+        return DeepSpeedConfig.of(self.surroundings.resolved, self.config)
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        """What gradients are reduced in; None where the configuration does not say."""
+        return DTYPES.get(str(self.settings.communication_data_type))
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """What autocast computes in."""
+        return DTYPES.get(str(self.settings.torch_autocast.dtype))
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether gradients are sharded."""
@@ -64,16 +164,48 @@ class DropInEngine(Engine):
         """(the dtype the model computes with, the one gradients are summed in)."""
         settings = self.settings
         low = torch.float16 if settings.fp16.enabled else torch.bfloat16 if settings.bf16.enabled else torch.float32
-        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        return low, names.get(str(settings.data_types.grad_accum_dtype), torch.float32)
+        return low, DTYPES.get(str(settings.data_types.grad_accum_dtype), torch.float32)
 
-    def is_map_style_dataset(self, obj: Any) -> bool:
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether ranks that save compare their tags."""
+        return self._config.checkpoint_tag_validation_enabled
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether tags that differ are an error."""
+        return self._config.checkpoint_tag_validation_fail
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
         """Whether samples are asked for by number."""
         return "__getitem__" in dir(obj) and "__len__" in dir(obj)
 
-    def is_iterable_style_dataset(self, obj: Any) -> bool:
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
         """Whether samples come one after the other."""
         return isinstance(obj, torch.utils.data.IterableDataset)
+
+    # What is called by hand
+
+    def _forward_prologue(self, inputs: Any = None, kwargs: Any = None) -> tuple[Any, Any]:
+        """What comes before a forward by hand: what the model is given, as it is."""
+        return inputs, kwargs
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nothing: what others do by hand around a bare `loss.backward()`, the engine does in its hooks and `step`."""
+
+    _forward_epilogue = _backward_prologue = _backward_epilogue = _backward_post_hook = _nothing
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on their rank. Stages 0 and 1 only: stage 2 has no room for them."""
+        with also(AssertionError), super().no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards, one reduction at the end of the context."""
+        with also(AssertionError), super().coalesce_grad_reduction():
+            yield
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: Any = None) -> Tensor:  # type: ignore[override]
         """One step; the loss of its report, which is in `last_step`."""
@@ -111,7 +243,7 @@ class DropInEngine(Engine):
         custom_load_fn: Callable[..., None] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load; where a client keeps the schedule to itself, learning rates are states of the optimizer."""
-        return super().load_checkpoint(
+        path, client_state = super().load_checkpoint(
             load_dir,
             tag,
             load_module_strict,
@@ -120,6 +252,12 @@ class DropInEngine(Engine):
             load_module_only,
             custom_load_fn,
         )
+        if path is None and self.settings.checkpoint.load_universal:
+            raise CheckpointError(
+                f"checkpoint.load_universal is set, and {load_dir} has no checkpoint{f' {tag}' if tag else ''}: give "
+                "the tag that was saved; it loads at any layout, and needs no conversion"
+            )
+        return path, client_state
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -130,132 +268,54 @@ class DropInEngine(Engine):
     save_fp16_model = save_16bit_model
 
 
-class DropInOptimizer(EngineOptimizer):
-    """The same optimizer, with the names of its kin."""
-
-    engine: Engine
-    """The one that it belongs to, which it does not keep alive."""
-
-    def backward(self, loss: Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
-        """Gradients of a loss as it is: who calls this of an optimizer divides by the accumulation himself."""
-        if create_graph:
-            raise NotBuilt("backward(create_graph=True): gradients of gradients are not built yet")
-        self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
-
-    def set_lr(self, lr: float) -> None:
-        """One learning rate for all groups."""
-        self.engine.set_lr(lr)
-
-    def get_lr(self) -> float:
-        """That of the first group."""
-        return self.engine.get_lr()[0]
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The tensors of each group."""
-        return [list(group["params"]) for group in self.param_groups]
-
-    @property
-    def initialized_optimizer(self) -> "DropInOptimizer":
-        """Itself."""
-        return self
-
-
-class PartitioningOptimizer(DropInOptimizer):
-    """Of ZeRO stages 1 and 2."""
-
-
-class FullPartitioningOptimizer(DropInOptimizer):
-    """Of ZeRO stage 3."""
-
-    @property
-    def parameter_offload(self) -> "ParameterOffload":
-        """What gathers parameters there; here hooks of mizzen's own do, and stay."""
-        return ParameterOffload()
-
-
-class _NoModule:
-    """Stands for a model none of whose parameters needs anything done."""
-
-    def named_parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """None."""
-        return iter(())
-
-    def ds_external_parameters(self) -> Iterator[Any]:
-        """None."""
-        return iter(())
-
-
-class _Coordinator:
-    """Stands for a recorded order of gathers: there is none."""
-
-    def is_invalid_trace(self) -> bool:
-        """Whether the record is void."""
-        return True
-
-    def _invalidate_trace(self) -> None:
-        """Nothing."""
-
-
-class ParameterOffload:
-    """Lists and calls that clients go through around generation. Gathered parameters stay whole by themselves."""
-
-    def __init__(self) -> None:
-        self.module = _NoModule()
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-        self.param_coordinator = _Coordinator()
-
-    def _register_deepspeed_module(self, module: Any) -> None:
-        """Nothing."""
-
-
-class DeepSpeedOptimizer(ABC):  # noqa: B024
-    """For `isinstance`: the optimizer of any engine."""
-
-
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """For `isinstance`: the optimizer of an engine that shards."""
-
-
-class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """For `isinstance`: at ZeRO stages 1 and 2."""
-
-
-class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
-    """For `isinstance`: at ZeRO stage 3."""
-
-
-DeepSpeedOptimizer.register(EngineOptimizer)
-DeepSpeedZeroOptimizer.register(PartitioningOptimizer)
-DeepSpeedZeroOptimizer_Stage3.register(FullPartitioningOptimizer)
-
-OPTIMIZERS: tuple[type[DropInOptimizer], ...] = (
-    DropInOptimizer,
-    PartitioningOptimizer,
-    PartitioningOptimizer,
-    FullPartitioningOptimizer,
+CHECKED: Final = (
+    *("backward", "step", "scale", "train_batch", "zero_grad", "set_gradient_accumulation_boundary", "set_lr"),
+    *("set_train_batch_size", "set_train_micro_batch_size", "deepspeed_io", "compile", "allreduce_gradients"),
+    *("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model", "load_module_state_dict"),
+    *("_consolidated_16bit_state_dict", "_zero3_consolidated_16bit_state_dict"),
 )
-"""By stage."""
+"""Calls whose mistakes are assertions, or wrong values, where these programs come from."""
 
 
-DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[[Any], Any]
-"""What makes an optimizer from parameter groups, or a schedule from an optimizer."""
+def _tell() -> None:
+    """Say that line on rank 0, also where nobody has chosen a level of messages."""
+    own = get_logger()
+    if World.detect(environ()).rank == 0 and (not own.level or own.isEnabledFor(logging.INFO)):
+        own.handle(own.makeRecord(own.name, logging.INFO, __file__, 0, SAID, (), None))
 
 
-def dress(engine: Engine) -> None:
-    """Give an engine, as mizzen has built it, the wider classes of this file."""
-    stage = engine.settings.zero_optimization.stage
-    engine.__class__ = DropInEngine
-    if engine.optimizer is not None:
-        engine.optimizer.__class__ = OPTIMIZERS[stage]
-        engine.optimizer.engine = proxy(engine)  # type: ignore[attr-defined]
-        scaler.dress(engine.optimizer.loss_scaler)
-    if type(engine.lr_scheduler) in KINDS:
-        engine.lr_scheduler.__class__ = KINDS[type(engine.lr_scheduler)]
-    if stage == 3:
-        parameters.install(engine.module)
-        engine.module.register_state_dict_post_hook(empty_shards)  # type: ignore[no-untyped-call]
+def _getter(name: str, key: str) -> Callable[[DeepSpeedEngine], Any]:
+    def get(self: DeepSpeedEngine) -> Any:
+        value = self.settings.at(key)
+        return not value if name in NEGATED else value
+
+    get.__name__, get.__qualname__, get.__doc__ = name, f"DeepSpeedEngine.{name}", f"The value of `{key}`."
+    return get
+
+
+def _refusing(name: str, capability: str) -> Callable[..., None]:
+    def refuse(self: DeepSpeedEngine, *_: Any, **__: Any) -> None:
+        raise NotBuilt(f"engine.{name}() waits for a capability that is not built yet: {capability}")
+
+    refuse.__name__, refuse.__qualname__ = name, f"DeepSpeedEngine.{name}"
+    refuse.__doc__ = f"Waits for {capability}."
+    return refuse
+
+
+def _widen() -> None:
+    """Methods of the class itself, so that they can be patched, overridden and mocked."""
+    own = vars(DeepSpeedEngine)
+    for name, key in {**GETTERS, **KEYS}.items():
+        if name not in own:
+            setattr(DeepSpeedEngine, name, _getter(name, key))
+    for name, capability in UNBUILT.items():
+        if name not in own:
+            setattr(DeepSpeedEngine, name, _refusing(name, capability))
+    for name in CHECKED:
+        setattr(DeepSpeedEngine, name, also(AssertionError, ValueError)(getattr(DeepSpeedEngine, name)))
+
+
+_widen()
 
 
 def empty_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -5,6 +5,7 @@ the stage in them and the client's own state. The state of training is in mizzen
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,8 @@ SCRIPT: Final = "zero_to_fp32.py"
 MODEL: Final = "mp_rank_00_model_states.pt"
 MODEL_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 OPTIMIZER: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+IN_BF16: Final = "bf16_"
+"""What the name of such a file begins with where the model computes in bf16."""
 OPTIMIZERS: Final = "*_optim_states.pt"
 MARK: Final = LEFT_FOR_OTHERS
 """Names the files of a tag's folder that are ours, so that they go when the checkpoint has gone."""
@@ -46,9 +49,10 @@ def leave_files(engine: Engine, root: Path, tag: str, client_state: Mapping[str,
     try:
         make_folder(folder)
         model = MODEL_3 if stage == 3 else MODEL
-        commit_text(folder / MARK, json.dumps([model, OPTIMIZER, MARK]))
+        optimizer = IN_BF16 + OPTIMIZER if engine.settings.bf16.enabled else OPTIMIZER
+        commit_text(folder / MARK, json.dumps([model, optimizer, MARK]))
         save_torch({**facts, **client_state}, folder / model)
-        save_torch(stub, folder / OPTIMIZER)
+        save_torch(stub, folder / optimizer)
         commit_bytes(root / SCRIPT, Path(zero_to_fp32.__file__).read_bytes())
         sweep(root, spared=tag)
     except Exception as error:  # noqa: BLE001  (pickle raises whatever a client's object raises)
@@ -82,10 +86,20 @@ def get_model_state_files(checkpoint_dir: str) -> list[str]:
 
 def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
     """Files of a folder by a pattern."""
-    found = sorted(str(path) for path in Path(checkpoint_dir).glob(glob_pattern))
+    found = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=natural_keys)
     if not found:
         raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
     return found
+
+
+def atoi(text: str) -> int | str:
+    """A number, if a text is one."""
+    return int(text) if text.isdigit() else text
+
+
+def natural_keys(text: str) -> list[int | str]:
+    """A key by which rank 2 comes before rank 10."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
 
 
 def _existing(path: Path) -> str:

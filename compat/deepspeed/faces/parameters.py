@@ -7,13 +7,15 @@ and only parameters at stage 3 answer: `hasattr(tensor, "ds_id")` is false for a
 parameters stay as they are, and mizzen knows nothing of them: these are marked, since clients ask all of a model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from mizzen.engine.access import owner_of
 from mizzen.errors import UsageError
@@ -21,8 +23,13 @@ from mizzen.parallel.zero.full.early import Early
 from mizzen.parallel.zero.full.facts import facts_of
 from mizzen.parallel.zero.full.live import local
 from mizzen.parallel.zero.full.sharded import WAYS, Elsewhere, Moved, Sharded
+from mizzen.zero import GatheredParameters as gather
 
 MARK: Final = "_is_at_stage_3"
+BUILT: Final = "_is_built_for_stage_3"
+"""Of parameters that one rank has built in `zero.Init`, until an engine has them."""
+HELD: Final = "_is_held"
+"""How many contexts hold such a parameter."""
 
 
 class ZeroParamStatus(Enum):
@@ -50,6 +57,10 @@ class DeepSpeedTensorOverride(Enum):
 
 def _status(parameter: Tensor) -> ZeroParamStatus:
     is_sharded = facts_of(parameter).status == "sharded"
+    if isinstance(parameter, Early) and (bench := type(parameter).bench) is not None:
+        is_sharded = id(parameter) not in bench.held
+    elif vars(parameter).get(BUILT, False):
+        is_sharded = not vars(parameter).get(HELD, 0)
     return ZeroParamStatus.NOT_AVAILABLE if is_sharded else ZeroParamStatus.AVAILABLE
 
 
@@ -113,7 +124,7 @@ def is_zero_param(parameter: Any) -> bool:
         return False
     owner = owner_of(parameter)
     is_known = isinstance(parameter, Sharded | Early | Moved) or (owner is not None and owner.stage == 3)
-    return is_known or MARK in vars(parameter)
+    return is_known or MARK in vars(parameter) or BUILT in vars(parameter)
 
 
 def install(module: nn.Module | None = None) -> None:
@@ -121,8 +132,54 @@ def install(module: nn.Module | None = None) -> None:
     for name, read in FACTS.items():
         setattr(Tensor, name, _Fact(name, read))
     for parameter in module.parameters() if module is not None else ():
+        vars(parameter).pop(BUILT, None)
         if owner_of(parameter) is None:
             vars(parameter)[MARK] = True
+
+
+def mark_parameter(parameter: Any, dtype: torch.dtype | None) -> None:
+    """Note that `zero.Init` has built a parameter, and give it its dtype."""
+    if isinstance(parameter, nn.Parameter) and not isinstance(parameter, UninitializedParameter | DTensor):
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+        vars(parameter)[BUILT] = True
+
+
+def mark_built(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """The same for all parameters of a module that are whole."""
+    for parameter in module.parameters():
+        mark_parameter(parameter, dtype)
+
+
+class GatheredParameters(AbstractContextManager[None]):
+    """Inside, the parameters are whole; what `modifier_rank` writes to them reaches every rank, masters included."""
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given: Any = [params] if isinstance(params, Tensor) else params
+        self.params = list(given) if enabled and isinstance(given, Iterable) else given
+        self.modifier_rank, self.enabled = modifier_rank, enabled
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        """All ranks enter together."""
+        self._stack.enter_context(gather(self.params, self.modifier_rank, enabled=self.enabled))
+        self._hold(+1)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        """And leave together."""
+        self._hold(-1)
+        return self._stack.__exit__(*error)
+
+    def _hold(self, more: int) -> None:
+        for parameter in self.params if self.enabled else ():
+            if isinstance(parameter, nn.Parameter) and BUILT in vars(parameter):
+                vars(parameter)[HELD] = vars(parameter).get(HELD, 0) + more
 
 
 class _Fact(property):

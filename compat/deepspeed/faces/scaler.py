@@ -15,6 +15,10 @@ class LossScalerBase(scaler.LossScaler):
     """A factor, and what is done with it."""
 
     raise_error_at_min_scale = True
+    cur_iter = 0
+    """Steps since it was made, or since its engine was."""
+    last_overflow_iter = -1
+    """The number of the last of them that overflowed."""
 
     def __init__(self, cur_scale: float) -> None:
         super().__init__(Scaling(_factor(cur_scale)))
@@ -25,6 +29,46 @@ class LossScalerBase(scaler.LossScaler):
         return self.scale
 
     loss_scale = cur_scale
+
+    def taken(self) -> None:
+        """A step was taken."""
+        super().taken()
+        self.cur_iter += 1
+
+    def skipped(self, reason: str) -> None:
+        """A step was skipped, since gradients overflowed."""
+        self.last_overflow_iter, self.cur_iter = self.cur_iter, self.cur_iter + 1
+        super().skipped(reason)
+
+    @property
+    def scale_window(self) -> int:
+        """Steps without overflow after which a dynamic factor is doubled."""
+        return self.settings.window
+
+    @property
+    def scale_factor(self) -> float:
+        """What it is multiplied with, or divided by."""
+        return 2.0
+
+    @property
+    def min_scale(self) -> float:
+        """The least factor."""
+        return self.settings.least
+
+    @property
+    def delayed_shift(self) -> int:
+        """Overflows after which it is halved."""
+        return self.settings.hysteresis
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Overflows until it is halved."""
+        return self.state.patience
+
+    @property
+    def consecutive_hysteresis(self) -> bool:
+        """Whether only overflows in a row count."""
+        return self.settings.is_consecutive
 
     @property
     def dynamic(self) -> bool:

@@ -24,6 +24,12 @@ class LRRangeTest(_Placed, schedules.LRRangeTest):
 class OneCycle(_Placed, schedules.OneCycle):
     """mizzen's."""
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of every group by the cycle, before the first step as well; None when they are not cycled."""
+        if not self.cycle_momentum:
+            return None
+        return [(momentum, 0.99) for momentum in self.cycled_momentum(self.last_batch_iteration)]
+
 
 class WarmupLR(_Placed, schedules.WarmupLR):
     """mizzen's."""
@@ -35,6 +41,10 @@ class WarmupDecayLR(_Placed, schedules.WarmupDecayLR):
 
 class WarmupCosineLR(_Placed, schedules.WarmupCosineLR):
     """mizzen's."""
+
+    def get_lr_ratio(self) -> float:
+        """The part of each group's own rate now."""
+        return self._ratio(self.last_batch_iteration)
 
 
 KINDS: Final[dict[type[Schedule], type[Schedule]]] = {

@@ -1,48 +1,34 @@
 """`initialize` and its neighbours: mizzen's own, with an engine that has what clients reach for."""
 
-from argparse import ArgumentParser, Namespace
-from inspect import BoundArguments, signature
+from argparse import ArgumentParser
+from inspect import signature
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from deepspeed.faces import parameters
-from deepspeed.faces.config import without_hints
-from deepspeed.faces.engine import dress
+from deepspeed.faces.config import arguments_without_hints, dtype_of
+from deepspeed.faces.engine import DeepSpeedEngine
+from deepspeed.faces.errors import also
 from mizzen import api
-from mizzen.errors import ConfigError, NotBuilt, UsageError
+from mizzen.comm import groups
+from mizzen.errors import NotBuilt, UsageError
 from mizzen.zero import Init as MizzenInit
 
-SOURCES: Final = ("config", "config_params", "config_dict_or_path")
-"""Arguments that are a configuration."""
-FLAGS: Final = ("deepspeed_config", "deepscale_config")
-"""Flags of scripts that name its file, the second by its old name."""
+_PUBLIC: Final = [one for one in signature(api.initialize).parameters.values() if one.kind is not one.KEYWORD_ONLY]
+SIGNATURE: Final = signature(api.initialize).replace(parameters=_PUBLIC)
 
 
 def initialize(*args: Any, **kwargs: Any) -> api.Setup:
     """mizzen's `initialize`, for configurations that clients have added keys of their own to."""
-    bound = _without_hints(signature(api.initialize).bind(*args, **kwargs))
-    engine, *others = api.initialize(*bound.args, **bound.kwargs)
-    dress(engine)
-    return engine, *others
+    engine = DeepSpeedEngine(**SIGNATURE.bind(*args, **kwargs).arguments)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-initialize.__signature__ = signature(api.initialize)  # type: ignore[attr-defined]
-
-
-def _without_hints(bound: BoundArguments) -> BoundArguments:
-    """The arguments of a call, with the configuration as mizzen takes it, wherever it was given."""
-    given = bound.arguments
-    for name in SOURCES:
-        if given.get(name) is not None:
-            given[name] = without_hints(given[name])
-    paths = [path for name in FLAGS if (path := getattr(given.get("args"), name, None)) is not None]
-    if len(paths) > 1:
-        raise ConfigError("", "--deepscale_config is an old name of --deepspeed_config: give one of them, not both")
-    if paths:
-        given["args"] = Namespace(deepspeed_config=without_hints(paths[0]))
-    return bound
+initialize.__signature__ = SIGNATURE  # type: ignore[attr-defined]
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -65,23 +51,46 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
 
 
 class Init(MizzenInit):
-    """mizzen's `zero.Init`; parameters then have the facts that other libraries hang on them."""
+    """mizzen's `zero.Init`; parameters then have the facts that other libraries hang on them.
 
+    With bf16 or fp16 in its configuration they have that dtype. One rank shards nothing and marks them all the same.
+    """
+
+    @also(AssertionError)
     def __init__(self, *args: Any, tensor_overrides: Any = None, **kwargs: Any) -> None:
         if tensor_overrides is not None and {*tensor_overrides} != {*parameters.DeepSpeedTensorOverride}:
             raise NotBuilt(
                 f"zero.Init(tensor_overrides={tensor_overrides}): what is built inside gets the dtype and the device "
                 "of the configuration; only both together are built: leave the argument out"
             )
-        bound = _without_hints(signature(MizzenInit).bind(*args, **kwargs))
-        super().__init__(*bound.args, **bound.kwargs)
+        given = arguments_without_hints(signature(MizzenInit).bind(*args, **kwargs).arguments)
+        given |= given.pop("others", {})
+        if given.get("dtype") is None:
+            given["dtype"] = dtype_of(given.get("config_dict_or_path") or given.get("config"))
+        self._marking: RemovableHandle | None = None
+        super().__init__(**given)
+        if self.is_wanted and given.get("module") is not None:
+            parameters.install()
+            parameters.mark_built(given["module"], given["dtype"])
 
     def __enter__(self) -> "Init":
-        """Modules that are built from here on are sharded."""
+        """Modules that are built from here on are sharded, or marked where one rank has no one to share them with."""
         super().__enter__()
         if self.is_wanted:
             parameters.install()
+            if self.building is None and self.depth == 1 and groups.get_world_size(self.group) == 1:
+                self._marking = register_module_parameter_registration_hook(self._mark)
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        """The end of it, as mizzen's."""
+        if self._marking is not None and self.depth == 1:
+            self._marking.remove()
+            self._marking = None
+        super().__exit__(*error)
+
+    def _mark(self, module: nn.Module, name: str, parameter: Any) -> None:
+        parameters.mark_parameter(parameter, self.dtype)
 
 
 def is_compile_supported() -> bool:

@@ -18,8 +18,6 @@ from mizzen.accelerator import Timer
 from mizzen.accelerator import get_accelerator as own_accelerator
 from mizzen.comm import groups
 from mizzen.environment import World, environ
-from mizzen.errors import UsageError
-from mizzen.log import LEVELS, get_logger, info_once, set_level, warn_once
 
 Value = TypeVar("Value")
 
@@ -132,25 +130,10 @@ def required_torch_version(min_version: float | None = None, max_version: float 
     )
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
-    """Set the threshold by name."""
-    if log_level_str.lower() not in LEVELS:
-        raise UsageError(f"{log_level_str!r} is no level of a log: choose one of {', '.join(LEVELS)}")
-    if custom_logger is None:
-        set_level(log_level_str)
-    else:
-        custom_logger.setLevel(LEVELS[log_level_str.lower()])
-
-
 def set_backend(name: str | None = None) -> None:
     """Use another backend; without a name torch's own, once it is initialized."""
     if name is not None or torch.distributed.is_initialized():
         groups.set_backend(name or "torch")
-
-
-logger = get_logger()
-log_dist_once = info_once
-warning_once = warn_once
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:

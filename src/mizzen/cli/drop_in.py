@@ -87,7 +87,7 @@ def remove(place: Place) -> int:
 
 
 def _copy(place: Place) -> list[str]:
-    sources = [*(FOLDER / NAME).rglob("*.py"), *FOLDER.glob("*.dist-info/*")]
+    sources = [*(FOLDER / NAME).rglob("*.py"), *(FOLDER / NAME).rglob("*.json"), *FOLDER.glob("*.dist-info/*")]
     written = [_write(place.packages / source.relative_to(FOLDER), source.read_bytes()) for source in sources]
     scripts = dict(_scripts(FOLDER))
     for name, text in scripts.items():

@@ -1,5 +1,6 @@
 """From an applied plan to an engine: the only place where a run's variants are chosen."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -33,6 +34,7 @@ def build_engine(
     optimizer: Optimizer | None,
     scheduler: Any,
     observers: tuple[Observer, ...],
+    make: Callable[[Parts, Driving, Surroundings], Engine] = Engine,
 ) -> Engine:
     """Put an engine together. `optimizer` was built on the model's own parameters; it is given the masters instead."""
     stores = [store for part in parts for store in part.stores]
@@ -61,7 +63,7 @@ def build_engine(
     mesh = surroundings.mesh
     saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside))
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
-    engine = Engine(
+    engine = make(
         parts, Driving(runner, updater, scheduler, phases, saving, stopping, changes, observers), surroundings
     )
     zero = config.zero_optimization

@@ -185,7 +185,7 @@ class Engine(Face):
         self._stepper.forget()
         self._consecutive_skips = 0
         for observer in self.observers:
-            observer.on_load(self.global_steps)
+            observer.on_load(self.applied_steps)
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
@@ -207,12 +207,12 @@ class Engine(Face):
             self.optimizer.overflow = not outcome.applied
         rates, momentum = self.get_lr(), self.get_mom()
         if outcome.applied:
-            self.global_steps += 1
+            self.applied_steps += 1
             self._consecutive_skips = 0
         else:
             self.skipped_steps += 1
             self._consecutive_skips += not (outcome.has_overflowed and updater.scaler.may_cure(outcome.loss))
-        self.phases.at_step(self.global_steps)
+        self.phases.at_step(self.applied_steps)
         report = self.last_step = self._report(
             outcome.applied, outcome.reason, outcome, samples=samples, rates=rates, momentum=momentum
         )
@@ -234,7 +234,7 @@ class Engine(Face):
         limit = self.settings.max_consecutive_skips
         if limit and self._consecutive_skips >= limit:
             raise StepError(
-                f"{self._consecutive_skips} steps in a row were skipped, the last at step {self.global_steps + 1}: "
+                f"{self._consecutive_skips} steps in a row were skipped, the last at step {self.applied_steps + 1}: "
                 f"{outcome.reason}. Lower the learning rate, check the data, or raise max_consecutive_skips"
             )
 
@@ -251,9 +251,9 @@ class Engine(Face):
         now, tokens = time.perf_counter(), self.window.tokens
         seconds, self._clock = (now - self._clock, now) if outcome else (0.0, self._clock)
         return StepReport(
-            step=self.global_steps,
+            step=self.applied_steps,
             applied=applied,
-            reason=reason if applied or reason == ACCUMULATING else f"step {self.global_steps + 1}: {reason}",
+            reason=reason if applied or reason == ACCUMULATING else f"step {self.applied_steps + 1}: {reason}",
             lr=tuple(rates),
             samples=samples,
             tokens=tokens * self.batch.dp if tokens is not None else None,

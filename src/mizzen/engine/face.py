@@ -151,8 +151,8 @@ class Face(nn.Module):
         self.mp_world_size = surroundings.resolved.layout.tp
         self.sequence_parallel_size = surroundings.resolved.layout.sp
         self.managed = self.settings.managed_gradient_accumulation
-        self.global_steps = 0
-        """Optimizer steps that were applied."""
+        self.applied_steps = 0
+        """Optimizer steps that were taken."""
         self.global_samples = 0
         """Samples of all ranks, those of skipped steps included: the data has moved on."""
         self.micro_steps = 0
@@ -203,6 +203,11 @@ class Face(nn.Module):
     def stores(self) -> list[Store]:
         """What holds the trained parameters of this rank."""
         return [store for part in self.parts for store in part.stores]
+
+    @property
+    def global_steps(self) -> int:
+        """How far training is: the optimizer steps that were taken. Tags of checkpoints are named after it."""
+        return self.applied_steps
 
     @property
     def basic_optimizer(self) -> Any:

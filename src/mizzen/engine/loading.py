@@ -304,7 +304,7 @@ def _set_facts(engine: "Face", reader: Reader, wishes: Wishes) -> None:
     facts = reader.manifest.facts
     try:
         counters, accumulation = facts.get("counters", {}), int(facts.get("batch", {}).get("accumulation", 1))
-        engine.global_steps = int(counters.get("global_steps", 0))
+        engine.applied_steps = int(counters.get("global_steps", 0))
         engine.global_samples = int(counters.get("global_samples", 0))
         engine.skipped_steps = int(counters.get("skipped_steps", 0))
         engine.micro_steps = int(counters.get("micro_steps", 0)) // accumulation * engine.batch.accumulation

@@ -243,7 +243,7 @@ def facts_of(engine: "Face", weights: Weights, client_state: Mapping[str, Any], 
         "config": plain(engine.settings),
         "seed": engine.surroundings.seed,
         "counters": {
-            "global_steps": engine.global_steps,
+            "global_steps": engine.applied_steps,
             "global_samples": engine.global_samples,
             "skipped_steps": engine.skipped_steps,
             "micro_steps": engine.micro_steps,

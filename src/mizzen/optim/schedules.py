@@ -153,9 +153,9 @@ class OneCycle(Schedule):
     """Steps of one interval of decay; 0 does not decay."""
     cycle_momentum: bool = True
     """Cycle the first beta."""
-    cycle_min_mom: float = 0.8
+    cycle_min_mom: PerGroup = 0.8
     """The first beta at the top of the cycle, and for the very first step."""
-    cycle_max_mom: float = 0.9
+    cycle_max_mom: PerGroup = 0.9
     """The first beta at both ends."""
     decay_mom_rate: float = 0.0
     """After the cycle the first beta is multiplied with 1 + this * intervals."""
@@ -175,12 +175,15 @@ class OneCycle(Schedule):
         lows, highs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
         return [(low + (high - low) * height) / decay for low, high in zip(lows, highs, strict=True)]
 
-    def momentum_at(self, step: int) -> float:
-        """The first beta; never 1, at which moments would not forget."""
-        if step < 0:
-            return self.cycle_min_mom
-        cycled = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(step)
-        return min(cycled * (1 + self.decay_mom_rate * self._intervals(step)), max(self.cycle_max_mom, 0.999))
+    def momentum_at(self, step: int) -> list[float]:
+        """The first beta of every group."""
+        return self._per_group("cycle_min_mom") if step < 0 else self.cycled_momentum(step)
+
+    def cycled_momentum(self, step: int) -> list[float]:
+        """The first beta of every group by the cycle alone; never 1, at which moments would not forget."""
+        height, growth = self._height(step), 1 + self.decay_mom_rate * self._intervals(step)
+        pairs = zip(self._per_group("cycle_min_mom"), self._per_group("cycle_max_mom"), strict=True)
+        return [min((high - (high - low) * height) * growth, max(high, 0.999)) for low, high in pairs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of every group now; None when they are not cycled."""
@@ -189,8 +192,8 @@ class OneCycle(Schedule):
     def _write(self, step: int) -> None:
         super()._write(step)
         if self.cycle_momentum:
-            for group in self.optimizer.param_groups:
-                group["betas"] = (self.momentum_at(step), 0.99)
+            for group, momentum in zip(self.optimizer.param_groups, self.momentum_at(step), strict=True):
+                group["betas"] = (momentum, 0.99)
 
     @property
     def _second(self) -> int:

@@ -38,13 +38,13 @@ class Tiled(nn.Module):
         self.in_splits, self.out_splits = splits
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        self.in_parts = parts_of(in_features, self.in_splits, "in")
-        self.out_parts = parts_of(out_features, self.out_splits, "out")
+        self.in_sizes = parts_of(in_features, self.in_splits, "in")
+        self.out_sizes = parts_of(out_features, self.out_splits, "out")
         self.linears = nn.ModuleList(
             nn.ModuleList(
-                make(columns, rows, bias and place == self.in_splits - 1) for place, columns in enumerate(self.in_parts)
+                make(columns, rows, bias and place == self.in_splits - 1) for place, columns in enumerate(self.in_sizes)
             )
-            for rows in self.out_parts
+            for rows in self.out_sizes
         )
 
     def forward(self, input_: Any) -> Any:
@@ -66,11 +66,11 @@ class Tiled(nn.Module):
             expect(given, Tensor, "TiledLinear: one input, unless input_is_already_split,")
             if given.shape[-1] != self.in_features:
                 raise UsageError(f"TiledLinear has {self.in_features} input features; this input has {given.shape[-1]}")
-            return list(torch.split(given, self.in_parts, dim=-1))
+            return list(torch.split(given, self.in_sizes, dim=-1))
         expect(given, list | tuple, "TiledLinear: a list of the parts of the input")
         widths = [part.shape[-1] for part in given]
-        if widths != self.in_parts:
-            raise UsageError(f"TiledLinear takes its input in parts of {self.in_parts} features; these have {widths}")
+        if widths != self.in_sizes:
+            raise UsageError(f"TiledLinear takes its input in parts of {self.in_sizes} features; these have {widths}")
         return list(given)
 
     def _add(self, total: Any, more: Any) -> Any:
@@ -99,10 +99,10 @@ class Tiled(nn.Module):
                 f"TiledLinear was built with bias={self.use_bias}; the other layer has "
                 f"{'a' if bias is not None else 'no'} bias"
             )
-        rows = torch.split(weight, self.out_parts)
-        biases = torch.split(bias, self.out_parts) if bias is not None else ()
+        rows = torch.split(weight, self.out_sizes)
+        biases = torch.split(bias, self.out_sizes) if bias is not None else ()
         for number, row in enumerate(rows):
-            for place, tile in enumerate(torch.split(row, self.in_parts, dim=1)):
+            for place, tile in enumerate(torch.split(row, self.in_sizes, dim=1)):
                 self.get_submodule(f"linears.{number}.{place}").get_parameter("weight").copy_(tile)
             if biases:
                 last = self.get_submodule(f"linears.{number}.{self.in_splits - 1}")

@@ -66,8 +66,18 @@ def test_momentum_is_cycled_in_the_first_beta(name, arguments, betas):
 
 def test_momentum_never_reaches_one():
     schedule = OneCycle(optimizer_with(0.5), 0.1, 1.0, cycle_first_step_size=1, decay_step_size=1, decay_mom_rate=0.5)
-    assert schedule.momentum_at(1) == 0.9
-    assert [schedule.momentum_at(step) for step in (2, 3, 1000)] == [0.999] * 3
+    assert schedule.momentum_at(1) == [0.9]
+    assert [schedule.momentum_at(step) for step in (2, 3, 1000)] == [[0.999]] * 3
+
+
+def test_momentum_may_be_given_for_each_group():
+    groups = [{"params": [torch.ones(1)]}, {"params": [torch.ones(1)]}]
+    optimizer = torch.optim.Adam(groups, lr=0.5)
+    schedule = OneCycle(optimizer, 0.1, 1.0, cycle_first_step_size=2, cycle_min_mom=[0.7, 0.8])
+    schedule.step()
+    assert [round(group["betas"][0], 6) for group in optimizer.param_groups] == [0.8, 0.85]
+    with pytest.raises(ConfigError, match="cycle_min_mom: 3 values for 2 parameter groups"):
+        OneCycle(optimizer, 0.1, 1.0, cycle_min_mom=[0.7, 0.8, 0.9])
 
 
 @pytest.mark.parametrize("cycles", [True, False])

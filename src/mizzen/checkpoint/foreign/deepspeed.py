@@ -251,6 +251,7 @@ def _facts(reading: _Reading, stage: object) -> None:
     shared = reading.shared
     parameters = {name for kind, name in reading.source.table if kind == "model"} - reading.buffers - {*shared}
     trained = {name for kind, name in reading.source.table if kind != "model"}
+    due, skipped = _count(head.get("global_steps"), where), _count(head.get("skipped_steps"), where)
     if notes.get("optimizer"):
         reading.source.what += f" of ZeRO stage {stage}" if stage in (1, 2, 3) else " without ZeRO"
     notes |= {
@@ -260,9 +261,9 @@ def _facts(reading: _Reading, stage: object) -> None:
             "data": _count(head.get("dp_world_size"), where),
             "model": max(len(files.model), len(files.shard)),
         },
-        "global_steps": _count(head.get("global_steps"), where),
+        "global_steps": None if due is None else max(0, due - (skipped or 0)),  # theirs counts skipped steps, too
         "global_samples": _count(head.get("global_samples"), where),
-        "skipped_steps": _count(head.get("skipped_steps"), where),
+        "skipped_steps": skipped,
         "lr_scheduler": head.get("lr_scheduler"),
         "config": head.get("ds_config"),
         "buffers": sorted(reading.buffers),

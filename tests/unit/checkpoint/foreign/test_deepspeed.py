@@ -71,6 +71,14 @@ def test_nothing_else_is_found(case):
     assert {f"{entry.kind}/{entry.name}" for entry in foreign.open(HERE / case).names()} == expected
 
 
+def test_steps_that_were_skipped_are_not_counted_as_taken(tmp_path):
+    shutil.copytree(HERE / "zero0", tmp_path / "copy")
+    (path,) = (tmp_path / "copy").rglob("mp_rank_00_model_states.pt")
+    torch.save(torch.load(path, weights_only=True) | {"skipped_steps": 1}, path)
+    facts = foreign.open(tmp_path / "copy").facts()
+    assert (facts["global_steps"], facts["skipped_steps"]) == (2, 1)  # theirs counts them: 3 were due
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_facts_are_plain(case):
     facts = foreign.open(HERE / case).facts()
