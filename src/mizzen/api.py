@@ -65,12 +65,13 @@ def initialize(
     config_params: Source | None = None,
     *,
     make_engine: Callable[[Parts, Driving, Surroundings], Engine] = Engine,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Setup:
     """An engine for a model, with its optimizer, data loader and learning-rate schedule.
 
     `config` is a dict, a path, JSON text or base64; it may also come as `args.deepspeed_config` or `config_params`.
     An optimizer, or a callable that makes one from parameter groups, takes the place of the one in the configuration.
-    `make_engine` is a subclass of Engine, or makes one.
+    `make_engine` is a subclass of Engine, or makes one; `defaults` are keys for a configuration that does not have them.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
@@ -78,6 +79,7 @@ def initialize(
     source = _only_source(args, config, config_params)
     given = read_source(source)
     _listen(given.get("log_level"))
+    given = {**(defaults or {}), **given}
     settings = load(given | _degrees_of_mesh(mesh_param))
     world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
@@ -97,7 +99,7 @@ def initialize(
     seed = seed_of(plan.resolved.config, mesh)
     surroundings = Surroundings(
         resolved=plan.resolved,
-        user_config=source if isinstance(source, Mapping) else given,
+        user_config=source if isinstance(source, Mapping) else read_source(source),
         mesh=mesh,
         world=world,
         device=accelerator.device(),

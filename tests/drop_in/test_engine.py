@@ -158,3 +158,23 @@ def test_a_key_that_is_no_string_is_told():
     for start in (lambda config: package.initialize(model=programs.Model(), config=config), package.DeepSpeedConfig):
         with pytest.raises(ConfigError, match="keys are strings, not of type int"):
             start({**programs.config(0), 3: 4})
+
+
+def dropped(config):
+    """A loss with dropout, after the script has seeded torch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
+    engine = deepspeed.initialize(model=model, config={"train_batch_size": 2, **config})[0]
+    torch.manual_seed(5)
+    return engine(torch.ones(1, 64)).item()
+
+
+def test_dropout_follows_the_seed_of_the_script(world):
+    """As under DDP, to the digit; a file may say otherwise."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
+    torch.manual_seed(5)
+    expected = model(torch.ones(1, 64)).item()
+    assert world(2).run(dropped, {}) == [expected, expected]
+    first, second = world(2).run(dropped, {"dropout_stream": "engine"})
+    assert first != second

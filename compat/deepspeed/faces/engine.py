@@ -29,6 +29,8 @@ from mizzen.log import get_logger
 
 SAID: Final = f"DeepSpeed info: version={__version__}, git-hash=mizzen, git-branch=mizzen"
 """The line that programs look for in a log."""
+DEFAULTS: Final = {"dropout_stream": "torch"}
+"""A script that seeds torch has the dropout that it would have under DDP."""
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32} | {
     name: vars(torch)[name] for name in ("float16", "bfloat16", "float32", "half")
 }
@@ -80,6 +82,7 @@ class DeepSpeedEngine(Engine):
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
             make_engine=self._begin,
+            defaults=DEFAULTS,
             **given,
         )
         self.mpu, self.client_optimizer, self.client_lr_scheduler = mpu, optimizer, lr_scheduler
