@@ -3,7 +3,8 @@
     python tests/clients/own_tests.py CHECKOUT [TESTS ...]
 
 CHECKOUT is the client's source, at the version that is installed; TESTS are files or folders in it, and options of
-pytest. Without any it is the place where the known clients keep these tests.
+pytest. Without any it is the place where the known clients keep these tests. The client and the helpers of its
+tests come from the checkout, all else from this environment; the drop-in comes before both.
 """
 
 import os
@@ -24,7 +25,9 @@ PLACES = (
     "tests/tests_fabric/strategies/test_deepspeed.py",
 )
 """Of Accelerate and older versions of Transformers, of newer ones, of Lightning, of Fabric."""
+REPOSITORY = Path(__file__).parents[2]
 REASONS = {
+    "needs a package that is not installed": r"no module named '(?!deepspeed\b)",
     "needs a GPU": r"\b(cuda|gpus?|nccl)\b|requires? (an? |multiple |multi-)?accelerator",
     "needs NVMe": r"nvme|aio|libaio",
     "needs a model hub": r"hugging ?face\.co|offline|connection|couldn't connect|can't load|localentrynotfound|hub",
@@ -49,9 +52,15 @@ def count(report: Path) -> Counter:
         if outcome is None:
             found["passed", ""] += 1
         else:
-            kind = "skipped" if outcome.tag == "skipped" else "failed"
-            found[kind, reason_of(words_of(outcome))] += 1
+            found[kind_of(outcome), reason_of(words_of(outcome))] += 1
     return found
+
+
+def kind_of(outcome: ElementTree.Element) -> str:
+    """A file that could not be imported is one outcome, however many tests it has: it is told apart."""
+    if outcome.tag == "error" and outcome.get("message") == "collection failure":
+        return "not collected"
+    return "skipped" if outcome.tag == "skipped" else "failed"
 
 
 def words_of(outcome: ElementTree.Element) -> str:
@@ -60,32 +69,58 @@ def words_of(outcome: ElementTree.Element) -> str:
     return "\n".join([outcome.get("message", ""), *lines])
 
 
+def surroundings(checkout: Path) -> dict[str, str]:
+    """Where the tests and the processes that they start find things.
+
+    Folders are whole paths, because the tests run in another folder than this program. The commands `accelerate` and
+    `torchrun` are those of this environment, also when it is not activated. pytest itself adds the checkout.
+    """
+    search = [str(FOLDER), str(checkout / "src"), os.environ.get("PYTHONPATH", "")]
+    commands = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, search)),
+        "PATH": os.pathsep.join(filter(None, commands)),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def run_tests(checkout: Path, tests: list[str]) -> tuple[int, Counter]:
+    """What pytest returned, and what came of each test."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        done = subprocess.run(command, cwd=checkout, env=surroundings(checkout), check=False)
+        return done.returncode, count(report)
+
+
 def main(words: list[str]) -> int:
     if not words:
         print(__doc__)
         return 2
-    checkout, *tests = words
-    tests = tests or [place for place in PLACES if (Path(checkout) / place).exists()]
+    checkout, tests = Path(words[0]).resolve(), words[1:]
+    if not checkout.is_dir():
+        print(f"{checkout} is no folder: name the client's checkout")
+        return 2
+    if checkout.is_relative_to(REPOSITORY):
+        print(f"{checkout} lies inside {REPOSITORY}, whose settings of pytest would hold for it: put it beside that")
+        return 2
+    tests = tests or [place for place in PLACES if (checkout / place).exists()]
     if not tests:
         print(f"{checkout} has none of {', '.join(PLACES)}: name the tests")
         return 2
-    search = [str(FOLDER), str(Path(checkout) / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search)), "HF_HUB_OFFLINE": "1"}
-    with TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
-        subprocess.run(command, cwd=checkout, env=environment, check=False)
-        counts = count(report)
+    returned, counts = run_tests(checkout, tests)
+    if "--collect-only" in tests:
+        return returned
     commit = subprocess.run(
         ["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    print(f"\n{Path(checkout).resolve().name} at {commit.stdout.strip() or 'no commit'}")
+    print(f"\n{checkout.name} at {commit.stdout.strip() or 'no commit'}")
     for (kind, reason), number in sorted(counts.items()):
         print(f"{number:6} {kind}{f': {reason}' if reason else ''}")
     if not counts:
         print("nothing ran: no test matches")
         return 1
-    return 1 if any(kind == "failed" for kind, _ in counts) else 0
+    return 1 if any(kind in ("failed", "not collected") for kind, _ in counts) else 0
 
 
 if __name__ == "__main__":
