@@ -33,6 +33,12 @@ help: ## list the targets
 	  --no-build-isolation pytest pytest-timeout pytest-xdist --editable ".[all-clients]"
 	touch $@
 
+# Only for those who have a checkout of a client: what its own tests import beyond the clients.
+.venv-clients/ready-for-own-tests: .venv-clients/ready
+	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt --constraint constraints-clients.txt \
+	  --no-build-isolation --editable ".[client-tests]"
+	touch $@
+
 # Another torch may want another setuptools; all else stays as it is.
 $(OTHER)/ready: pyproject.toml constraints.txt
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
@@ -63,7 +69,7 @@ test-cluster: .venv/ready ## every back end on hosts made of network namespaces;
 test-clients: .venv-clients/ready ## HF Trainer, Accelerate, Lightning, TRL and PEFT, unmodified, on two ranks; in about five minutes
 	CLIENTS=1 $(CLIENTS)/python -m pytest -n 2 --dist loadfile -rs --durations=8 tests/clients tests/unit/rewrite/test_head.py $(ARGS)
 
-client-tests: .venv-clients/ready ## a client's own tests, from its checkout: CLIENT_SRC=../accelerate ARGS='tests/deepspeed'
+client-tests: .venv-clients/ready-for-own-tests ## a client's own tests, from its checkout: CLIENT_SRC=../accelerate ARGS='tests/deepspeed'
 	$(CLIENTS)/python tests/clients/own_tests.py $(CLIENT_SRC) $(ARGS)
 
 docs: .venv/ready ## regenerate docs/config.md from the configuration's own words

@@ -88,7 +88,8 @@ def run_tests(checkout: Path, tests: list[str]) -> tuple[int, Counter]:
     """What pytest returned, and what came of each test."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         done = subprocess.run(command, cwd=checkout, env=surroundings(checkout), check=False)
         return done.returncode, count(report)
 
