@@ -71,7 +71,7 @@ def initialize(
 
     `config` is a dict, a path, JSON text or base64; it may also come as `args.deepspeed_config` or `config_params`.
     An optimizer, or a callable that makes one from parameter groups, takes the place of the one in the configuration.
-    `make_engine` is a subclass of Engine, or makes one; `defaults` are keys for a configuration that does not have them.
+    `make_engine` is a subclass of Engine, or makes one; `defaults` are keys for a configuration that lacks them.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize() needs model=, an nn.Module; it got {type(model).__name__}")
