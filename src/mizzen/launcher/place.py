@@ -77,13 +77,8 @@ def rank_environment(
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
     """What a rank takes from its supervisor's environment.
 
-    <<<<<<< HEAD
-        Unless that says otherwise, torch's C++ writes errors only: for every connection that a rank which ends leaves
-        behind it has a warning with a stack of its own, and the sentence that says what happened would be lost among them.
-    =======
-        Unless that says otherwise, torch's C++ code writes errors only. For every connection that a rank which ends leaves
-        behind it has a warning with a stack, and the sentence that says what happened would be lost among them.
-    >>>>>>> 103aa4ff51c4375b0a4b4d0011018f96b133bbfa
+    Unless that says otherwise, torch's C++ code writes errors only. For every connection that a rank which ends leaves
+    behind it has a warning with a stack, and the sentence that says what happened would be lost among them.
     """
     kept = {name: value for name, value in env.items() if not name.startswith(LEFT_BY_LAUNCHERS)}
     return {"TORCH_CPP_LOG_LEVEL": "ERROR", **kept}
