@@ -162,11 +162,9 @@ def test_a_key_that_is_no_string_is_told():
 
 def dropped(config):
     """A loss with dropout, after the script has seeded torch."""
-    import deepspeed
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
-    engine = deepspeed.initialize(model=model, config={"train_batch_size": 2, **config})[0]
+    engine = programs.deepspeed().initialize(model=model, config={"train_batch_size": 2, **config})[0]
     torch.manual_seed(5)
     return engine(torch.ones(1, 64)).item()
 

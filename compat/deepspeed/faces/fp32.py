@@ -19,6 +19,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             raise MissingFolder(f"{folder} does not exist: give the folder that checkpoints were saved in")
         return function(*args, **kwargs)
 
+    call.__module__ = __name__  # where pickle looks for it
     return call
 
 

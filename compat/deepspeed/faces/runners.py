@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from deepspeed.faces.commands import arrange_on
+from mizzen.errors import LaunchError
 from mizzen.launcher.arrange import Asked, Launch
-from mizzen.launcher.backends import Command, Pdsh, find_backend
+from mizzen.launcher.backends import Command, find_backend
 from mizzen.launcher.start import gather
 
 PDSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER = "pdsh", "openmpi", "mpich"
@@ -72,10 +73,11 @@ class PDSHRunner(MultiNodeRunner):
     launcher = PDSH_LAUNCHER
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> Any:
-        """(the command, one that ends the job, the environment of both)."""
-        launch = self._launch(environment, active_resources)
-        (command,) = Pdsh().commands(launch.job, launch.way)
-        return _words(command, environment), list(Pdsh().ask(launch.job, launch.way, "end").words), environment
+        """Refuse: what a job holds is no argument that everybody on a host could read, and pdsh passes no input on."""
+        raise LaunchError(
+            "no command of pdsh alone starts a job: its variables and its secret go to the hosts by ssh first. Start it "
+            "with `mizzen run --launcher pdsh`, or take the runner of MPI or Slurm"
+        )
 
 
 class OpenMPIRunner(MultiNodeRunner):

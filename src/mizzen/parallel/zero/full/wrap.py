@@ -183,9 +183,9 @@ def _post_backward(group: Any, state: Any, wires: Wires, fills: bool, *unused: A
         type(group).post_backward(group, *unused)
         group.reduce_grads = reduces
         return
+    trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    wires.see([each.unsharded_param.grad if "_unsharded_param" in vars(each) else None for each in trained])
     if group._training_state.name == "PRE_BACKWARD":  # its backward has begun, and nothing of it was sent
-        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-        wires.see([each.unsharded_param.grad for each in trained])
         for each in trained if fills else ():
             parameter = each.unsharded_param
             if parameter.grad is None and each.unsharded_accumulated_grad is None:
