@@ -60,6 +60,8 @@ class Changes:
             store for store in self.stores if store.parameters
         ]  # an engine that has given its model back has none
         if stores and not self.tree.is_same():
+            for store in stores:
+                store.places.check()
             self._exchange(stores)
             self.tree.look()
         for store in stores:

@@ -52,6 +52,9 @@ class Places(Protocol):
     has_new: bool
     """Whether one of them has brought new values since this was last set to false."""
 
+    def check(self) -> None:
+        """The model has changed: refuse what can be put right where it stands, before anything is replaced."""
+
     def restore(self) -> None:
         """Let parameters that were moved be where they are trained, or refuse."""
 

@@ -71,6 +71,9 @@ class Residence:
                 "engine.module. The dtype of a model in training is set by bf16 or fp16 in the configuration"
             )
 
+    def check(self) -> None:
+        """Nothing: what stands in the model can be taken over."""
+
     def restore(self) -> None:
         """Bring every parameter back that was moved, or say which cannot be."""
         if self._is_as_noted():

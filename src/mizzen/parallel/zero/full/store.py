@@ -60,6 +60,13 @@ class ShardedPlaces:
 
     has_new = False
 
+    def __init__(self, units: Sequence[LiveUnit]) -> None:
+        self.units = units
+
+    def check(self) -> None:
+        """Put a sharded parameter back where something else stands in its module, and say so."""
+        _check_places(unit for unit in self.units if not unit.open)
+
     def restore(self) -> None:
         """Nothing was moved."""
 
@@ -76,7 +83,6 @@ class FullStore:
     """The units of one model."""
 
     is_sharded = True
-    places = ShardedPlaces()
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks) -> None:
         self.holding = holding
@@ -97,6 +103,7 @@ class FullStore:
         self.stock = Stock(torch.device(ranks.mesh.device_type))
         self.units, moved = assemble(model, units, holding, ranks, self.stock)
         self.replaced = moved
+        self.places = ShardedPlaces(self.units)
         self.parameters: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
         self.everything: Mapping[str, Tensor] = {
             name: parameter for unit in self.units for name, parameter in unit.parameters.items()

@@ -174,13 +174,21 @@ def gives_back_alone():
     engine(rows(0, rank()))
 
 
+def test_a_rank_that_gathers_the_model_alone_is_named(world):
+    first, second = world(2).run(saves_alone, expect_failure=True, timeout=30, grace=10)
+    assert first.error_type == second.error_type == "CommError"
+    assert "gathering the model: every rank has to make this call, and not all have" in first.traceback
+    for outcome in (first, second):
+        said = outcome.traceback.partition("the ranks have parted ways")[2]
+        assert "rank 0 at all_gather_object; rank 1 at step 0, unit '(the rest)', phase 'forward'" in said
+
+
 @pytest.mark.parametrize(
     ("program", "first", "second"),
     [
         (uneven_validation, "evaluation", "forward"),
         (generate_alone, "evaluation", "forward"),
         (no_backward, "backward", "forward"),
-        (saves_alone, "outside of forward", "forward"),
         (gives_back_alone, "giving back", "forward"),
     ],
 )
