@@ -133,11 +133,14 @@ def test_the_classifier_learns(world, words):
     assert last > 60 and last >= first - 5 and printed[1:] == [""] * (ranks - 1)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_two_engines_play_against_each_other(world, stage):
-    printed, _ = world(2, init=False).run(script, "gan.py", "--steps", 100, "--stage", stage)
-    critic = printed_numbers(printed, "critic")
-    assert len(critic) == 2 and critic[1] < 1.3, "less than by guessing, which is 1.39"
+def test_two_engines_play_against_each_other(world):
+    """The same game at every stage."""
+    played = []
+    for stage in (1, 3):
+        printed, _ = world(2, init=False).run(script, "gan.py", "--steps", 50, "--stage", stage)
+        played.append([*printed_numbers(printed, "critic"), *printed_numbers(printed, "painter")])
+    assert len(played[0]) == 2 and played[0] == pytest.approx(played[1], abs=2e-3)
+    assert 0.2 < played[0][0] < 2 and 0.2 < played[0][1] < 3
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra clients")
