@@ -68,5 +68,9 @@ def close(value):
 
 
 def own_lines(written: str) -> list[str]:
-    """What the engine has written, and warnings from its files, beside what the clients write."""
-    return [line for line in written.splitlines() if line.startswith("mizzen") or "src/mizzen" in line]
+    """What the engine has written, and warnings from its files, beside what the clients write.
+
+    The one line that every engine of the drop-in begins with, because programs look for it, is left out.
+    """
+    lines = [line for line in written.splitlines() if line.startswith("mizzen") or "src/mizzen" in line]
+    return [line for line in lines if "DeepSpeed info: version=" not in line]
