@@ -102,4 +102,6 @@ def test_accelerate_launch(states, tmp_path, stage):
 
 @pytest.mark.parametrize("client", ["accelerate", "states"])
 def test_the_engine_is_silent(request, client):
-    assert own_lines(request.getfixturevalue(client)[1]) == []
+    """But for a key of stage 3 that the file of every stage has, which is named once."""
+    lines = own_lines(request.getfixturevalue(client)[1])
+    assert [line for line in lines if "stage3_gather_16bit_weights_on_model_save has no effect" not in line] == []

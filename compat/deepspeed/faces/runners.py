@@ -75,8 +75,8 @@ class PDSHRunner(MultiNodeRunner):
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> Any:
         """Refuse: what a job holds is no argument that everybody on a host could read, and pdsh passes no input on."""
         raise LaunchError(
-            "no command of pdsh alone starts a job: its variables and its secret go to the hosts by ssh first. Start it "
-            "with `mizzen run --launcher pdsh`, or take the runner of MPI or Slurm"
+            "no command of pdsh alone starts a job: its variables and its secret go to the hosts by ssh first. Start "
+            "it with `mizzen run --launcher pdsh`, or take the runner of MPI or Slurm"
         )
 
 
