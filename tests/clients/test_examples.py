@@ -33,6 +33,16 @@ def test_an_example_of_lightning_with_its_check_set_aside(tmp_path, name, saved)
     assert (tmp_path / "made" / saved / "checkpoint").is_dir()
 
 
+def test_adapters_on_a_frozen_model(tmp_path):
+    lora = ROOT / "examples" / "lora.py"
+    words = (sys.executable, "-m", "mizzen.cli", "run", "--num_gpus", "2", lora)
+    written = run([*words, "--steps", 20, "--output", tmp_path / "saved"], tmp_path, **SEARCH)
+    trained, everything = (int(found.replace(",", "")) for found in re.findall(r"[\d,]{4,}", written)[:2])
+    assert trained < everything and losses(written)[-1] < 5, written[-3000:]
+    size = sum(file.stat().st_size for file in (tmp_path / "saved").rglob("*.safetensors"))
+    assert 4 * trained < size < 4 * everything + 8 * trained, "masters and states of what is trained, and no more"
+
+
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "trainer.py", "accelerate_loop.py", "sft.py", "fabric_loop.py", "lightning_trainer.py",
