@@ -13,6 +13,7 @@ from typing import Final
 from mizzen.errors import UsageError
 
 Shape = tuple[int, ...]
+Interval = tuple[int, int]
 STEPS: Final = 2_000_000
 """How many times a box is looked at, at most, to count the elements of a tensor that some boxes hold."""
 
@@ -103,6 +104,17 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """Where part `index` of `parts` begins and ends, by torch.chunk's rule: the last ones may be short or empty."""
     each = -(-size // parts)
     return min(index * each, size), min((index + 1) * each, size)
+
+
+def window(held: Sequence[Interval], low: int, high: int) -> list[Interval]:
+    """The positions [low, high) of intervals laid end to end, as intervals again."""
+    found, offset = list[Interval](), 0
+    for a, b in held:
+        start, stop = max(low, offset), min(high, offset + b - a)
+        if start < stop:
+            found.append((a + start - offset, a + stop - offset))
+        offset += b - a
+    return found
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:

@@ -13,10 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from mizzen.errors import UsageError
-from mizzen.model.box import Box, chunk
+from mizzen.model.box import Box, Interval, chunk, window
 from mizzen.model.piece import Piece
-
-Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ def _strided(held: list[Interval], cut: _Cut) -> list[Interval]:
     for piece in range(cut.stride):
         first, last = chunk(size, cut.stride, piece)
         low, high = chunk(last - first, cut.ways, cut.index)
-        taken += _window(held, first + low, first + high)
+        taken += window(held, first + low, first + high)
     return _joined(taken)
 
 
@@ -136,14 +134,3 @@ def _joined(intervals: list[Interval]) -> list[Interval]:
             a = joined.pop()[0]
         joined.append((a, b))
     return joined
-
-
-def _window(held: list[Interval], low: int, high: int) -> list[Interval]:
-    """The positions [low, high) of intervals laid end to end, as intervals again."""
-    found, offset = list[Interval](), 0
-    for a, b in held:
-        start, stop = max(low, offset), min(high, offset + b - a)
-        if start < stop:
-            found.append((a + start - offset, a + stop - offset))
-        offset += b - a
-    return found

@@ -1,0 +1,235 @@
+"""Where a parameter lives: which axes cut it, which ranks hold the same of it, and how its gradient becomes a mean.
+
+Pure values and arithmetic: a home and a layout say for every rank which boxes of the whole tensor it holds and who else
+holds them. Stores, norms, access, checkpoints and costs read homes; a strategy is a function that draws other ones.
+
+[Note: copies and sums]
+`copies` are the axes along which ranks hold equal values. `sums`, some of these, are the axes along which they bring
+different gradients, which have to be added up; masters and states are shared out along them. Along the other copies
+gradients are equal already: the scale of a norm in a model whose matrices are cut is such a copy. The divisor is a
+number of its own, because an expert's gradient is summed over fewer ranks than have sent it tokens.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import Final
+
+from mizzen.config.layout import AXES, Layout
+from mizzen.errors import PlanError
+from mizzen.model.box import Box, Interval, Shape, boxes_of_range, chunk, window
+
+DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
+"""The axes along which ranks see different samples, or different tokens of one."""
+SHARD_AXES: Final = ("dp_shard", "sp")
+"""Those of them that share one copy of what is sharded."""
+PLACES: Final[Mapping[str, frozenset[str]]] = {
+    "ep": frozenset({"dp_shard", "sp"}),
+    "edp": frozenset({"dp_shard", "sp"}),
+}
+"""Axes of the expert view, with those of the other view that number the same ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A dimension that is laid out along an axis. It is made of runs, end to end: Q, K and V of a fused matrix, say."""
+
+    axis: str
+    dim: int
+    runs: tuple[tuple[int, ...], ...]
+    """For each run the sizes of its parts. With fewer parts than ranks neighbours hold the same; one part is a copy."""
+
+    def held(self, place: int, ranks: int) -> list[Interval]:
+        """The intervals that the rank at a place of the axis holds."""
+        found: list[Interval] = []
+        start = 0
+        for sizes in self.runs:
+            part = place * len(sizes) // ranks
+            edges = list(accumulate(sizes, initial=start))
+            low, high = edges[part], edges[part + 1]
+            start = edges[-1]
+            if low < high:
+                found.append((low, high))
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some run has fewer parts than another, so that not every rank's boxes are its own."""
+        return len({len(sizes) for sizes in self.runs}) > 1
+
+
+def evenly(size: int, parts: int) -> tuple[int, ...]:
+    """The sizes of parts by torch.chunk's rule: the last ones may be short, or empty."""
+    return tuple(stop - start for start, stop in (chunk(size, parts, part) for part in range(parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where one parameter lives."""
+
+    cuts: tuple[Cut, ...] = ()
+    copies: tuple[str, ...] = ()
+    """The axes along which ranks hold the same."""
+    sums: tuple[str, ...] = ()
+    """Those of them along which gradients differ and are added up."""
+    divisor: int = 1
+    """What that sum is divided by."""
+    only: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Axes of which only some places hold it at all."""
+
+    @classmethod
+    def data_parallel(cls, layout: Layout) -> "Home":
+        """Every rank holds all of it, and gradients are averaged over the data ranks."""
+        return cls(copies=AXES, sums=DATA_AXES, divisor=layout.size(*DATA_AXES))
+
+    # How strategies draw other homes
+
+    def cut(self, axis: str, dim: int, *runs: Sequence[int]) -> "Home":
+        """Laid out along an axis. Gradients are no longer summed along it."""
+        new = Cut(axis, dim, tuple(tuple(sizes) for sizes in runs))
+        copies, sums = _without(axis, self.copies), _without(axis, self.sums)
+        return replace(self, cuts=(*self.cuts, new), copies=copies, sums=sums)
+
+    def at(self, axis: str, *places: int) -> "Home":
+        """On some places of an axis only. Where they are several, as of a tied weight, their gradients are added up."""
+        copies, sums = _without(axis, self.copies), _without(axis, self.sums)
+        if len(places) > 1:
+            copies, sums = (*copies, axis), (*sums, axis)
+        return replace(self, copies=copies, sums=sums, only=(*self.only, (axis, places)))
+
+    # What follows from it
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a rank that holds it holds all of it."""
+        return not self.cuts
+
+    def is_at(self, layout: Layout, rank: int) -> bool:
+        """Whether a rank holds anything of it."""
+        places = layout.coordinates(rank) if self.only else {}
+        return all(places[axis] in there for axis, there in self.only)
+
+    def intervals(self, shape: Sequence[int], layout: Layout, rank: int) -> list[list[Interval]]:
+        """For each dimension what a rank holds of it, in rising order."""
+        sides = [[(0, size)] if size else [] for size in shape]
+        places = layout.coordinates(rank) if self.cuts else {}
+        for cut in self.cuts:
+            held = cut.held(places[cut.axis], layout.size(cut.axis))
+            sides[cut.dim] = [
+                (max(a, c), min(b, d)) for a, b in sides[cut.dim] for c, d in held if max(a, c) < min(b, d)
+            ]
+        return sides
+
+    def local_shape(self, shape: Sequence[int], layout: Layout, rank: int) -> Shape:
+        """The shape of the tensor that a rank holds: its intervals laid end to end in each dimension."""
+        if not self.cuts:
+            return tuple(shape)
+        return tuple(sum(b - a for a, b in side) for side in self.intervals(shape, layout, rank))
+
+    def boxes(self, shape: Sequence[int], layout: Layout, rank: int) -> tuple[Box, ...]:
+        """What a rank holds; nothing where it is not at home."""
+        if not self.is_at(layout, rank) or not math.prod(shape):
+            return ()
+        return tuple(_box(corner) for corner in product(*self.intervals(shape, layout, rank)))
+
+    def boxes_of_range(self, shape: Sequence[int], layout: Layout, rank: int, start: int, stop: int) -> tuple[Box, ...]:
+        """A flat range of the tensor that a rank holds, as boxes of the whole one, in the order of their elements."""
+        if not self.cuts:
+            return boxes_of_range(shape, start, stop)
+        sides = self.intervals(shape, layout, rank)
+        local = tuple(sum(b - a for a, b in side) for side in sides)
+        return tuple(found for box in boxes_of_range(local, start, stop) for found in _in_whole(box, sides))
+
+    def holders(self, layout: Layout, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the very same as this one, itself among them, in rising order."""
+        return self._along(self.copies, layout, rank)
+
+    def adders(self, layout: Layout, rank: int) -> tuple[int, ...]:
+        """The ranks whose gradients are added to this one's, itself among them, in rising order."""
+        return self._along(self.sums, layout, rank)
+
+    def holders_of(self, box: Box, shape: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
+        """The ranks that hold one of this rank's boxes, which are more than its copies where a run has fewer parts."""
+        if not any(cut.is_shared or len(cut.runs[0]) < layout.size(cut.axis) for cut in self.cuts):
+            return self.holders(layout, rank)
+        axes = tuple(dict.fromkeys((*(cut.axis for cut in self.cuts), *self.copies)))
+        others = self._along(axes, layout, rank)
+        return tuple(other for other in others if any(held.contains(box) for held in self.boxes(shape, layout, other)))
+
+    def counts(self, shape: Sequence[int], layout: Layout, rank: int) -> tuple[Box, ...]:
+        """The boxes that this rank counts for all, so that each element is counted by one of its adders alone.
+
+        Those whose gradients are summed share the counting of what they share; of other copies the first one counts.
+        """
+        family = set(self.adders(layout, rank))
+        return tuple(
+            box for box in self.boxes(shape, layout, rank) if min(self.holders_of(box, shape, layout, rank)) in family
+        )
+
+    def _along(self, axes: Iterable[str], layout: Layout, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from one at most along these axes, where it is at home."""
+        return _ranks_along(layout, tuple(dict.fromkeys(axes)), self.only, rank)
+
+    def key(self, layout: Layout) -> tuple[object, ...]:
+        """What two parameters must have in common to be summed together: axes of some size, places and divisor."""
+        copies, sums = (tuple(name for name in axes if layout.size(name) > 1) for axes in (self.copies, self.sums))
+        return copies, sums, self.divisor, self.only
+
+    def check(self, name: str, shape: Sequence[int], layout: Layout) -> None:
+        """Refuse a home that does not fit the shape or the layout."""
+        for cut in self.cuts:
+            ranks = layout.size(cut.axis)
+            if not 0 <= cut.dim < len(shape):
+                raise PlanError(
+                    f"'{name}' of shape {list(shape)} has no dimension {cut.dim} to be cut along {cut.axis}"
+                )
+            if sum(sum(sizes) for sizes in cut.runs) != shape[cut.dim]:
+                raise PlanError(
+                    f"'{name}' has {shape[cut.dim]} in dimension {cut.dim}; its parts along {cut.axis} have "
+                    f"{sum(sum(sizes) for sizes in cut.runs)} together"
+                )
+            for sizes in cut.runs:
+                if not sizes or ranks % len(sizes):
+                    raise PlanError(
+                        f"'{name}' in {len(sizes)} parts along {cut.axis}={ranks}: a number of parts that divides "
+                        f"{ranks} is needed, so that each is held by as many ranks"
+                    )
+        if not set(self.sums) <= set(self.copies):
+            raise PlanError(f"'{name}': gradients are summed along {self.sums}, but it is the same along {self.copies}")
+
+
+def _without(axis: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The other axes, in the view that this one belongs to: beside an expert axis dp_shard and sp are ep and edp."""
+    same = PLACES.get(axis, frozenset())
+    kept = tuple(name for name in names if name != axis and name not in same)
+    is_other_left = bool(same) and same <= {*names}
+    return (*kept, "edp" if axis == "ep" else "ep") if is_other_left else kept
+
+
+@lru_cache(maxsize=4096)
+def _ranks_along(
+    layout: Layout, axes: tuple[str, ...], only: tuple[tuple[str, tuple[int, ...]], ...], rank: int
+) -> tuple[int, ...]:
+    found: Iterable[int] = layout.ranks_along(axes, rank) if axes else (rank,)
+    for axis, places in only:
+        if axis in axes:
+            found = [each for each in found if layout.coordinates(each)[axis] in places]
+    return tuple(found)
+
+
+def _box(corner: Sequence[Interval]) -> Box:
+    return Box(tuple(a for a, _ in corner), tuple(b for _, b in corner))
+
+
+def _in_whole(box: Box, sides: Sequence[Sequence[Interval]]) -> Iterator[Box]:
+    """A box of a rank's own tensor as boxes of the whole one, such that their elements follow each other.
+
+    A dimension inside of which the tensor was put together from several intervals interrupts the order in every row.
+    """
+    windows = [window(side, a, b) for side, a, b in zip(sides, box.start, box.stop, strict=True)]
+    broken = max((dim for dim, found in enumerate(windows) if len(found) > 1), default=0)
+    rows = [[(at, at + 1) for a, b in found for at in range(a, b)] for found in windows[:broken]]
+    for corner in product(*rows, *windows[broken:]):
+        yield _box(corner)
