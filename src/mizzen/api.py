@@ -92,7 +92,7 @@ def initialize(
     check_optimizer(chosen, plan)
     agree(plan)
     accelerator = get_accelerator()
-    mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name)
+    mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name, groups=plan.groups)
     place(model, plan, mesh)
     parts = plan.apply((Part(model),), mesh)
     check_equal(model, mesh)

@@ -18,7 +18,7 @@ several axes is flattened by torch, because FSDP2 accepts a mesh beside a tensor
 one root.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mizzen.backport import set_timeout
 from mizzen.comm.communicator import current
 from mizzen.comm.groups import new_group
-from mizzen.config.layout import AXES, EXPERT_AXES, Layout
+from mizzen.config.layout import AXES, EXPERT_AXES, Layout, Partition
 from mizzen.errors import LayoutError, UsageError
 
 PRODUCTS: Final = (
@@ -45,8 +45,6 @@ PRODUCTS: Final = (
 """The products of axes that there are groups for, beside the axes themselves."""
 EXPERT_PRODUCTS: Final = (("dp_replicate", "edp"),)  # gradients of experts are averaged
 """The same for the second view."""
-
-Partition = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
@@ -81,10 +79,22 @@ class Mesh:
     rank: int
     aside: Aside
     _meshes: Mapping[tuple[str, ...], DeviceMesh] = field(repr=False, compare=False)
+    _groups: Mapping[tuple[int, ...], ProcessGroup] = field(repr=False, compare=False, default_factory=dict)
+    """Every group that this rank belongs to, by its ranks."""
 
     @classmethod
-    def build(cls, layout: Layout, *, device_type: str, timeout: timedelta | None = None) -> "Mesh":
-        """The mesh of a layout, whose groups the first call forms. Every rank calls this, with the same layout."""
+    def build(
+        cls,
+        layout: Layout,
+        *,
+        device_type: str,
+        timeout: timedelta | None = None,
+        groups: Sequence[Partition] = (),
+    ) -> "Mesh":
+        """The mesh of a layout, whose groups the first call forms. Every rank calls this, with the same arguments.
+
+        `groups` are those that no product of axes gives, each time all groups of the job that are of one kind.
+        """
         if not dist.is_initialized():
             raise UsageError("a mesh needs a process group: call mizzen.init_distributed() first")
         if dist.get_world_size() != layout.world:
@@ -93,13 +103,15 @@ class Mesh:
             )
         comm = current()
         limit = timeout or timedelta(seconds=comm.watch.patience.timeout)
-        key = (layout, device_type, limit)
+        key = (layout, device_type, limit, tuple(groups))
         if key not in comm.meshes:
             builder = _Builder(layout, device_type, dist.get_rank(), limit)
             devices = builder.view(AXES, layout.shape, PRODUCTS)
             expert = builder.view(layout.expert_axes, layout.expert_shape, EXPERT_PRODUCTS)
+            for partition in groups:
+                builder.form(partition, "plan")
             aside = Aside(builder.aside())
-            comm.meshes[key] = cls(layout, devices, expert, dist.get_rank(), aside, builder.meshes)
+            comm.meshes[key] = cls(layout, devices, expert, dist.get_rank(), aside, builder.meshes, builder.by_ranks())
         found: Mesh = comm.meshes[key]
         return found
 
@@ -121,6 +133,12 @@ class Mesh:
     def group(self, *names: str) -> ProcessGroup:
         """The process group of the same ranks."""
         return self.axes(*names).get_group()
+
+    def group_of(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """The group of exactly these ranks, which is one of an axis, of a product, or of the plan."""
+        if ranks not in self._groups:
+            raise UsageError(f"there is no group of the ranks {', '.join(map(str, ranks))}: the plan has not named it")
+        return self._groups[ranks]
 
     def size(self, *names: str) -> int:
         """How many ranks that is."""
@@ -183,21 +201,32 @@ class _Builder:
         return flat
 
     def _group(self, axis: str) -> ProcessGroup:
-        partition = tuple(self.layout.groups(axis))
+        return self.form(tuple(self.layout.groups(axis)), axis)
+
+    def form(self, partition: Partition, title: str) -> ProcessGroup:
+        """The group that this rank belongs to; of a partition that leaves it out, one that it may not use."""
         if partition not in self.groups:
-            self.groups[partition] = self._form(partition, axis)
+            self.groups[partition] = self._form(partition, title)
         return self.groups[partition]
+
+    def by_ranks(self) -> dict[tuple[int, ...], ProcessGroup]:
+        """Every group that this rank belongs to, by its ranks."""
+        mine = ((ranks, group) for partition, group in self.groups.items() for ranks in partition if self.rank in ranks)
+        everyone: Any = dist.group.WORLD
+        return dict(mine) | {tuple(range(self.layout.world)): everyone}
 
     def _form(self, partition: Partition, title: str) -> ProcessGroup:
         everyone: Any = dist.group.WORLD
-        if len(partition) == 1:
+        if len(partition) == 1 and len(partition[0]) == self.layout.world:
             return everyone  # type: ignore[no-any-return]
-        if everyone.bound_device_id is not None:
+        is_complete = sum(map(len, partition)) == self.layout.world
+        if everyone.bound_device_id is not None and is_complete:
             # One call splits the communicator of all ranks for all groups of the partition.
             split = [list(ranks) for ranks in partition]
             return dist.split_group(split_ranks=split, timeout=self.timeout, group_desc=title)  # type: ignore[return-value]
         formed = [new_group(ranks, self.timeout, group_desc=title) for ranks in partition]
-        return next(group for ranks, group in zip(partition, formed, strict=True) if self.rank in ranks)  # type: ignore[no-any-return]
+        mine = (group for ranks, group in zip(partition, formed, strict=True) if self.rank in ranks)
+        return next(mine, formed[0])  # type: ignore[no-any-return]
 
 
 def _key(layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from mizzen.errors import LayoutError
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Slowest first."""
 EXPERT_AXES: Final = ("ep", "edp")
+Partition = tuple[tuple[int, ...], ...]
+"""Groups of ranks that have no rank in common."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from mizzen.engine.randomness import RandomStream
 from mizzen.environment import World
 from mizzen.errors import ConfigError, MizzenError, UsageError
 from mizzen.log import warn_once
+from mizzen.model.home import DATA_AXES
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.report import Observer
@@ -32,7 +33,6 @@ from mizzen.optim.rules import is_known, whole_groups
 from mizzen.parallel.zero.full.early import make_whole
 from mizzen.parallel.zero.full.staying import Staying
 from mizzen.parallel.zero.reduce import torch_dtype
-from mizzen.parallel.zero.shard import DATA_AXES
 from mizzen.plan.build import Plan
 from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy

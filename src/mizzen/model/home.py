@@ -15,11 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from mizzen.config.layout import AXES, Layout
+from mizzen.config.layout import AXES, EXPERT_AXES, Layout
 from mizzen.errors import PlanError
 from mizzen.model.box import Box, Interval, Shape, boxes_of_range, chunk, window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
 """The axes along which ranks see different samples, or different tokens of one."""
@@ -198,6 +201,68 @@ class Home:
                     )
         if not set(self.sums) <= set(self.copies):
             raise PlanError(f"'{name}': gradients are summed along {self.sums}, but it is the same along {self.copies}")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What one rank has of a parameter."""
+
+    shape: Shape
+    """Of the whole."""
+    home: Home
+    layout: Layout
+    rank: int
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of the tensor that it holds."""
+        return self.home.local_shape(self.shape, self.layout, self.rank)
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """The axes along which others hold the rest."""
+        return tuple(dict.fromkeys(cut.axis for cut in self.home.cuts if self.layout.size(cut.axis) > 1))
+
+    @property
+    def is_far(self) -> bool:
+        """Whether gradients are summed with those of ranks that run another piece of the model."""
+        return any(axis in self.home.sums for axis, _ in self.home.only)
+
+    def boxes_of_range(self, start: int, stop: int) -> tuple[Box, ...]:
+        """A flat range of that tensor, as boxes of the whole one."""
+        return self.home.boxes_of_range(self.shape, self.layout, self.rank, start, stop)
+
+    def boxes_of(self, box: Box) -> tuple[Box, ...]:
+        """A box of that tensor, as boxes of the whole one, in the order of their elements."""
+        if not self.home.cuts or box.is_empty:
+            return () if box.is_empty else (box,)
+        return tuple(_in_whole(box, self.home.intervals(self.shape, self.layout, self.rank)))
+
+    def part_of(self, whole: "Tensor") -> "Tensor":
+        """What the rank holds of a whole tensor: that itself where nothing is cut."""
+        part = whole
+        for dim, side in enumerate(self.home.intervals(self.shape, self.layout, self.rank)) if self.home.cuts else ():
+            index = [at for a, b in side for at in range(a, b)]
+            if len(index) != self.shape[dim]:
+                part = part[(slice(None),) * dim + (index,)]
+        return part
+
+
+def pieces_at(rank: int, layout: Layout, count: int) -> range:
+    """Which pieces of a model in so many pieces a rank runs."""
+    return range(layout.coordinates(rank)["pp"], count, layout.pp) if count > 1 else range(1)
+
+
+def classes(homes: Iterable[Home], layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The ranks that hold as much of everything, under the places that they have in common."""
+    homes = set(homes)
+    named = {axis for home in homes for axis in (*(cut.axis for cut in home.cuts), *(axis for axis, _ in home.only))}
+    axes = [axis for axis in (*AXES, *EXPERT_AXES) if axis in named and layout.size(axis) > 1]
+    found: dict[str, list[int]] = {}
+    for rank in range(layout.world):
+        places = layout.coordinates(rank) if axes else {}
+        found.setdefault(" ".join(f"{axis}={places[axis]}" for axis in axes), []).append(rank)
+    return {title: tuple(ranks) for title, ranks in found.items()}
 
 
 def _without(axis: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -95,6 +95,12 @@ def piece_of_range(name: str, shape: Sequence[int], flat: Tensor, start: int, st
     return Piece(name, tuple(shape), boxes, flat.detach().view(boxes[0].shape) if len(boxes) == 1 else flat.detach())
 
 
+def piece_of_boxes(name: str, shape: Sequence[int], data: Tensor, boxes: tuple[Box, ...]) -> Piece:
+    """The Piece of a flat tensor that holds the elements of some boxes, one after the other."""
+    flat = data.detach().reshape(-1)
+    return Piece(name, tuple(shape), boxes, flat.view(boxes[0].shape) if len(boxes) == 1 else flat)
+
+
 def piece_of_whole(name: str, tensor: Tensor) -> Piece:
     """A plain tensor that is held as a whole, as a Piece that shares its memory."""
     shape = tuple(tensor.shape)

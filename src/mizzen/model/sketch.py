@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mizzen.ambient import AMBIENT
+from mizzen.config.layout import Layout
 from mizzen.errors import UsageError
 from mizzen.model.head import HeadSketch, head_of
+from mizzen.model.home import Home
 from mizzen.model.uses import UseReader
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class ParameterSketch:
     """The paths of modules whose code names it although they do not hold it."""
     is_whole: bool = False
     """Whether the update rule of that group needs it whole."""
+    home: Home = Home()
+    """Where it lives. The shape here is that of the whole, wherever that is cut."""
 
     @property
     def is_trained(self) -> bool:
@@ -140,6 +144,19 @@ class Sketch:
         The update rules of the groups `whole` need whole parameters.
         """
         parameters = (replace(p, group=(group := groups.get(p.name)), is_whole=group in whole) for p in self.parameters)
+        return replace(self, parameters=tuple(parameters))
+
+    def with_home(self, home: Home) -> "Sketch":
+        """The same model with all parameters in one home."""
+        return replace(self, parameters=tuple(replace(p, home=home) for p in self.parameters))
+
+    def local(self, layout: Layout, rank: int) -> "Sketch":
+        """The same model as a rank has it: with the shapes of what it holds, and without what is not there."""
+        parameters = (
+            p if p.home.is_whole else replace(p, shape=p.home.local_shape(p.shape, layout, rank))
+            for p in self.parameters
+            if p.home.is_at(layout, rank)
+        )
         return replace(self, parameters=tuple(parameters))
 
     def frozen(self) -> "Sketch":
@@ -226,6 +243,25 @@ class Sketch:
         if self.buffers:
             lines.append(f"  buffers: {len(self.buffers)}, {count_of(sum(each.nbytes for each in self.buffers))}B")
         return "\n".join(lines)
+
+
+Drafts = tuple[Sketch, ...]
+"""A model while it is planned: one sketch for each piece of it, in their order. One, until something cuts it."""
+
+
+def joined(drafts: Drafts) -> Sketch:
+    """All pieces of a model as one sketch again."""
+    if len(drafts) == 1:
+        return drafts[0]
+    parameters = {p.name: p for draft in reversed(drafts) for p in draft.parameters}
+    order = dict.fromkeys(p.name for draft in drafts for p in draft.parameters)
+    return Sketch(
+        tuple(parameters[name] for name in order),
+        tuple({buffer.name: buffer for draft in drafts for buffer in draft.buffers}.values()),
+        tuple({module.path: module for draft in drafts for module in draft.modules}.values()),
+        tuple(dict.fromkeys(hint for draft in drafts for hint in draft.hints)),
+        next((draft.head for draft in drafts if draft.head is not None), None),
+    )
 
 
 def parent_of(name: str) -> str:

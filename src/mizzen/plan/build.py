@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mizzen.config.layout import Partition
 from mizzen.config.resolve import Resolved, resolve
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
-from mizzen.model.sketch import Sketch
+from mizzen.model.home import Home, classes, pieces_at
+from mizzen.model.sketch import Drafts, Sketch
 from mizzen.plan.cost import Cost, replicated
 from mizzen.plan.transform import Transform
 from mizzen.plan.unbuilt import refusals
@@ -31,18 +33,46 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class RankClass:
+    """Ranks that hold as much, and the bytes of each."""
+
+    title: str
+    """The places that they have in common; empty where all ranks are alike."""
+    ranks: tuple[int, ...]
+    cost: Cost
+
+    def __str__(self) -> str:
+        where = f" on each of the {len(self.ranks)} ranks with {self.title}" if self.title else " per rank"
+        return f"{self.cost}{where}"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that was decided. `apply` does it."""
 
     resolved: Resolved
     sketch: Sketch
+    """The model as it was given, whole."""
     steps: tuple[Step, ...]
-    cost: Cost
+    classes: tuple[RankClass, ...]
+    drafts: Drafts
+    """What the last transform leaves of it: its pieces, with the homes of their parameters."""
+
+    @property
+    def cost(self) -> Cost:
+        """The bytes of the rank that holds most."""
+        return max((each.cost for each in self.classes), key=lambda cost: cost.total)
 
     @property
     def late(self) -> frozenset[str]:
         """The parameters that some transform itself brings to the device, part by part, because they may not fit."""
         return frozenset(name for step in self.steps for name in step.transform.late(step.choice))
+
+    @property
+    def groups(self) -> tuple[Partition, ...]:
+        """The groups of ranks that this plan needs beside those of the axes, in one order for all ranks."""
+        found = (partition for step in self.steps for partition in step.transform.groups(step.choice))
+        return tuple(dict.fromkeys(found))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -66,17 +96,33 @@ class Plan:
 def build(config: Config, world: int, sketch: Sketch, order: Sequence[Transform]) -> Plan:
     """Decide everything, or raise a `PlanError` that lists every reason at once."""
     resolved = resolve(config, world)
+    layout = resolved.layout
     reasons = [str(refusal) for refusal in refusals(config)]
+    drafts: Drafts = (sketch.with_home(Home.data_parallel(layout)),)
     wanted: list[tuple[Transform, Any]] = []
     for transform in order:
         try:
-            choice = transform.wants(resolved.config, resolved.layout, sketch)
+            choice = transform.wants(resolved.config, layout, drafts)
         except PlanError as refusal:
             reasons.append(str(refusal))
             continue
         if choice is not None:
             wanted.append((transform, choice))
+            drafts = transform.redraw(choice, drafts)
     if reasons:
         raise PlanError("\n".join(reasons))
-    steps = tuple(Step(transform, choice, transform.price(choice, sketch)) for transform, choice in wanted)
-    return Plan(resolved, sketch, steps, sum((step.cost for step in steps), replicated(resolved.config, sketch)))
+    alike = classes((p.home for draft in drafts for p in draft.parameters), layout)
+    first = next(iter(alike.values()))[0]
+    steps = tuple(Step(transform, choice, transform.price(choice, first)) for transform, choice in wanted)
+    found = []
+    for title, ranks in alike.items():
+        changes = (step.transform.price(step.choice, ranks[0]) for step in steps)
+        found.append(RankClass(title, ranks, sum(changes, _held(resolved, drafts, ranks[0]))))
+    return Plan(resolved, sketch, steps, tuple(found), drafts)
+
+
+def _held(resolved: Resolved, drafts: Drafts, rank: int) -> Cost:
+    """The cost of training what a rank has of the pieces that it runs, with everything that belongs to that."""
+    layout = resolved.layout
+    mine = (drafts[piece].local(layout, rank) for piece in pieces_at(rank, layout, len(drafts)))
+    return sum((replicated(resolved.config, draft) for draft in mine), Cost())

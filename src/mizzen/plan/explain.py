@@ -21,7 +21,9 @@ def explain(plan: Plan) -> str:
         lines.append(
             f"model   {count_of(plan.sketch.numel)} parameters, {count_of(plan.sketch.trainable_numel)} trainable"
         )
-        lines.append(f"memory  {plan.cost} per rank, without activations")
+        first, *others = plan.classes
+        lines.append(f"memory  {first}, without activations")
+        lines += [f"        {other}" for other in others]
     rates = ("optimizer.params.", "scheduler.params.")  # they change nothing of a plan
     autos = [path for path in plan.resolved.config.autos() if not path.startswith(rates)]
     if open_keys := [path for path in autos if path not in TRIAD]:

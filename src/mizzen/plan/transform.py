@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mizzen.config.layout import Layout
+from mizzen.config.layout import Layout, Partition
 from mizzen.config.schema import Config
-from mizzen.model.sketch import Sketch
+from mizzen.model.sketch import Drafts
 from mizzen.plan.cost import Cost
 
 if TYPE_CHECKING:
@@ -20,20 +20,31 @@ class Choice(Protocol):
 
 
 class Transform(Protocol):
-    """One change to the model. `wants` and `price` are pure; only `apply` touches tensors or ranks.
+    """One change to the model. Everything but `apply` is pure; only that touches tensors or ranks.
 
-    plan.build, anywhere:    wants(config, layout, sketch) -> Choice, None when not asked for, or PlanError
-                             price(choice, sketch)         -> what the change adds to the bytes of one rank
+    plan.build, anywhere:    wants(config, layout, drafts) -> Choice, None when not asked for, or PlanError
+                             redraw(choice, drafts)        -> the drafts that the next transform decides on
+                             groups(choice)                -> ranks that need a group which no product of axes gives
+                             price(choice, rank)           -> what the change adds to the bytes of a rank
     plan.apply, every rank:  apply(parts, choice, mesh)    -> the parts, changed; it never sees the config
     """
 
     name: str
 
-    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> Any | None:
-        """Decide, or refuse with a `PlanError` that says why and what to do."""
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> Any | None:
+        """Decide on what the transforms before leave, or refuse with a `PlanError` that says why and what to do."""
 
-    def price(self, choice: Any, sketch: Sketch) -> Cost:
-        """What the change adds to, or takes from, the cost of one rank."""
+    def redraw(self, choice: Any, drafts: Drafts) -> Drafts:
+        """What this leaves of the drafts: other homes, or more pieces."""
+        return drafts
+
+    def groups(self, choice: Any) -> Iterable[Partition]:
+        """The ranks that talk to each other, each time as all such groups of the job."""
+        return ()
+
+    def price(self, choice: Any, rank: int) -> Cost:
+        """What the change adds to, or takes from, the bytes of a rank that holds its part of the drafts whole."""
+        return Cost()
 
     def late(self, choice: Any) -> Iterable[str]:
         """The parameters that `apply` itself brings to the device; the others are there before."""

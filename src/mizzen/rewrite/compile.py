@@ -17,8 +17,7 @@ from mizzen.config.schema import Config
 from mizzen.errors import PlanError, UsageError
 from mizzen.log import info_once
 from mizzen.model.blocks import Block
-from mizzen.model.sketch import Sketch
-from mizzen.plan.cost import Cost
+from mizzen.model.sketch import Drafts, Sketch, joined
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.inside import Inside
@@ -58,8 +57,9 @@ class Compile(Transform):
 
     name = "compile"
 
-    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> CompileChoice | None:
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> CompileChoice | None:
         """Every block, or the whole model where nothing repeats; None when not enabled."""
+        sketch = joined(drafts)
         section, recompute = config.compile, config.activation_checkpointing
         if not section.enabled:
             return None
@@ -82,10 +82,6 @@ class Compile(Transform):
             dynamic=section.dynamic,
             fullgraph=section.fullgraph,
         )
-
-    def price(self, choice: CompileChoice, sketch: Sketch) -> Cost:
-        """Nothing."""
-        return Cost()
 
     def apply(self, parts: Parts, choice: CompileChoice, mesh: Mesh) -> Parts:
         """Ask torch to compile them."""

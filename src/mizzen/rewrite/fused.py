@@ -12,8 +12,7 @@ from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.kernels.gpu import gpu_code
 from mizzen.model.head import OWN_LOSSES, HeadSketch
-from mizzen.model.sketch import Sketch, parent_of
-from mizzen.plan.cost import Cost
+from mizzen.model.sketch import Drafts, Sketch, joined, parent_of
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.head import LOSS, HeadLoss
@@ -70,8 +69,9 @@ class Fused(Transform):
 
     name = "fused"
 
-    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> FusedChoice | None:
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> FusedChoice | None:
         """What was asked for and is in the model; None when nothing was. What is asked for and not there is refused."""
+        sketch = joined(drafts)
         section = config.fused
         if (section.head_chunk or section.head_labelled) and not section.head_loss:
             key = "head_chunk" if section.head_chunk else "head_labelled"
@@ -98,10 +98,6 @@ class Fused(Transform):
             gated=_gated(sketch) if section.swiglu and not left else (),
             left=left,
         )
-
-    def price(self, choice: FusedChoice, sketch: Sketch) -> Cost:
-        """Nothing: activations are not counted."""
-        return Cost()
 
     def apply(self, parts: Parts, choice: FusedChoice, mesh: Mesh) -> Parts:
         """Give the modules their operations."""

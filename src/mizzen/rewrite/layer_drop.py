@@ -15,9 +15,8 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
-from mizzen.model.sketch import Sketch
+from mizzen.model.sketch import Drafts
 from mizzen.monitor.report import Observer, StepReport
-from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.standing import Standing, restore
@@ -72,14 +71,10 @@ class LayerDrop(Transform):
 
     name = "layer drop"
 
-    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> LayerDropChoice | None:
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> LayerDropChoice | None:
         """As configured."""
         section = config.progressive_layer_drop
         return LayerDropChoice(section.theta, section.gamma) if section.enabled else None
-
-    def price(self, choice: LayerDropChoice, sketch: Sketch) -> Cost:
-        """Nothing."""
-        return Cost()
 
     def apply(self, parts: Parts, choice: LayerDropChoice, mesh: Mesh) -> Parts:
         """Put `Dropping` in the place of the forward of every part."""

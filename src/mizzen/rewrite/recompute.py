@@ -7,8 +7,7 @@ from mizzen.config.layout import Layout
 from mizzen.config.memory import ActivationCheckpointingConfig
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
-from mizzen.model.sketch import Sketch
-from mizzen.plan.cost import Cost
+from mizzen.model.sketch import Drafts, joined
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.checkpointing import Checkpointing
@@ -37,8 +36,9 @@ class Recompute(Transform):
 
     name = "recompute"
 
-    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> RecomputeChoice | None:
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> RecomputeChoice | None:
         """Every block, or every n-th; None when no block is to be computed again and nothing else was asked for."""
+        sketch = joined(drafts)
         section = config.activation_checkpointing
         _refuse(section, layout)
         keeping = Keeping(products=section.mode == "selective", on_host=section.cpu_checkpointing)
@@ -54,10 +54,6 @@ class Recompute(Transform):
             )
         chosen = units[:: section.every]  # the last one's activations are needed at once: better another than that
         return RecomputeChoice(tuple(unit.path for unit in chosen), keeping, in_words(chosen, among=len(units)))
-
-    def price(self, choice: RecomputeChoice, sketch: Sketch) -> Cost:
-        """Nothing: activations are not counted."""
-        return Cost()
 
     def apply(self, parts: Parts, choice: RecomputeChoice, mesh: Mesh) -> Parts:
         """Put `Recomputed` in the place of each block's `forward`."""

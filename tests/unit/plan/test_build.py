@@ -11,6 +11,7 @@ from mizzen.order import ORDER
 from mizzen.plan.build import build
 from mizzen.plan.cost import Cost, replicated
 from mizzen.plan.parts import Part
+from mizzen.plan.transform import Transform
 from mizzen.plan.unbuilt import Refusal
 
 SKETCH = Sketch((ParameterSketch("w", (64, 64)), ParameterSketch("b", (64,))))
@@ -18,7 +19,7 @@ CONFIG = {"train_batch_size": 16, "zero_optimization": {"stage": 2}, "optimizer"
 
 
 @dataclass(frozen=True)
-class Double:
+class Double(Transform):
     """A made-up change that costs `extra` bytes and leaves a mark on the parts."""
 
     name: str
@@ -26,12 +27,12 @@ class Double:
     refuses: bool = False
     is_wanted: bool = True
 
-    def wants(self, config, layout, sketch):
+    def wants(self, config, layout, drafts):
         if self.refuses:
-            raise PlanError(f"{self.name}: {len(sketch.parameters)} parameters on {layout.world} ranks are too many")
+            raise PlanError(f"{self.name}: {len(drafts[0].parameters)} parameters on {layout.world} ranks are too many")
         return f"{self.extra} bytes more" if self.is_wanted else None
 
-    def price(self, choice, sketch):
+    def price(self, choice, rank):
         return Cost(parameters=self.extra)
 
     def apply(self, parts, choice, mesh):
@@ -49,7 +50,7 @@ def test_the_same_arguments_give_equal_plans(order, world):
 def test_a_plan_cannot_be_changed():
     plan = build(load(CONFIG), 1, SKETCH, ORDER)
     with pytest.raises(FrozenInstanceError):
-        plan.cost = Cost()
+        plan.classes = ()
 
 
 def test_transforms_run_in_their_order_and_those_not_wanted_do_not():

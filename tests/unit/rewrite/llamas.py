@@ -46,7 +46,7 @@ def batch(samples: int = 2, length: int = 9) -> dict:
 
 
 def choose(model, sections=None, **keys) -> FusedChoice | None:
-    return Fused().wants(load({"fused": keys} | (sections or {})), Layout(), Sketch.of(model))
+    return Fused().wants(load({"fused": keys} | (sections or {})), Layout(), (Sketch.of(model),))
 
 
 def fuse(model, **keys):

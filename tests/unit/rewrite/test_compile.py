@@ -55,7 +55,7 @@ def fresh_compiler():
 
 def choose(sketch=SKETCH, recompute=None, **keys):
     config = {"compile": {"enabled": True, **keys}, "activation_checkpointing": recompute or {}}
-    return Compile().wants(load(config), Layout(), sketch)
+    return Compile().wants(load(config), Layout(), (sketch,))
 
 
 def test_only_when_enabled():
@@ -82,7 +82,7 @@ def test_only_when_enabled():
 def test_what_is_asked_of_torch(keys, options, words):
     choice = choose(**keys)
     assert (choice.options(), str(choice)) == (options, words)
-    assert Compile().price(choice, SKETCH) == Cost()
+    assert Compile().price(choice, 0) == Cost()
 
 
 def test_which_modules():

@@ -80,7 +80,7 @@ def test_which_modules():
     assert len(choice.norms) == 5 and choice.norms[-1] == "model.norm"
     assert (choice.head.model, choice.head.path, choice.rows) == ("", "lm_head", 5)
     assert str(choice) == "the loss of lm_head over chunks of 5 tokens, 5 x RMSNorm, 2 x rotary embedding, 2 x SwiGLU"
-    assert Fused().price(choice, Sketch.of(build())) == Cost()
+    assert Fused().price(choice, 0) == Cost()
     assert choose(build()) is None
 
 
@@ -95,7 +95,7 @@ def test_each_gets_its_own():
 
 def test_without_a_model_the_plan_says_what_was_asked_for():
     asked = load({"fused": {"head_loss": True, "rotary": True}})
-    assert str(Fused().wants(asked, Layout(), Sketch(()))) == "head_loss, rotary"
+    assert str(Fused().wants(asked, Layout(), (Sketch(()),))) == "head_loss, rotary"
 
 
 def test_the_compiler_fuses_by_itself():
@@ -106,7 +106,7 @@ def test_the_compiler_fuses_by_itself():
     left = "left to the compiler: fused.rms_norm, fused.rotary, fused.swiglu"
     assert str(choice) == f"the loss of lm_head over chunks of 5 tokens, {left}"
     assert str(choose(model, compiled, swiglu=True)) == "left to the compiler: fused.swiglu"
-    alone = Fused().wants(load({"fused": {"head_loss": True, "swiglu": True}} | compiled), Layout(), Sketch(()))
+    alone = Fused().wants(load({"fused": {"head_loss": True, "swiglu": True}} | compiled), Layout(), (Sketch(()),))
     assert str(alone) == "head_loss, left to the compiler: fused.swiglu"
 
 
@@ -161,13 +161,13 @@ def test_a_model_that_would_be_compiled_as_a_whole_is_refused():
     head = HeadSketch("", "", "Linear", "ForCausalLMLoss")
     config = load({"fused": {"head_loss": True}, "compile": {"enabled": True}})
     with pytest.raises(PlanError, match="all of it would be compiled, head and loss included"):
-        Fused().wants(config, Layout(), replace(Sketch.of(nn.Linear(2, 2)), head=head))
+        Fused().wants(config, Layout(), (replace(Sketch.of(nn.Linear(2, 2)), head=head),))
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
 def test_split_models_are_refused(layout):
     with pytest.raises(PlanError, match="split layers and cut models are not known"):
-        Fused().wants(load({"fused": {"swiglu": True}}), layout, Sketch.of(build()))
+        Fused().wants(load({"fused": {"swiglu": True}}), layout, (Sketch.of(build()),))
 
 
 def test_a_head_that_is_none_of_torchs():

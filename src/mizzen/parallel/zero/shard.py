@@ -1,14 +1,18 @@
 """ZeRO as a transform: decides the buffers, buckets and reduction of a run, and moves the parameters into them."""
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Literal
+from typing import Literal
+
+from torch import nn
 
 from mizzen.comm.mesh import Mesh
-from mizzen.config.layout import Layout
+from mizzen.config.layout import Layout, Partition
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
-from mizzen.model.sketch import Sketch, bytes_per_element
+from mizzen.model.home import DATA_AXES, Home, Site, pieces_at
+from mizzen.model.sketch import Drafts, ParameterSketch, Sketch, bytes_per_element
 from mizzen.parallel.zero.reduce import Reduction
 from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
@@ -17,29 +21,166 @@ from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.precision.policy import FLOATING, Policy, wider
 
-DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
-"""The axes over which parameters are the same and gradients are summed."""
+Stage = Literal[0, 1, 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a configuration says of flat buffers and of the sums in them."""
+
+    stage: Stage
+    policy: Policy
+    overlap: bool
+    reduce_elements: int
+    """Elements that are summed together, at most."""
+    gather_elements: int
+    """Elements that are gathered together, at most."""
+    is_sum: bool = False
+    """Whether the sum of the gradients was asked for instead of their mean."""
+    sparse: bool = False
+    predivide: float = 1.0
+    prescale: bool = False
+    in_rank_order: bool = False
+    early: bool = True
+    """Whether gradients may be divided as they are copied."""
+
+    @classmethod
+    def of(cls, config: Config, stage: Stage, *, overlap: bool) -> "Terms":
+        """Read a configuration."""
+        zero = config.zero_optimization
+        return cls(
+            stage,
+            Policy.of(config),
+            overlap,
+            zero.reduce_bucket_size,
+            zero.allgather_bucket_size,
+            is_sum=config.gradient_allreduce_op == "sum",
+            sparse=config.sparse_gradients and zero.stage < 3,
+            predivide=config.gradient_predivide_factor,
+            prescale=config.prescale_gradients,
+            in_rank_order=config.deterministic,
+            early=stage != 1,
+        )
+
+    def mean(self, ranks: int, *, early: bool = False) -> Reduction:
+        """The mean over some ranks, in two factors as asked for: before the sum, and after it.
+
+        Where gradients may be divided `early`, as they are copied, and that loses no bit, it costs nothing to do so.
+        """
+        policy, asked = self.policy, self.predivide if ranks > 1 else 1.0
+        is_exact = ranks.bit_count() == 1 and "float16" not in (policy.parameters, policy.accumulation, policy.wire)
+        is_early = early and is_exact and asked == 1
+        before = 1 / ranks if self.prescale or is_early else 1 / asked
+        return Reduction(
+            ranks=ranks,
+            dtype=policy.wire,
+            before=before,
+            after=1 / (before * ranks),
+            in_rank_order=self.in_rank_order,
+            is_early=is_early,
+        )
+
+    def gain(self, home: Home, ranks: int) -> float:
+        """What makes of the mean over the ranks that add up what the home asks for, or of that the sum."""
+        return float(ranks) if self.is_sum else ranks / home.divisor
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Parameters whose gradients are summed over the same ranks: the buffers of one store on one rank."""
+
+    ranks: tuple[int, ...]
+    """Those over which gradients are summed, and masters and states shared out."""
+    counts: bool
+    """Whether these count what they hold in a norm and save it, or other ranks that hold the same do."""
+    holding: Holding
+    buffers: tuple[Buffer, ...]
+    sites: Mapping[str, Site]
+    names: Mapping[str, tuple[str, ...]]
+    """All names of each parameter, of which its piece may know but one."""
+
+
+def families(draft: Sketch, terms: Terms, layout: Layout, rank: int) -> tuple[Family, ...]:
+    """The trained parameters that a rank holds of a draft, by home; those on several pipeline stages come last."""
+    trained = [p for p in draft.parameters if p.is_trained and p.home.is_at(layout, rank)]
+    kinds = dict.fromkeys(p.home.key(layout) for p in trained)
+    alike = [[p for p in trained if p.home.key(layout) == kind] for kind in kinds]
+    found = [_family(parameters, terms, layout, rank) for parameters in alike]
+    return tuple(sorted(found, key=lambda family: any(site.is_far for site in family.sites.values())))
+
+
+def _family(parameters: Sequence[ParameterSketch], terms: Terms, layout: Layout, rank: int) -> Family:
+    sites = {p.name: Site(p.shape, p.home, layout, rank) for p in parameters}
+    home = parameters[0].home
+    adders, holders = home.adders(layout, rank), home.holders(layout, rank)
+    ranks = len(adders)
+    tenants = [
+        Tenant(
+            p.name,
+            sites[p.name].local_shape,
+            terms.policy.held(p.dtype),
+            p.group or 0,
+            is_sparse=terms.sparse and p.is_embedding,
+            is_whole=p.is_whole,
+        )
+        for p in parameters
+    ]
+    stage: Stage = terms.stage if ranks > 1 else 0
+    asked = min(terms.reduce_elements, terms.gather_elements) if stage else terms.reduce_elements
+    limit = bucket_limit(sum(tenant.numel for tenant in tenants), asked)
+    holding = Holding(
+        stage,
+        terms.mean(ranks, early=terms.early),
+        terms.policy,
+        # Ranks on other pipeline stages run their backward at another time: nobody waits for them in the middle of one.
+        overlap=terms.overlap and ranks > 1 and not next(iter(sites.values())).is_far,
+        gain=terms.gain(home, ranks),
+    )
+    return Family(
+        ranks=adders,
+        counts=min(holders) in adders,
+        holding=holding,
+        buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
+        sites=sites,
+        names={p.name: p.names for p in parameters},
+    )
+
+
+def partitions(drafts: Drafts, layout: Layout) -> Iterator[Partition]:
+    """The ranks over which gradients are summed, for every home."""
+    for home in dict.fromkeys(p.home for draft in drafts for p in draft.parameters if p.is_trained):
+        there = (rank for rank in range(layout.world) if home.is_at(layout, rank))
+        found = tuple(dict.fromkeys(home.adders(layout, rank) for rank in there))
+        if len(found[0]) > 1:
+            yield found
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroChoice:
-    """The buffers of a run and how they are held."""
+    """How the trained parameters of every piece are held in flat buffers."""
 
     asked: int
-    holding: Holding
-    buffers: tuple[Buffer, ...]
+    terms: Terms
+    drafts: Drafts
+    layout: Layout
     states: tuple[int, ...] = (2, 2)
     """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
 
+    def families(self, rank: int) -> Iterator[tuple[Family, ...]]:
+        """What a rank holds, for each of its pieces."""
+        for piece in pieces_at(rank, self.layout, len(self.drafts)):
+            yield families(self.drafts[piece], self.terms, self.layout, rank)
+
     def __str__(self) -> str:
-        ranks, dtype = self.holding.reduction.ranks, self.holding.reduction.dtype or "float32"
+        held = [family for piece in self.families(0) for family in piece]
+        ranks = max((family.holding.reduction.ranks for family in held), default=self.layout.size(*DATA_AXES))
         if ranks == 1:
             return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard"
-        count = sum(len(buffer.buckets) for buffer in self.buffers)
-        owned = sum(len(buffer.buckets) for buffer in self.buffers if buffer.is_whole)
-        buckets = f" in {count} bucket{'s' if count > 1 else ''}" if count else ""
-        buckets += f", {owned} of them with one owner each" if owned and self.holding.stage else ""
-        return f"ZeRO stage {self.asked} over dp={ranks}{buckets}, sums in {dtype}"
+        buckets = [bucket for family in held for buffer in family.buffers for bucket in buffer.buckets]
+        owned = sum(bucket.is_whole for bucket in buckets)
+        words = f" in {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}" if buckets else ""
+        words += f", {owned} of them with one owner each" if owned and self.terms.stage else ""
+        return f"ZeRO stage {self.asked} over dp={ranks}{words}, sums in {self.terms.policy.wire or 'float32'}"
 
 
 class ZeroShard(Transform):
@@ -47,73 +188,85 @@ class ZeroShard(Transform):
 
     name = "shard"
 
-    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> ZeroChoice | None:
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> ZeroChoice | None:
         """Lay out the trained parameters; None when nothing is trained."""
-        zero, policy = config.zero_optimization, Policy.of(config)
-        ranks = layout.dp * layout.sp
+        zero, ranks = config.zero_optimization, layout.size(*DATA_AXES)
         if zero.stage == 3 and ranks > 1:
             return None  # `ZeroFull` shards parameters too
-        refuse_what_does_not_float(sketch)
-        stage: Literal[0, 1, 2] = 0 if ranks == 1 or zero.stage == 3 else zero.stage
-        tenants = [
-            Tenant(
-                p.name,
-                p.shape,
-                policy.held(p.dtype),
-                p.group,
-                is_sparse=config.sparse_gradients and p.is_embedding,
-                is_whole=p.is_whole,
-            )
-            for p in sketch.parameters
-            if p.is_trained and p.group is not None
-        ]
-        if not tenants and sketch.parameters:
+        check(drafts, layout)
+        parameters = [parameter for draft in drafts for parameter in draft.parameters]
+        if parameters and not any(parameter.is_trained for parameter in parameters):
             return None
-        asked = min(zero.reduce_bucket_size, zero.allgather_bucket_size) if stage else zero.reduce_bucket_size
-        limit = bucket_limit(sum(tenant.numel for tenant in tenants), asked)
         return ZeroChoice(
             asked=zero.stage,
-            holding=Holding(
-                stage,
-                mean_over(ranks, config, policy, early=stage != 1),
-                policy,
-                overlap=zero.overlap_comm and ranks > 1,
-                gain=float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0,
-            ),
-            buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
+            terms=Terms.of(config, 0 if zero.stage == 3 else zero.stage, overlap=zero.overlap_comm),
+            drafts=drafts,
+            layout=layout,
             states=tuple(states_per_parameter(config, is_whole=is_whole) for is_whole in (False, True)),
         )
 
-    def price(self, choice: ZeroChoice, sketch: Sketch) -> Cost:
-        """What sharding saves on the rank that holds most, and what padding and the buckets in flight cost."""
-        ranks = range(choice.holding.chunks if any(buffer.is_whole for buffer in choice.buffers) else 1)
-        return max((_change(choice, rank) for rank in ranks), key=lambda change: change.total)
+    def groups(self, choice: ZeroChoice) -> Iterable[Partition]:
+        """Wherever gradients are summed."""
+        return partitions(choice.drafts, choice.layout)
+
+    def price(self, choice: ZeroChoice, rank: int) -> Cost:
+        """What sharding saves, and what padding and the buckets in flight cost; where ranks differ, of the largest."""
+        return sum((price_of(family, choice.states) for piece in choice.families(rank) for family in piece), Cost())
 
     def apply(self, parts: Parts, choice: ZeroChoice, mesh: Mesh) -> Parts:
         """Move the parameters of every part into flat buffers."""
-        group = mesh.group(*DATA_AXES) if choice.holding.reduction.ranks > 1 else None
-        return tuple(
-            replace(
-                part,
-                stores=(
-                    *part.stores,
-                    FlatStore(choice.buffers, dict(part.module.named_parameters()), choice.holding, group),
-                ),
-            )
-            for part in parts
-        )
+        found = []
+        for part, piece in zip(parts, choice.families(mesh.rank), strict=True):
+            stores = (store_of(family, part.module, mesh) for family in piece)
+            found.append(replace(part, stores=(*part.stores, *stores)))
+        return tuple(found)
 
 
-def _change(choice: ZeroChoice, rank: int) -> Cost:
-    """The same for one rank."""
-    holding = choice.holding
-    change = Cost(gradients=_in_flight(choice) if holding.stage == 2 else 0)
-    for buffer in choice.buffers:
-        price = partial(trained, dtype=buffer.dtype, policy=holding.policy, states=choice.states[buffer.is_whole])
-        padded, share = price(buffer.numel), price(buffer.share(rank, holding.chunks))
+def store_of(family: Family, module: nn.Module, mesh: Mesh) -> FlatStore:
+    """The buffers of a family, made of the parameters of a module."""
+    group = mesh.group_of(family.ranks) if len(family.ranks) > 1 else None
+    own = dict(module.named_parameters(remove_duplicate=False))
+    return FlatStore(
+        family.buffers,
+        {name: next(own[each] for each in names if each in own) for name, names in family.names.items()},
+        family.holding,
+        group,
+        sites=family.sites,
+        counts=family.counts,
+        rest=[mesh.group(axis) for axis in dict.fromkeys(a for s in family.sites.values() for a in s.cut_axes)],
+    )
+
+
+def price_of(family: Family, states: Sequence[int], *, at_rest: bool = False) -> Cost:
+    """What sharing out changes on the rank of a family that holds most; `at_rest` without what is on its way."""
+    ranks = range(family.holding.chunks if any(buffer.is_whole for buffer in family.buffers) else 1)
+    return max((_change(family, states, place, at_rest=at_rest) for place in ranks), key=lambda change: change.total)
+
+
+def _change(family: Family, states: Sequence[int], place: int, *, at_rest: bool) -> Cost:
+    """The same for one of its ranks."""
+    holding = family.holding
+    change = Cost(gradients=_in_flight(family) if holding.stage == 2 and not at_rest else 0)
+    for buffer in family.buffers:
+        price = partial(trained, dtype=buffer.dtype, policy=holding.policy, states=states[buffer.is_whole])
+        padded, share = price(buffer.numel), price(buffer.share(place, holding.chunks))
         gradients = {0: padded.gradients, 1: padded.gradients + share.gradients, 2: share.gradients}[holding.stage]
         change += Cost(padded.parameters, gradients, share.masters, share.states) - price(buffer.occupied)
     return change
+
+
+def check(drafts: Drafts, layout: Layout) -> None:
+    """Refuse parameters that cannot be trained, or that cannot live where they are to."""
+    for draft in drafts:
+        refuse_what_does_not_float(draft)
+        for p in draft.parameters:
+            p.home.check(p.name, p.shape, layout)
+            for cut in p.home.cuts:
+                if {len(sizes) for sizes in cut.runs} != {layout.size(cut.axis)}:
+                    raise PlanError(
+                        f"'{p.name}' is cut along {cut.axis}={layout.size(cut.axis)} into fewer parts than ranks: "
+                        "gradients of parts that several ranks hold are not summed yet; use as many parts"
+                    )
 
 
 def refuse_what_does_not_float(sketch: Sketch) -> None:
@@ -126,34 +279,15 @@ def refuse_what_does_not_float(sketch: Sketch) -> None:
             )
 
 
-def mean_over(ranks: int, config: Config, policy: Policy, *, early: bool = False) -> Reduction:
-    """The mean over some ranks, in two factors as asked for: before the sum, and after it.
-
-    Where gradients may be divided `early`, as they are copied, and that loses no bit, it costs nothing to do so.
-    """
-    asked = config.gradient_predivide_factor if ranks > 1 else 1.0
-    is_exact = ranks.bit_count() == 1 and "float16" not in (policy.parameters, policy.accumulation, policy.wire)
-    is_early = early and is_exact and asked == 1
-    before = 1 / ranks if config.prescale_gradients or is_early else 1 / asked
-    return Reduction(
-        ranks=ranks,
-        dtype=policy.wire,
-        before=before,
-        after=1 / (before * ranks),
-        in_rank_order=config.deterministic,
-        is_early=is_early,
-    )
-
-
-def _in_flight(choice: ZeroChoice) -> int:
+def _in_flight(family: Family) -> int:
     """Bytes of stage 2 on their way, at most: one bucket that fills, two that travel, and what is sent and received.
 
     That is while gradients arrive in the order of the buckets; one that waits for others is a further bucket.
     """
-    reduction = choice.holding.reduction
+    reduction = family.holding.reduction
     held, exchanged = [], []
-    for buffer in choice.buffers:
-        dtype = wider(choice.holding.policy.accumulation, buffer.dtype)
+    for buffer in family.buffers:
+        dtype = wider(family.holding.policy.accumulation, buffer.dtype)
         wire = reduction.dtype or wider(dtype, "float32")
         is_copied = wire != dtype or (reduction.before != 1 and not reduction.is_early)
         for bucket in buffer.buckets:

@@ -13,7 +13,8 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.communicator import Work
 from mizzen.kernels.masters import keep_writes
 from mizzen.kernels.norm import sum_of_squares
-from mizzen.model.piece import Piece, piece_of_range
+from mizzen.model.home import Site
+from mizzen.model.piece import Piece, piece_of_boxes, piece_of_range
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
 from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all
@@ -55,9 +56,16 @@ class FlatStore:
         parameters: Mapping[str, nn.Parameter],
         holding: Holding,
         group: ProcessGroup | None,
+        *,
+        sites: Mapping[str, Site] | None = None,
+        counts: bool = True,
+        rest: Sequence[ProcessGroup] = (),
     ) -> None:
         self.holding = holding
         self.group = group
+        self.sites = sites or {}
+        self.counts = counts
+        self.others = rest
         self.rank = groups.get_rank(group) if holding.reduction.ranks > 1 else 0
         held = {slot.name for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots}
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
@@ -128,7 +136,8 @@ class FlatStore:
     def follow(self, name: str, value: Tensor) -> None:
         """Let a parameter have the value that was given to its master."""
         with torch.no_grad():
-            self.parameters[name].copy_(value.to(self.device))
+            part = self.sites[name].part_of(value) if name in self.sites else value
+            self.parameters[name].copy_(part.to(self.device))
 
     @contextmanager
     def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
@@ -176,6 +185,8 @@ class FlatStore:
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that have the same share the work."""
+        if not self.counts:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
         gradients = [bucket.gradient for bucket in self.buckets]
         if not self.is_sharded:
             owned = (bucket.plan.owned(self.rank, self.holding.reduction.ranks) for bucket in self.buckets)
@@ -234,7 +245,7 @@ class FlatStore:
         if of == "master":
             self.refresh()
         owned = ((bucket, bucket.master if of == "master" else bucket.gradient) for bucket in self.buckets)
-        return [piece for bucket, tensor in owned for piece in _pieces(bucket, 0, tensor)]
+        return [piece for bucket, tensor in owned for piece in self._pieces(bucket, 0, tensor)]
 
     def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
         """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
@@ -247,8 +258,18 @@ class FlatStore:
             piece
             for bucket, target, state in found
             if isinstance(state, Tensor) and state.shape == target.shape
-            for piece in _pieces(bucket, target.start, state.view(-1))
+            for piece in self._pieces(bucket, target.start, state.view(-1))
         ]
+
+    def _pieces(self, bucket: LiveBucket, start: int, tensor: Tensor) -> Iterator[Piece]:
+        """The parameters in a flat tensor that begins at a place of the owned chunk."""
+        for number, low, high in bucket.owned_slots(start, start + tensor.numel()):
+            slot, at = bucket.plan.slots[number], bucket.start
+            data, first, last = tensor[low - start : high - start], low + at - slot.start, high + at - slot.start
+            if (site := self.sites.get(slot.name)) is None:
+                yield piece_of_range(slot.name, slot.shape, data, first, last)
+            else:
+                yield piece_of_boxes(slot.name, site.shape, data, site.boxes_of_range(first, last))
 
     def detach(self) -> None:
         """Let the parameters go: they keep their values, each in memory of its own."""
@@ -291,11 +312,3 @@ def _targets(bucket: Bucket, master: Tensor, dtype: torch.dtype) -> Iterator[Tar
     for slot in bucket.slots:
         view = master[slot.start : slot.stop].view(slot.shape)
         yield Target(view.to(dtype), slot.start, slot.stop, slot.shape)
-
-
-def _pieces(bucket: LiveBucket, start: int, tensor: Tensor) -> Iterator[Piece]:
-    """The parameters in a flat tensor that begins at a place of the owned chunk."""
-    for number, low, high in bucket.owned_slots(start, start + tensor.numel()):
-        slot, at = bucket.plan.slots[number], bucket.start
-        data = tensor[low - start : high - start]
-        yield piece_of_range(slot.name, slot.shape, data, low + at - slot.start, high + at - slot.start)

@@ -1,15 +1,16 @@
 """ZeRO stage 3 as a transform: decides the units of a model, and shards them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mizzen.comm.mesh import Mesh
-from mizzen.config.layout import Layout
+from mizzen.config.layout import Layout, Partition
 from mizzen.config.schema import Config
 from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
-from mizzen.model.sketch import Sketch, bytes_per_element
+from mizzen.model.home import DATA_AXES, SHARD_AXES, Site, classes, pieces_at
+from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks
 from mizzen.parallel.zero.full.frozen import is_packed, packed_bytes
 from mizzen.parallel.zero.full.owners import choose_owners
@@ -17,38 +18,83 @@ from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.units import Division, Unit, divide, shard_dim
 from mizzen.parallel.zero.full.wrap import Wrapping
-from mizzen.parallel.zero.shard import DATA_AXES, mean_over, refuse_what_does_not_float
-from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
-from mizzen.parallel.zero.store import FlatStore, Holding
+from mizzen.parallel.zero.shard import Family, Terms, check, families, partitions, price_of, store_of
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store
 from mizzen.plan.transform import Transform
 from mizzen.precision.policy import Policy, wider
 
-SHARD_AXES = ("dp_shard", "sp")
-"""The ranks that share one copy of the parameters."""
+
+@dataclass(frozen=True, slots=True)
+class FullPart:
+    """What one rank holds of one piece of a model."""
+
+    division: Division
+    holding: FullHolding
+    families: tuple[Family, ...]
+    """What stays whole, in flat buffers."""
+    sites: Mapping[str, Site]
+    uncounted: frozenset[str]
+    """Parameters that other ranks count in a norm and save, because they hold the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullChoice:
-    """The units of a run, how they are held, and the flat buffers of what stays whole."""
+    """How the units of every piece are held, and the flat buffers of what stays whole."""
 
-    division: Division
-    holding: FullHolding
-    whole: Holding
-    buffers: tuple[Buffer, ...]
+    terms: Terms
+    zero: ZeroConfig
+    wrapping: Wrapping
+    quantizing: Quantizing
+    drafts: Drafts
+    layout: Layout
     states: tuple[int, int] = (2, 2)
     """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
 
+    def parts(self, rank: int) -> Iterator[FullPart]:
+        """What a rank holds, for each of its pieces."""
+        for piece in pieces_at(rank, self.layout, len(self.drafts)):
+            yield self._part(self.drafts[piece], rank)
+
+    def _part(self, draft: Sketch, rank: int) -> FullPart:
+        layout, terms = self.layout, self.terms
+        local = draft.local(layout, rank)
+        sharing, copies = layout.size(*SHARD_AXES), layout.dp_replicate
+        usual = tuple(axis for axis in DATA_AXES if layout.size(axis) > 1)
+        elsewhere = {p.name for p in local.parameters if p.is_trained and p.home.key(layout)[1] != usual}
+        division = divide(_without(local, elsewhere), self.zero, terms.policy, sharing)
+        _refuse_mixed(division, self.zero, terms.policy)
+        whole = elsewhere | {p.name for p in division.whole}
+        data = layout.ranks_along(DATA_AXES, rank)
+        return FullPart(
+            division=division,
+            holding=FullHolding(
+                terms.mean(sharing),
+                terms.mean(copies),
+                terms.policy,
+                self.wrapping,
+                float(sharing * copies) if terms.is_sum else 1.0,
+                self.quantizing,
+                choose_owners((p for unit in division.units for p in unit.parameters), sharing),
+            ),
+            # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
+            # would leave between the gathers of units, on each rank at another place.
+            families=families(_only(draft, whole), terms, layout, rank),
+            sites={p.name: Site(p.shape, p.home, layout, rank) for p in draft.parameters if not p.home.is_whole},
+            uncounted=frozenset(p.name for p in local.parameters if min(p.home.holders(layout, rank)) not in data),
+        )
+
     def __str__(self) -> str:
-        sharing, copies = self.holding.reduction.ranks, self.holding.between.ranks
-        dtype = self.holding.reduction.dtype or "float32"
+        sharing, copies = self.layout.size(*SHARD_AXES), self.layout.dp_replicate
+        dtype = self.terms.policy.wire or "float32"
         over = f"dp={sharing}" if copies == 1 else f"{sharing} ranks in {copies} copies"
-        units = f": {self.division}" if self.division.units[0].parameters or len(self.division.units) > 1 else ""
-        quantized = f", {self.holding.quantizing}" if self.holding.quantizing != Quantizing() else ""
-        keeps = self.holding.wrapping.keeps
+        part = next(self.parts(0))
+        named = part.division.units[0].parameters or len(part.division.units) > 1
+        units = f": {part.division}" if named else ""
+        quantized = f", {self.quantizing}" if self.quantizing != Quantizing() else ""
+        keeps = self.wrapping.keeps
         second = f", a second copy over {keeps} ranks for backward" if keeps else ""
-        owned = f"; {len(self.holding.owners)} are stepped whole, each by one rank" if self.holding.owners else ""
+        owned = f"; {len(part.holding.owners)} are stepped whole, each by one rank" if part.holding.owners else ""
         return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}"
 
 
@@ -57,11 +103,10 @@ class ZeroFull(Transform):
 
     name = "shard"
 
-    def wants(self, config: Config, layout: Layout, sketch: Sketch) -> FullChoice | None:
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> FullChoice | None:
         """Divide a model into units; None at the other stages."""
-        zero, policy = config.zero_optimization, Policy.of(config)
-        ranks, sharing = layout.dp * layout.sp, layout.dp_shard * layout.sp
-        if zero.stage < 3 or ranks == 1:
+        zero, sharing = config.zero_optimization, layout.size(*SHARD_AXES)
+        if zero.stage < 3 or layout.size(*DATA_AXES) == 1:
             _refuse_at_other_stages(zero)
             _refuse_alone(zero)
             if layout.dp_replicate > 1:
@@ -70,86 +115,68 @@ class ZeroFull(Transform):
                     "(mics_shard_size, data_parallel_replicate_size) needs stage 3"
                 )
             return None
-        refuse_what_does_not_float(sketch)
+        check(drafts, layout)
         _refuse(config, sharing)
-        division = divide(sketch, zero, policy, sharing)
-        _refuse_mixed(division, zero, policy)
-        tenants = [
-            Tenant(p.name, p.shape, policy.held(p.dtype), p.group, is_whole=p.is_whole)
-            for p in division.whole
-            if p.is_trained and p.group is not None
-        ]
-        asked = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
-        limit = bucket_limit(sum(tenant.numel for tenant in tenants), asked)
-        gain = float(layout.dp) if config.gradient_allreduce_op == "sum" else 1.0
-        return FullChoice(
-            division=division,
-            holding=FullHolding(
-                mean_over(sharing, config, policy),
-                mean_over(ranks // sharing, config, policy),
-                policy,
-                Wrapping(
-                    accumulation=policy.accumulation,
-                    keeps=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0,
-                    ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
-                ),
-                gain,
-                _quantizing(zero, sharing),
-                choose_owners((p for unit in division.units for p in unit.parameters), sharing),
+        policy = Policy.of(config)
+        choice = FullChoice(
+            Terms.of(config, 2, overlap=False),
+            zero,
+            Wrapping(
+                accumulation=policy.accumulation,
+                keeps=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0,
+                ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
             ),
-            # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
-            # would leave between the gathers of units, on each rank at another place.
-            whole=Holding(2, mean_over(ranks, config, policy, early=True), policy, overlap=False, gain=gain),
-            buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
-            states=(states_per_parameter(config), states_per_parameter(config, is_whole=True)),
+            _quantizing(zero, sharing),
+            drafts,
+            layout,
+            (states_per_parameter(config), states_per_parameter(config, is_whole=True)),
         )
+        for ranks in classes((p.home for draft in drafts for p in draft.parameters), layout).values():
+            list(choice.parts(ranks[0]))  # what cannot be divided is refused here
+        return choice
 
-    def price(self, choice: FullChoice, sketch: Sketch) -> Cost:
+    def groups(self, choice: FullChoice) -> Iterable[Partition]:
+        """Wherever gradients are summed."""
+        return partitions(choice.drafts, choice.layout)
+
+    def price(self, choice: FullChoice, rank: int) -> Cost:
         """What sharding saves on one rank at rest, and what is gathered and on its way at most.
 
         Of ranks that own whole parameters it is the one that owns most.
         """
-        policy, ranks = choice.holding.policy, choice.holding.reduction.ranks
-        change = _transient(choice) + _owned(choice)
-        for unit in choice.division.units:
-            for parameter in unit.parameters:
-                dtype = policy.held(parameter.dtype)
-                share = _padded(parameter.shape, ranks)
-                if parameter.is_trained:
-                    price = partial(trained, dtype=dtype, policy=policy, states=choice.states[parameter.is_whole])
-                    kept = price(share)
-                    shards = kept.masters or kept.parameters
-                    is_apart = bool(kept.masters)
-                    states = 0 if parameter.is_whole else kept.states
-                    change += Cost(
-                        0 if is_apart else shards, kept.gradients, shards if is_apart else 0, states
-                    ) - price(parameter.numel)
-                else:
-                    size = bytes_per_element(dtype)
-                    is_small = choice.holding.quantizing.frozen and is_packed(parameter, ranks)
-                    kept_bytes = packed_bytes(share) if is_small else share * size
-                    change += Cost(parameters=kept_bytes - parameter.numel * size)
-        return change + max((_flat(choice, rank) for rank in range(choice.whole.chunks)), key=lambda cost: cost.total)
+        return sum((_price(part, choice.states) for part in choice.parts(rank)), Cost())
 
     def late(self, choice: FullChoice) -> Iterable[str]:
         """Whatever is sharded."""
-        return (parameter.name for unit in choice.division.units for parameter in unit.parameters)
+        parts = (part for stage in range(choice.layout.pp) for part in choice.parts(choice.layout.rank(pp=stage)))
+        return (parameter.name for part in parts for unit in part.division.units for parameter in unit.parameters)
 
     def apply(self, parts: Parts, choice: FullChoice, mesh: Mesh) -> Parts:
         """Shard the units of every part, and move what stays whole into flat buffers."""
         copies = mesh.group("dp_replicate") if mesh.size("dp_replicate") > 1 else None
         everyone = mesh.group(*DATA_AXES)
         ranks = Ranks(mesh.axes(*SHARD_AXES), mesh.group(*SHARD_AXES), copies, everyone)
-        return tuple(self._apply(part, choice, ranks) for part in parts)
+        return tuple(
+            self._apply(part, held, ranks, mesh) for part, held in zip(parts, choice.parts(mesh.rank), strict=True)
+        )
 
-    def _apply(self, part: Part, choice: FullChoice, ranks: Ranks) -> Part:
+    def _apply(self, part: Part, held: FullPart, ranks: Ranks, mesh: Mesh) -> Part:
         stores: list[Store] = []
-        if any(unit.parameters for unit in choice.division.units):
-            stores.append(FullStore(part.module, choice.division.units, choice.holding, ranks))
-        if choice.buffers:
-            own = dict(part.module.named_parameters())
-            stores.append(FlatStore(choice.buffers, own, choice.whole, ranks.everyone))
+        if any(unit.parameters for unit in held.division.units):
+            axes = dict.fromkeys(axis for site in held.sites.values() for axis in site.cut_axes)
+            others = [mesh.group(axis) for axis in axes]
+            store = FullStore(part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others)
+            stores.append(store)
+        stores += [store_of(family, part.module, mesh) for family in held.families]
         return replace(part, stores=(*part.stores, *stores))
+
+
+def _without(sketch: Sketch, names: Collection[str]) -> Sketch:
+    return replace(sketch, parameters=tuple(p for p in sketch.parameters if p.name not in names))
+
+
+def _only(sketch: Sketch, names: Collection[str]) -> Sketch:
+    return replace(sketch, parameters=tuple(p for p in sketch.parameters if p.name in names))
 
 
 def _refuse(config: Config, sharing: int) -> None:
@@ -237,41 +264,51 @@ def _padded(shape: tuple[int, ...], ranks: int) -> int:
     return share
 
 
-def _flat(choice: FullChoice, rank: int) -> Cost:
-    """What the sharing of flat buffers changes on a rank."""
-    change = Cost()
-    for buffer in choice.buffers:
-        price = partial(
-            trained, dtype=buffer.dtype, policy=choice.holding.policy, states=choice.states[buffer.is_whole]
-        )
-        padded, share_of = price(buffer.numel), price(buffer.share(rank, choice.whole.chunks))
-        change += Cost(padded.parameters, share_of.gradients, share_of.masters, share_of.states)
-        change -= price(buffer.occupied)
-    return change
+def _price(part: FullPart, states: tuple[int, int]) -> Cost:
+    policy, ranks = part.holding.policy, part.holding.reduction.ranks
+    change = _transient(part) + _owned(part, states)
+    for unit in part.division.units:
+        for parameter in unit.parameters:
+            dtype = policy.held(parameter.dtype)
+            share = _padded(parameter.shape, ranks)
+            if parameter.is_trained:
+                price = partial(trained, dtype=dtype, policy=policy, states=states[parameter.is_whole])
+                kept = price(share)
+                shards = kept.masters or kept.parameters
+                is_apart = bool(kept.masters)
+                owned = 0 if parameter.is_whole else kept.states
+                change += Cost(0 if is_apart else shards, kept.gradients, shards if is_apart else 0, owned)
+                change -= price(parameter.numel)
+            else:
+                size = bytes_per_element(dtype)
+                is_small = part.holding.quantizing.frozen and is_packed(parameter, ranks)
+                kept_bytes = packed_bytes(share) if is_small else share * size
+                change += Cost(parameters=kept_bytes - parameter.numel * size)
+    return sum((price_of(family, states, at_rest=True) for family in part.families), change)
 
 
-def _owned(choice: FullChoice) -> Cost:
+def _owned(part: FullPart, states: tuple[int, int]) -> Cost:
     """The states of the whole parameters of the rank that owns most, and in a step their values and gradients."""
-    policy, owners = choice.holding.policy, dict(choice.holding.owners)
-    costs = [Cost()] * choice.holding.reduction.ranks
-    for unit in choice.division.units:
+    policy, owners = part.holding.policy, dict(part.holding.owners)
+    costs = [Cost()] * part.holding.reduction.ranks
+    for unit in part.division.units:
         for parameter in unit.parameters:
             if parameter.name in owners and unit.master is not None:
                 size = parameter.numel * bytes_per_element(wider(policy.states, unit.master))
-                costs[owners[parameter.name]] += Cost(size, size, 0, size * choice.states[True])
+                costs[owners[parameter.name]] += Cost(size, size, 0, size * states[True])
     return max(costs, key=lambda cost: cost.total)
 
 
-def _transient(choice: FullChoice) -> Cost:
+def _transient(part: FullPart) -> Cost:
     """Bytes at most of what comes and goes: the model's own unit and two others gathered, and two on their way.
 
     A unit that is reduced is held as it is sent and as it is received.
     """
-    root, *others = choice.division.units
+    root, *others = part.division.units
     gathered = sorted(_gathered_bytes(unit) for unit in others)[-2:]
-    policy = choice.holding.policy
+    policy = part.holding.policy
     sent = []
-    for unit in choice.division.units:
+    for unit in part.division.units:
         count = sum(parameter.numel for parameter in unit.parameters if parameter.is_trained)
         dtype = wider(policy.accumulation, unit.held) if unit.held else policy.accumulation
         sent.append(2 * count * bytes_per_element(dtype))

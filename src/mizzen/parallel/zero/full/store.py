@@ -1,6 +1,6 @@
 """The sharded parameters of one part. What the engine asks of it is `plan.parts.Store`."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +16,8 @@ from mizzen.comm.communicator import take_parted
 from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import sum_of_squares
-from mizzen.model.piece import Piece
+from mizzen.model.home import Site
+from mizzen.model.piece import Piece, piece_of_boxes
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
@@ -84,8 +85,21 @@ class FullStore:
 
     is_sharded = True
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        holding: FullHolding,
+        ranks: Ranks,
+        sites: Mapping[str, Site] | None = None,
+        uncounted: Collection[str] = (),
+        others: Sequence[ProcessGroup] = (),
+    ) -> None:
         self.holding = holding
+        self.sites = sites or {}
+        self.uncounted = frozenset(uncounted)
+        """Parameters that ranks elsewhere count, because they hold the same."""
+        self.others = others
         self.gain = holding.gain
         self.group: ProcessGroup | None = ranks.everyone
         self.sharers: ProcessGroup | None = ranks.sharers
@@ -210,9 +224,16 @@ class FullStore:
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""
-        found = sum_of_squares((unit.gradient for unit in self.units if self.counts), device=self.device)
+        counted = (self._counted(unit) for unit in self.units if self.counts)
+        found = sum_of_squares((gradient for unit in counted for gradient in unit), device=self.device)
         self.parted = take_parted()
         return found if self.parted is None else torch.where(self.parted, torch.nan, found)
+
+    def _counted(self, unit: LiveUnit) -> list[Tensor]:
+        """The gradients of a unit without those that other ranks count."""
+        if self.uncounted.isdisjoint(each.name for each in unit.trained):
+            return [unit.gradient]
+        return [each.gradient(unit.gradient).reshape(-1) for each in unit.trained if each.name not in self.uncounted]
 
     def publish(self) -> None:
         """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
@@ -240,6 +261,7 @@ class FullStore:
     def follow(self, name: str, value: Tensor) -> None:
         """A master was written to, which is the parameter itself, unless it rests in another form or is gathered."""
         parameter = self.everything[name]
+        value = self.sites[name].part_of(value) if name in self.sites else value
         for unit in self.units:
             if unit.open and name in unit.parameters:
                 with torch.no_grad():
@@ -268,8 +290,17 @@ class FullStore:
     def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
         """What this rank holds, by parameter name; masters of frozen parameters are these themselves."""
         if of == "master":
-            return [piece_of_tensor(name, _plain(parameter)) for name, parameter in self.everything.items()]
-        return [_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained]
+            every = (piece_of_tensor(name, _plain(parameter)) for name, parameter in self.everything.items())
+            return [self._in_whole(piece) for piece in every]
+        found = (_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained)
+        return [self._in_whole(piece) for piece in found]
+
+    def _in_whole(self, piece: Piece) -> Piece:
+        """The same as a part of the whole parameter, where this rank's own tensor is a cut of it."""
+        if (site := self.sites.get(piece.name)) is None:
+            return piece
+        boxes = tuple(found for box in piece.boxes for found in site.boxes_of(box))
+        return piece_of_boxes(piece.name, site.shape, piece.data, boxes)
 
     def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
         """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
@@ -278,7 +309,7 @@ class FullStore:
             state = states.get(share.stepped, {}).get(key)
             if isinstance(state, Tensor) and state.shape == share.master.shape:
                 found += [_piece(each, each.master(state)) for each in share.trained]
-        return found + self.wholes.state_pieces(states, key)
+        return [self._in_whole(piece) for piece in (*found, *self.wholes.state_pieces(states, key))]
 
     @contextmanager
     def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:

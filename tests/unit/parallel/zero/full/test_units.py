@@ -8,6 +8,7 @@ from mizzen import zero
 from mizzen.config.layout import Layout
 from mizzen.config.load import load
 from mizzen.errors import PlanError
+from mizzen.model.home import Home
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.marks import pin
@@ -152,8 +153,10 @@ def test_the_plan_prints_units_and_prices_them():
 def test_what_stays_whole_travels_in_buckets_of_the_size_that_is_asked_for(key):
     config = settings(stage3_param_persistence_threshold=1000, **{key: 40})
     names = dict.fromkeys((name for name, _ in Stack().named_parameters()), 0)
-    choice = ZeroFull().wants(config, Layout.fit(world=2), Sketch.of(Stack()).with_groups(names))
-    buckets = [bucket for buffer in choice.buffers for bucket in buffer.buckets]
+    layout = Layout.fit(world=2)
+    draft = Sketch.of(Stack()).with_groups(names).with_home(Home.data_parallel(layout))
+    (part,) = ZeroFull().wants(config, layout, (draft,)).parts(0)
+    buckets = [bucket for family in part.families for buffer in family.buffers for bucket in buffer.buckets]
     assert len(buckets) > 1
     assert all(sum(slot.stop - slot.start for slot in bucket.slots) <= 40 for bucket in buckets)
 
