@@ -122,6 +122,11 @@ class Mesh:
         """The process group of the same ranks."""
         return self.axes(*names).get_group()
 
+    @property
+    def everyone(self) -> ProcessGroup | None:
+        """The process group of all ranks of the job; None where there is one."""
+        return self.group(*AXES) if self.layout.world > 1 else None
+
     def size(self, *names: str) -> int:
         """How many ranks that is."""
         return self.layout.size(*names)
