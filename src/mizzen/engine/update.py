@@ -12,7 +12,7 @@ from mizzen.engine.changes import Changes
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.vote import NOT_FINITE, Decision, Poll, ShareOf, Sums, Tally, Vote
 from mizzen.errors import UsageError
-from mizzen.optim.rules import decided, decides, scaled
+from mizzen.optim.rules import decided, decides, only, scaled, why_not_apart
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 
@@ -47,6 +47,7 @@ class Updater:
         scaler: LossScaler,
         changes: Changes,
         stopping: Stopping | None = None,
+        one_by_one: bool = False,
     ) -> None:
         self.stores = tuple(stores)
         self.optimizer = optimizer
@@ -55,6 +56,8 @@ class Updater:
         self.changes = changes
         self.stopping = stopping or Stopping()
         self.max_norm = max_norm
+        self.one_by_one = one_by_one
+        """Whether one lot after the other is loaded, stepped and written back: the same bits in less memory."""
         self.gain = max((store.gain for store in stores), default=1.0)
         """What all gradients are multiplied with, beside the rest of a store's own gain."""
         self.goes_ahead = vote.device.type != "cpu"
@@ -72,6 +75,8 @@ class Updater:
         or error.
         """
         self.changes.before_step()
+        if self.one_by_one and (reason := why_not_apart(self.optimizer)):
+            raise UsageError(f"{type(self.optimizer).__name__} {reason}: it cannot be stepped one lot after the other")
         for store in self.stores:
             store.gradients.collect()
         is_ahead = self._is_ahead()
@@ -89,7 +94,8 @@ class Updater:
 
     def _is_ahead(self) -> bool:
         """Whether this rank launches the step before its norm is known. What has to be repeated must leave no trace."""
-        return self.goes_ahead and decides(self.optimizer) and all(rest == 1 for _, rest in self._gained())
+        may_repeat = not self.one_by_one and all(rest == 1 for _, rest in self._gained())
+        return self.goes_ahead and may_repeat and decides(self.optimizer)
 
     def _launch(self, poll: Poll, *, is_ahead: bool) -> Launch:
         """Launch the step before the host knows of its norm.
@@ -135,9 +141,22 @@ class Updater:
             store.publish()
 
     def _step(self, factor: float) -> None:
+        if self.one_by_one:
+            self._step_lots(factor)
+            return
         for store, rest in self._gained():
             store.attach(factor * rest)
         self.optimizer.step()
+
+    def _step_lots(self, factor: float) -> None:
+        """Step one lot after the other, so that what only a step needs is there for one at a time."""
+        for store, rest in self._gained():
+            for lot in store.lots:
+                lot.load(factor * rest)
+                with only(self.optimizer, lot.tensors):
+                    self.optimizer.step()
+                lot.write_back()
+                lot.rest()
 
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients; `taken` says that a step was taken with them."""
