@@ -58,9 +58,14 @@ class Share:
     is_whole: bool = False
     """Whether its rule needs whole parameters, so that it steps these on their owners instead (`whole.py`)."""
 
-    def gradient(self, flat: Tensor) -> Tensor:
-        """The gradients of this share out of those of the unit."""
-        if self.trained[-1].start == self.trained[-1].offset:  # laid out alike
+    def gradient(self, sums: Sums) -> Tensor:
+        """The gradients of this share out of those of the unit: in their own place, if nothing else is in there.
+
+        A step may write to gradients. In the place of the padding may be those of the next share.
+        """
+        flat, last = sums.read(), self.trained[-1]
+        end = last.offset + last.length
+        if last.start == last.offset and end in (self.master.numel(), sums.count):
             return flat[: self.master.numel()]
         found = flat.new_zeros(self.master.numel())
         for each in self.trained:
@@ -137,7 +142,7 @@ class ShareLot:
         share = self.share
         if share.stepped is not share.master:
             share.stepped.data = share.master.to(share.stepped.dtype)
-        gradient = share.gradient(self.unit.sums.read()).to(share.stepped.dtype)
+        gradient = share.gradient(self.unit.sums).to(share.stepped.dtype)
         share.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
 
     def write_back(self) -> None:
