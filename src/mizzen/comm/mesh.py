@@ -140,6 +140,11 @@ class Mesh:
             raise UsageError(f"there is no group of the ranks {', '.join(map(str, ranks))}: the plan has not named it")
         return self._groups[ranks]
 
+    @property
+    def everyone(self) -> ProcessGroup | None:
+        """The process group of all ranks of the job; None where there is one."""
+        return self.group(*AXES) if self.layout.world > 1 else None
+
     def size(self, *names: str) -> int:
         """How many ranks that is."""
         return self.layout.size(*names)

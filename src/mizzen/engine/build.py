@@ -20,6 +20,7 @@ from mizzen.engine.runner import Accumulate
 from mizzen.engine.saving import Saving, folder_of, preflight, team_of
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
+from mizzen.engine.vote import Vote
 from mizzen.monitor.report import Observer
 from mizzen.optim.guard import Guard
 from mizzen.plan.parts import Parts, Store
@@ -50,7 +51,7 @@ def build_engine(
         updater = Updater(
             stores,
             optimizer,
-            _reduced_over(stores),
+            Vote(surroundings.mesh.everyone, surroundings.device),
             max_norm=config.gradient_clipping,
             scaler=arithmetic.scaler,
             changes=changes,
@@ -86,5 +87,5 @@ def build_engine(
 
 
 def _reduced_over(stores: list[Store]) -> ProcessGroup | None:
-    """The ranks that take a step together."""
+    """The ranks over which a rule that needs norms adds them up."""
     return next((store.group for store in stores if store.group is not None), None)

@@ -39,6 +39,8 @@ class Changes:
         """Refuse a step that would not be what it seems."""
         self.members.check()
         self.take_over()
+        for store in self.stores:
+            store.places.check_step()
         self.sides.check(store.parameters for store in self.stores)
         self._values = [_sums(store) for store in self.stores] if self.has_new else []
 

@@ -15,7 +15,8 @@ from mizzen.engine.phases import Phases
 from mizzen.engine.runner import LossFunction, Runner, to_device
 from mizzen.engine.saving import Saving
 from mizzen.engine.stopping import Stopping
-from mizzen.engine.update import Outcome, Updater
+from mizzen.engine.update import Updater
+from mizzen.engine.vote import Decision
 from mizzen.errors import StepError, UsageError
 from mizzen.log import warn_once
 from mizzen.monitor.report import ACCUMULATING, Observer, StepReport
@@ -224,7 +225,7 @@ class Engine(Face):
         self._go_on(updater.scaler, outcome)
         return report
 
-    def _go_on(self, scaler: LossScaler, outcome: Outcome) -> None:
+    def _go_on(self, scaler: LossScaler, outcome: Decision) -> None:
         """Move the loss scale, or stop where neither that nor waiting helps. Everybody has been told of the step."""
         if outcome.applied:
             scaler.taken()
@@ -242,7 +243,7 @@ class Engine(Face):
         self,
         applied: bool,
         reason: str,
-        outcome: Outcome | None = None,
+        outcome: Decision | None = None,
         *,
         samples: int = 0,
         rates: Sequence[float] = (),

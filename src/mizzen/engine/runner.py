@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mizzen.engine.changes import Changes
 from mizzen.engine.phases import Phases
 from mizzen.engine.randomness import RandomStream
-from mizzen.engine.update import Tally
+from mizzen.engine.vote import Tally
 from mizzen.errors import CommError, UsageError
 from mizzen.log import get_logger
 from mizzen.model.inputs import change_tensors

@@ -147,6 +147,7 @@ def _put_back(states: Any, plain: Mapping[Tensor, Mapping[str, Any]]) -> None:
 def make_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     """Let an optimizer make its states, by a step with gradients and rates of zero that changes nothing else."""
     for store in stores:
+        store.places.check_step()
         store.gradients.clear()
         store.attach()
     with _standing_still(optimizer):

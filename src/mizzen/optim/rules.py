@@ -5,7 +5,7 @@ parameters. So does one that needs norms, if it can be told of them. All others 
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -85,11 +85,32 @@ def decides(optimizer: Optimizer) -> bool:
 
     SGD's kernel would leave momentum behind that nothing was written to, and hooks are for steps that are taken.
     """
-    if not _has_kernel(optimizer, (Adam, AdamW)):
-        return False
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    others = [hook for hook in _global_optimizer_pre_hooks.values() if not isinstance(hook, Guard)]
-    return not (own or others or _global_optimizer_post_hooks)
+    return _has_kernel(optimizer, (Adam, AdamW)) and not _has_hooks(optimizer)
+
+
+def why_not_apart(optimizer: Optimizer) -> str:
+    """Why the rule cannot step some parameters first and the others later; empty if it can, to the same bits."""
+    if _steps_like(optimizer, (Lamb,)):
+        return "adds up the norms of all parameters over the ranks in one call"
+    if not is_known(optimizer):
+        return "is not known to treat each parameter by itself"
+    if _has_hooks(optimizer):
+        return "has hooks, which are for whole steps"
+    return ""
+
+
+@contextmanager
+def only(optimizer: Optimizer, tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let a step see some of the parameters. Groups keep their settings, and the other parameters their states."""
+    wanted, groups = set(map(id, tensors)), optimizer.param_groups
+    everything = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = [each for each in group["params"] if id(each) in wanted]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(groups, everything, strict=True):
+            group["params"] = parameters
 
 
 @contextmanager
@@ -107,6 +128,13 @@ def decided(optimizer: Optimizer, factor: Tensor | None, is_off: Tensor) -> Iter
     finally:
         for name in given:
             del vars(optimizer)[name]
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody wants to be told of each step, beside our own guard."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    others = [hook for hook in _global_optimizer_pre_hooks.values() if not isinstance(hook, Guard)]
+    return bool(own or others or _global_optimizer_post_hooks)
 
 
 def _has_kernel(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> bool:

@@ -46,11 +46,43 @@ class Collector(Protocol):
         """Start again from zero; `taken` says that a step was taken with what was there."""
 
 
+class Lot(Protocol):
+    """What is stepped together: a bucket, a unit's share, some parameters that have one owner. It is there for life.
+
+    load(f)       what the optimizer steps has its values, and as `.grad` the owned gradients times a factor
+    write_back()  the masters have what was stepped; nothing is done where nothing was loaded
+    rest()        what only a step needs is let go
+    """
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What the optimizer steps of it; none on a rank that only takes part in moving it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its gradient is summed and nothing more comes before the step: its last backward is through.
+
+        On a device this is so in the order of the stream.
+        """
+
+    def load(self, factor: float = 1.0) -> None:
+        """Make it ready for a step. Where parts of it lie on several ranks, all of them come here in one order."""
+
+    def write_back(self) -> None:
+        """Bring what was stepped to the masters."""
+
+    def rest(self) -> None:
+        """Let go of what only a step needs."""
+
+
 class Places(Protocol):
     """Where trained parameters lie. Somebody may move one, or put another one in its place in the model."""
 
     has_new: bool
     """Whether one of them has brought new values since this was last set to false."""
+
+    def check_step(self) -> None:
+        """A step comes: refuse it where what the model computes with could not follow."""
 
     def check(self) -> None:
         """The model has changed: refuse what can be put right where it stands, before anything is replaced."""
@@ -68,7 +100,8 @@ class Store(Protocol):
     each forward      gradients.hide()
     each backward     gradients.arm(last) ... gradients.settle(); or neither, and the gradients stay local
     once              masters() for the optimizer, then rest()
-    at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients
+    at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients;
+                      or, for one lot after the other, lot.load(f), a step of lot.tensors, write_back(), rest()
     after the step    publish(), once or twice, then gradients.clear(taken=True)
     any time          pieces(), state_pieces(), not_finite(); spread() after pieces("master") were written to
                       places.restore() and places.replace() where somebody has moved or replaced parameters
@@ -88,6 +121,8 @@ class Store(Protocol):
     """Their names, by what is gathered together."""
     replaced: Sequence[tuple[Tensor, str]]
     """Other objects by which somebody may know a parameter, with its name."""
+    lots: Sequence[Lot]
+    """All that the optimizer steps, each tensor in one of them."""
 
     @property
     def device(self) -> torch.device:
@@ -123,13 +158,13 @@ class Store(Protocol):
         """The fp64 sum of squares of the gradients that this rank counts."""
 
     def attach(self, factor: float = 1.0) -> None:
-        """Make the masters ready for a step: their values, and as `.grad` the owned gradients times a factor."""
+        """Make the masters of all lots ready for a step."""
 
     def rest(self) -> None:
-        """Let go of what only a step needs."""
+        """Let all lots rest."""
 
     def publish(self) -> None:
-        """Bring new master values to the parameters of every rank."""
+        """Write back what was stepped, and bring new master values to the parameters of every rank."""
 
     def spread(self) -> None:
         """Masters were written to, on every rank alike: let what the model computes with follow."""

@@ -56,7 +56,9 @@ class Gradients:
         self._is_complete = False
         """Whether the owners have all gradients. False before the first: ranks that got none must not stay away."""
         self._next = 0
-        self._pending: list[Finish] = []
+        self._is_last = False
+        """Whether a step follows the backward that is under way."""
+        self._pending: list[tuple[LiveBucket, Finish]] = []
         self._handles: dict[int, RemovableHandle] = {}
         for number, bucket in enumerate(buckets):
             for position, parameter in enumerate(bucket.parameters):
@@ -81,7 +83,7 @@ class Gradients:
         bucket.parameters = (*bucket.parameters[:position], new, *bucket.parameters[position + 1 :])
         if came is not None:
             new.grad = came if new.grad is None else new.grad + came
-            self.has_arrived, self._is_complete = True, False
+            self.has_arrived, self._is_complete, bucket.is_complete = True, False, False
             self.keep(bucket, position)
 
     @property
@@ -96,9 +98,11 @@ class Gradients:
     def arm(self, last: bool | None) -> None:
         """Let full buckets leave during the backward that follows."""
         self.is_armed = bool(last) if self.waits_for_last else last is not None
-        self.is_open, self._is_complete, self._next = True, False, 0
+        self.is_open, self._is_complete, self._is_last, self._next = True, False, bool(last), 0
         self._had_strangers = self.has_strangers
         self._strange.clear()
+        for bucket in self.buckets:
+            bucket.is_complete = False
         for bucket in self.buckets if self.overlaps else ():
             bucket.missing, bucket.has_left = set(range(len(bucket.parameters))), False
 
@@ -114,9 +118,11 @@ class Gradients:
         """Make every owned gradient complete."""
         if self._is_complete:
             self.see_edits()
-            return
-        self.arm(True)
-        self.settle()
+        else:
+            self.arm(True)
+            self.settle()
+        for bucket in self.buckets:
+            bucket.is_complete = True
 
     def see_edits(self) -> None:
         """Take over what somebody has done to `grad` since gradients were complete, or say that it has no effect."""
@@ -150,7 +156,7 @@ class Gradients:
         """Autograd has put a gradient on a parameter, which has this position in the bucket of this number."""
         bucket, self.has_arrived = self.buckets[number], True
         if not self.is_armed:
-            self._is_complete = False
+            self._is_complete = bucket.is_complete = False
             if not self.is_open:
                 self._strange.add((bucket, position))
             self.keep(bucket, position)
@@ -174,12 +180,16 @@ class Gradients:
         for bucket in buckets:
             bucket.has_left = True
             if len(self._pending) == self.in_flight:
-                self._pending.pop(0)()
-            self._pending.append(self.leave(bucket))
+                self._finish(*self._pending.pop(0))
+            self._pending.append((bucket, self.leave(bucket)))
+
+    def _finish(self, bucket: LiveBucket, finish: Finish) -> None:
+        finish()
+        bucket.is_complete = self._is_last
 
     def _wait(self) -> None:
-        for finish in self._pending:
-            finish()
+        for bucket, finish in self._pending:
+            self._finish(bucket, finish)
         self._pending.clear()
 
     def keep(self, bucket: LiveBucket, position: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from mizzen.kernels.masters import keep_writes
 from mizzen.parallel.zero.slots import Bucket
 from mizzen.parallel.zero.stock import Stock, Sums
 
@@ -29,7 +30,7 @@ class Target:
 
 @dataclass(slots=True, eq=False)
 class LiveBucket:
-    """Parameters that travel together, and this rank's share of what belongs to them."""
+    """Parameters that travel together, and this rank's share of what belongs to them: a `plan.parts.Lot`."""
 
     plan: Bucket
     group: int
@@ -71,6 +72,8 @@ class LiveBucket:
     missing: set[int] = field(default_factory=set)
     """The slots whose gradient has not come yet in this backward."""
     has_left: bool = False
+    is_complete: bool = False
+    """Whether its gradient is summed and nothing more comes before the step."""
 
     def __post_init__(self) -> None:
         edges = [0, *(edge for slot in self.plan.slots for edge in (slot.start, slot.stop)), self.plan.numel]
@@ -82,6 +85,43 @@ class LiveBucket:
     def is_widened(self) -> bool:
         """Whether the optimizer steps wider copies of the masters."""
         return self.targets[0].tensor.dtype != self.master.dtype if self.targets else False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the optimizer steps."""
+        return tuple(target.tensor for target in self.targets)
+
+    def load(self, factor: float = 1.0) -> None:
+        """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
+        self.keep_writes()
+        if not self.targets:
+            return
+        dtype, gradient = self.targets[0].tensor.dtype, self.gradient
+        gradient = gradient.to(dtype) if factor == 1 else gradient.to(dtype).mul_(factor)
+        values = self.master.to(dtype)
+        for target in self.targets:
+            if self.is_widened:
+                target.tensor.data = target.place(values)
+            target.tensor.grad = target.place(gradient)
+
+    def write_back(self) -> None:
+        """Bring what was stepped to the master, which it is itself unless it is wider."""
+        for target in self.targets if self.is_widened else ():
+            if target.tensor.numel():  # nothing is new of what is at rest
+                target.place(self.master).copy_(target.tensor)
+
+    def rest(self) -> None:
+        """Let go of what only a step needs."""
+        for target in self.targets:
+            target.tensor.grad = None
+            if self.is_widened:
+                target.tensor.data = target.tensor.new_empty(0)
+
+    def keep_writes(self) -> None:
+        """Let a master that lies apart have what somebody has written to the parameters."""
+        mine = self.mine(self.values)
+        if mine.data_ptr() != self.master.data_ptr():
+            keep_writes(mine, self.master)
 
     @property
     def gradient(self) -> Tensor:
@@ -145,6 +185,7 @@ class LiveBucket:
             self.stock.give(self.whole)
         self.sums.forget()
         self.whole = self.finite = None
+        self.is_complete = False
         self.views, self.empty, self.shown = [], set(), set()
 
     def places(self, flat: Tensor) -> list[Tensor]:

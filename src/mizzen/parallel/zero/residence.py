@@ -71,6 +71,9 @@ class Residence:
                 "engine.module. The dtype of a model in training is set by bf16 or fp16 in the configuration"
             )
 
+    def check_step(self) -> None:
+        """Nothing: parameters follow wherever they are."""
+
     def check(self) -> None:
         """Nothing: what stands in the model can be taken over."""
 

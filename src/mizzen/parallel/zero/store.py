@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives, groups
 from mizzen.comm.communicator import Work
-from mizzen.kernels.masters import keep_writes
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes, piece_of_range
@@ -78,6 +77,7 @@ class FlatStore:
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
         self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
+        self.lots: Sequence[LiveBucket] = self.buckets
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
         self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
@@ -162,26 +162,14 @@ class FlatStore:
         }
 
     def attach(self, factor: float = 1.0) -> None:
-        """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
-        _keep_writes(self.buckets)
-        for bucket in self.buckets:
-            if not bucket.targets:
-                continue
-            dtype, gradient = bucket.targets[0].tensor.dtype, bucket.gradient
-            gradient = gradient.to(dtype) if factor == 1 else gradient.to(dtype).mul_(factor)
-            values = bucket.master.to(dtype)
-            for target in bucket.targets:
-                if bucket.is_widened:
-                    target.tensor.data = target.place(values)
-                target.tensor.grad = target.place(gradient)
+        """Give what the optimizer steps its values, and its gradients times a factor."""
+        for lot in self.lots:
+            lot.load(factor)
 
     def rest(self) -> None:
         """Let go of what only a step needs."""
-        for bucket in self.buckets:
-            for target in bucket.targets:
-                target.tensor.grad = None
-                if bucket.is_widened:
-                    target.tensor.data = target.tensor.new_empty(0)
+        for lot in self.lots:
+            lot.rest()
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that have the same share the work."""
@@ -195,10 +183,8 @@ class FlatStore:
 
     def publish(self) -> None:
         """Bring the new master values to the parameters of every rank."""
-        for bucket in self.buckets:
-            for target in bucket.targets if bucket.is_widened else ():
-                if target.tensor.numel():  # nothing is new of what is at rest
-                    target.place(bucket.master).copy_(target.tensor)
+        for lot in self.lots:
+            lot.write_back()
         works = self._send_all()
         self.rest()
         wait_for(*works)
@@ -224,7 +210,8 @@ class FlatStore:
     def refresh(self) -> None:
         """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
         self.places.restore()
-        _keep_writes(self.buckets)
+        for bucket in self.buckets:
+            bucket.keep_writes()
 
     def not_finite(self) -> list[str]:
         """The parameters whose gradient on this rank was not finite before it was summed."""
@@ -276,17 +263,9 @@ class FlatStore:
         self.gradients.detach()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
-        self.buckets, self.parameters, self.everything = (), {}, {}
+        self.buckets, self.lots, self.parameters, self.everything = (), (), {}, {}
         self.places = Residence((), {}, self.gradients)
         self.stock.clear()
-
-
-def _keep_writes(buckets: Iterable[LiveBucket]) -> None:
-    """Let masters that lie apart have what somebody has written to the parameters."""
-    for bucket in buckets:
-        mine, master = bucket.mine(bucket.values), bucket.master
-        if mine.data_ptr() != master.data_ptr():
-            keep_writes(mine, master)
 
 
 def _by_arrival(buckets: list[LiveBucket], parameters: Mapping[str, nn.Parameter]) -> tuple[LiveBucket, ...]:

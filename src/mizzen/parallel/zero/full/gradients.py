@@ -49,6 +49,8 @@ class UnitGradients:
         self.backward = backward
         self._is_open = False
         self._is_complete = False
+        self._is_last = False
+        """Whether a step follows the backward that is under way."""
         self._pending: list[Finish] = []
 
     @property
@@ -83,7 +85,7 @@ class UnitGradients:
     def _send(self, unit: LiveUnit, sent: Tensor, chunk: Tensor, title: str, *, add: bool) -> None:
         """Sum something of all ranks, and put this rank's share of it into its place or add it there."""
         unit.has_strangers |= not self._is_open
-        self._is_complete = False
+        self._is_complete = unit.is_complete = False
         finish = self.reducer.to_owner(sent, chunk, add=add, title=title)
         if sent.device.type != "cpu":
             finish()  # in the order of the stream; the host does not wait
@@ -98,7 +100,8 @@ class UnitGradients:
     def arm(self, last: bool | None) -> None:
         """A backward starts. Gradients leave at once whatever comes next: there is no room for whole ones."""
         self._is_open = self.place.is_backward = True
-        self._is_complete = False
+        self._is_complete, self._is_last = False, bool(last)
+        self._mark(False)
 
     def settle(self) -> None:
         """That backward is over, on every rank: one that is elsewhere is found before anything else is exchanged."""
@@ -107,17 +110,23 @@ class UnitGradients:
         self._wait()
         self._meet("the end of backward")
         self._is_complete = self.replicas.reduction.ranks == 1  # so that a rank reads and writes its own part alone
+        self._mark(self._is_complete and self._is_last)
 
     def collect(self) -> None:
         """Make every owned gradient complete."""
         self.backward.finish()
-        if self._is_complete:
-            return
-        self._wait()
-        self._meet("the end of a step's gradients")
-        for finish in [self.replicas.to_all(unit.sums.read()) for unit in self.units if unit.shares]:
-            finish()
-        self._is_complete = True
+        if not self._is_complete:
+            self._wait()
+            self._meet("the end of a step's gradients")
+            for finish in [self.replicas.to_all(unit.sums.read()) for unit in self.units if unit.shares]:
+                finish()
+            self._is_complete = True
+        self._mark(True)
+
+    def _mark(self, is_complete: bool) -> None:
+        """Say of all units whether their gradients are complete: a unit may be run several times in a backward."""
+        for unit in self.units:
+            unit.is_complete = is_complete
 
     def follow(self, name: str, value: Callable[[], Tensor]) -> None:
         """What comes later is added to the value that was given."""

@@ -58,9 +58,14 @@ class Share:
     is_whole: bool = False
     """Whether its rule needs whole parameters, so that it steps these on their owners instead (`whole.py`)."""
 
-    def gradient(self, flat: Tensor) -> Tensor:
-        """The gradients of this share out of those of the unit."""
-        if self.trained[-1].start == self.trained[-1].offset:  # laid out alike
+    def gradient(self, sums: Sums) -> Tensor:
+        """The gradients of this share out of those of the unit: in their own place, if nothing else is in there.
+
+        A step may write to gradients. In the place of the padding may be those of the next share.
+        """
+        flat, last = sums.read(), self.trained[-1]
+        end = last.offset + last.length
+        if last.start == last.offset and end in (self.master.numel(), sums.count):
             return flat[: self.master.numel()]
         found = flat.new_zeros(self.master.numel())
         for each in self.trained:
@@ -87,6 +92,8 @@ class LiveUnit:
     handles: list[RemovableHandle] = field(default_factory=list)
     open: int = 0
     """How many contexts hold it gathered."""
+    is_complete: bool = False
+    """Whether its gradients are summed and nothing more comes before the step."""
 
     @property
     def count(self) -> int:
@@ -101,7 +108,7 @@ class LiveUnit:
     def forget(self) -> None:
         """Let go of the gradients."""
         self.sums.forget()
-        self.finite, self.has_strangers = None, False
+        self.finite, self.has_strangers, self.is_complete = None, False, False
 
     def note_finite(self, flags: Tensor) -> None:
         """Remember which of this rank's own gradients are finite."""
@@ -111,6 +118,44 @@ class LiveUnit:
     def trained(self) -> list[Trained]:
         """The trained parameters in the order in which they travel."""
         return sorted((each for share in self.shares for each in share.trained), key=lambda each: each.start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShareLot:
+    """A share of a unit as it is stepped: a `plan.parts.Lot`."""
+
+    unit: LiveUnit
+    share: Share
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the optimizer steps."""
+        return (self.share.stepped,)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of its unit are summed and nothing more comes before the step."""
+        return self.unit.is_complete
+
+    def load(self, factor: float = 1.0) -> None:
+        """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
+        share = self.share
+        if share.stepped is not share.master:
+            share.stepped.data = share.master.to(share.stepped.dtype)
+        gradient = share.gradient(self.unit.sums).to(share.stepped.dtype)
+        share.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
+
+    def write_back(self) -> None:
+        """Bring what was stepped to the master, which it is itself unless it is wider."""
+        share = self.share
+        if share.stepped is not share.master and share.stepped.numel():  # nothing is new of what is at rest
+            share.master.copy_(share.stepped)
+
+    def rest(self) -> None:
+        """Let go of what only a step needs."""
+        self.share.stepped.grad = None
+        if self.share.stepped is not self.share.master:
+            self.share.stepped.data = self.share.stepped.new_empty(0)
 
 
 def local(parameter: DTensor) -> Tensor:

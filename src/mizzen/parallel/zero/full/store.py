@@ -24,7 +24,7 @@ from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
 from mizzen.parallel.zero.full.backward import Backward
 from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, gather_shards, local
+from mizzen.parallel.zero.full.live import LiveUnit, Share, ShareLot, Trained, gather_shards, local
 from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
 from mizzen.parallel.zero.full.sharded import (
     bring_back,
@@ -38,7 +38,7 @@ from mizzen.parallel.zero.full.sharded import (
 )
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit, shard_dim
-from mizzen.parallel.zero.full.whole import Wholes
+from mizzen.parallel.zero.full.whole import Round, Wholes
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
 from mizzen.parallel.zero.full.wrap import (
     Wires,
@@ -63,6 +63,11 @@ class ShardedPlaces:
 
     def __init__(self, units: Sequence[LiveUnit]) -> None:
         self.units = units
+
+    def check_step(self) -> None:
+        """Refuse a step while a unit is held gathered."""
+        if any(unit.open for unit in self.units):
+            raise UsageError("step() inside GatheredParameters, where parameters would keep their old values: leave it")
 
     def check(self) -> None:
         """Put a sharded parameter back where something else stands in its module, and say so."""
@@ -131,6 +136,10 @@ class FullStore:
             )
         copies = Reducer(holding.between, ranks.copies, self.stock)
         self.wholes = Wholes(self.units, holding.owners, ranks.sharers)
+        self.lots: Sequence[ShareLot | Round] = (
+            *(ShareLot(unit, share) for unit in self.units for share in unit.shares if not share.is_whole),
+            *self.wholes.rounds,
+        )
         self.backward = Backward(partial(end_backward, model))
         self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place, self.backward)
         self._connect()
@@ -201,26 +210,14 @@ class FullStore:
         } | self.wholes.portions()
 
     def attach(self, factor: float = 1.0) -> None:
-        """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
-        if any(unit.open for unit in self.units):
-            raise UsageError("step() inside GatheredParameters, where parameters would keep their old values: leave it")
-        self.wholes.attach(factor)
-        for unit in self.units:
-            for share in unit.shares:
-                if share.is_whole:
-                    continue
-                if share.stepped is not share.master:
-                    share.stepped.data = share.master.to(share.stepped.dtype)
-                gradient = share.gradient(unit.sums.read()).to(share.stepped.dtype)
-                share.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
+        """Give what the optimizer steps its values, and its gradients times a factor."""
+        for lot in self.lots:
+            lot.load(factor)
 
     def rest(self) -> None:
         """Let go of what only a step needs."""
-        self.wholes.rest()
-        for share in self.shares:
-            share.stepped.grad = None
-            if share.stepped is not share.master:
-                share.stepped.data = share.stepped.new_empty(0)
+        for lot in self.lots:
+            lot.rest()
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""
@@ -237,10 +234,8 @@ class FullStore:
 
     def publish(self) -> None:
         """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
-        for share in self.shares:
-            if share.stepped is not share.master and share.stepped.numel():  # nothing is new of what is at rest
-                share.master.copy_(share.stepped)
-        self.wholes.publish()
+        for lot in self.lots:
+            lot.write_back()
         self.rest()
         self._forget()
 
@@ -362,7 +357,7 @@ class FullStore:
             unwrap(unit.module, _replacement(unit, plain, names))
             for name, parameter in unit.parameters.items():
                 move(parameter, name, "its engine gave it back")
-        self.units = self.gradients.units = self.wholes.all = ()
+        self.units = self.gradients.units = self.lots = self.wholes.rounds = ()
         self.backward.parameters.clear()
         self.parameters, self.everything = {}, {}
         self.replaced = ()
