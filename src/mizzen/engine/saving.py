@@ -167,11 +167,12 @@ def _save(
     except CheckpointError as error:
         raise UsageError(str(error)) if unusable else error from None
     mine = share_of(held, team.rank, ticket.nodes)
+    known = [each.item.entry for each in held if not each.is_joint]
     items, uncopied = attempt(lambda: engine.saving.background.staging.copies(mine)) if beside else (mine, None)
 
     def finish() -> None:
         written, failure = (
-            attempt(lambda: protocol.write(ticket, items, team)) if items is not None else (None, uncopied)
+            attempt(lambda: protocol.write(ticket, items, team, known)) if items is not None else (None, uncopied)
         )
         manifest = protocol.commit(ticket, written, failure, facts, team, terms)
         if manifest is not None and team.is_first:
