@@ -197,7 +197,7 @@ def _collected(
         facts = facts_of(engine, weights, client_state, encoder)
         facts["excluded"] = sorted(skip)
         held = everything_held(engine, skip, weights)
-        everyone = engine.mesh.ranks("dp_replicate", "dp_shard", "sp")
+        everyone = engine.mesh.same_model
         pieces = (piece_of_whole(name, value) for name, value in encoder.tensors.items())
         return [*held, *(Held(Item(CLIENT, piece), everyone, is_joint=True) for piece in pieces)], facts
 
@@ -206,7 +206,7 @@ def _collected(
 
 def everything_held(engine: "Face", skip: frozenset[str], weights: Weights | None = None) -> list[Held]:
     """Weights, optimizer states and random states of this rank."""
-    rank, everyone = engine.global_rank, engine.mesh.ranks("dp_replicate", "dp_shard", "sp")
+    rank, everyone = engine.global_rank, engine.mesh.same_model
     weights = weights or Weights.of(engine.module, engine.stores)
     held = list(weights.held(rank, everyone, skip))
     if engine.basic_optimizer is not None:
@@ -216,9 +216,7 @@ def everything_held(engine: "Face", skip: frozenset[str], weights: Weights | Non
 
 def role_of(mesh: Mesh) -> str:
     """Who a rank is, for its random numbers: the same at every number of ranks."""
-    data = mesh.ranks("dp_replicate", "dp_shard").index(mesh.rank)
-    places = {"pp": mesh.coordinate("pp"), "dp": data, "sp": mesh.coordinate("sp"), "tp": mesh.coordinate("tp")}
-    return " ".join(f"{axis}={place}" for axis, place in places.items())
+    return " ".join(f"{axis}={place}" for axis, place in mesh.role.items())
 
 
 def _random_states(engine: "Face") -> Tensor:
@@ -240,7 +238,7 @@ def facts_of(engine: "Face", weights: Weights, client_state: Mapping[str, Any], 
     names = engine.surroundings.groups
     facts: dict[str, Any] = {
         "versions": {"mizzen": _version("mizzen"), "torch": torch.__version__, "python": platform.python_version()},
-        "layout": {axis: layout.size(axis) for axis in ("pp", "dp_replicate", "dp_shard", "sp", "tp")},
+        "layout": layout.degrees,
         "config": plain(engine.settings),
         "seed": engine.surroundings.seed,
         "counters": {
