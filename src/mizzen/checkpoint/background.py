@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mizzen.accelerator import Accelerator, get_accelerator
 from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.write import Item
 from mizzen.comm.mesh import Aside
@@ -25,18 +26,26 @@ class Staging:
     def copies(self, items: Sequence[Item]) -> list[Item]:
         """The same in memory that training does not change. That of the save before is used again."""
         kept, self._kept = self._kept, {}
-        found = [self._copied(number, item, kept.get(number)) for number, item in enumerate(items)]
-        if any(item.piece.data.is_cuda for item in items):
-            torch.cuda.synchronize()
+        accelerator = get_accelerator()
+        found = [self._copied(number, item, kept.get(number), accelerator) for number, item in enumerate(items)]
+        if any(_is_away(item.piece.data, accelerator) for item in items):
+            accelerator.synchronize()
         return found
 
-    def _copied(self, number: int, item: Item, place: Tensor | None) -> Item:
+    def _copied(self, number: int, item: Item, place: Tensor | None, accelerator: Accelerator) -> Item:
         piece = item.piece
         data = piece.data.detach()
+        is_away = _is_away(data, accelerator)
         if place is None or place.shape != data.shape or place.dtype != data.dtype:
-            place = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-        self._kept[number] = place.copy_(data, non_blocking=data.is_cuda)
+            place = torch.empty(data.shape, dtype=data.dtype)
+            place = accelerator.pin_memory(place) if is_away else place
+        self._kept[number] = place.copy_(data, non_blocking=is_away)
         return replace(item, piece=Piece(piece.name, piece.shape, piece.boxes, place))
+
+
+def _is_away(data: Tensor, accelerator: Accelerator) -> bool:
+    """Whether a tensor is in memory of the device's own: copies from there need not be waited for one by one."""
+    return data.device.type == accelerator.name and not accelerator.shares_host_memory
 
 
 class Background:

@@ -1,7 +1,7 @@
 """Reading a committed checkpoint: any box of any tensor, from whatever boxes were written, each byte verified first."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +152,7 @@ class Reader:
         self.folder = folder
         self.manifest = manifest or read_manifest(folder)
         self._open: dict[str, Verified] = {}
-        self._stored = _stored(self.manifest)
+        self._stored = by_tensor(self.manifest.tensors, self.manifest.files)
         self._checked: set[tuple[str, str]] = set()
         self._solid: set[int] = set()
         self._holes = SPARSE
@@ -280,24 +280,24 @@ class Reader:
         self.close()
 
 
-def _stored(manifest: Manifest) -> dict[tuple[str, str], Stored]:
+def by_tensor(tensors: Sequence[TensorEntry], files: Sequence[FileEntry]) -> dict[tuple[str, str], Stored]:
     """The boxes of each tensor, out of those of each file."""
     found: dict[int, tuple[Table, Table]] = {}
-    for dims in {len(entry.shape) for entry in manifest.tensors}:
-        tables = [(n, file.parts.tables[dims]) for n, file in enumerate(manifest.files) if dims in file.parts.tables]
+    for dims in {len(entry.shape) for entry in tensors}:
+        tables = [(n, file.parts.tables[dims]) for n, file in enumerate(files) if dims in file.parts.tables]
         if not tables:
             continue
-        files = numpy.concatenate([numpy.full(len(table), number, dtype=numpy.int64) for number, table in tables])
+        homes = numpy.concatenate([numpy.full(len(table), number, dtype=numpy.int64) for number, table in tables])
         rows = numpy.concatenate([table for _, table in tables])
         order = rows[:, TENSOR].argsort(kind="stable")
-        files, rows = files[order], rows[order]
+        homes, rows = homes[order], rows[order]
         numbers, firsts = numpy.unique(rows[:, TENSOR], return_index=True)
         ends = [*firsts[1:].tolist(), len(rows)]
         for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends, strict=True):
-            found[number] = files[first:end], rows[first:end]
+            found[number] = homes[first:end], rows[first:end]
     nothing = numpy.zeros(0, dtype=numpy.int64)
     stored = {}
-    for number, entry in enumerate(manifest.tensors):
+    for number, entry in enumerate(tensors):
         none = nothing, numpy.zeros((0, 2 + 2 * len(entry.shape)), dtype=numpy.int64)
         stored[entry.key] = Stored(entry, *found.get(number, none))
     return stored

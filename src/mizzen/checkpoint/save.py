@@ -31,7 +31,8 @@ from mizzen.checkpoint.folder import (
     unmark,
 )
 from mizzen.checkpoint.latest import set_latest
-from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, is_plain
+from mizzen.checkpoint.manifest import Manifest, TensorEntry, is_plain
+from mizzen.checkpoint.merge import flaws, merge, merge_facts, pack_facts, unwritten
 from mizzen.checkpoint.read import MANIFEST
 from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.write import Item, Written, write_items
@@ -187,8 +188,8 @@ def _leads(ticket: Ticket, team: Team) -> bool:
     return team.rank == _leader(ticket, team.rank)
 
 
-def write(ticket: Ticket, items: Sequence[Item], team: Team) -> Written:
-    """This rank's file."""
+def write(ticket: Ticket, items: Sequence[Item], team: Team, known: Sequence[TensorEntry] = ()) -> Written:
+    """This rank's file; `known` are the tensors that it knows of, whoever writes them."""
     make_folder(ticket.folder)
     if not is_marked(ticket.folder, ticket.id):
         remove_if_empty(ticket.folder)
@@ -196,16 +197,39 @@ def write(ticket: Ticket, items: Sequence[Item], team: Team) -> Written:
             f"{ticket.folder} on node {team.node} is not what the first rank sees under this name. {UNSHARED}"
         )
     metadata = {"save": ticket.id, "tag": ticket.tag, "rank": str(team.rank)}
-    written = write_items(ticket.folder / data_name(ticket.id, team.rank), items, metadata=metadata)
+    written = write_items(ticket.folder / data_name(ticket.id, team.rank), items, known, metadata=metadata)
     fsync_folder(ticket.folder)
     return written
 
 
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What a rank brings to a commit."""
+
+    written: Written | None
+    failure: str | None = None
+    """Why it has written nothing; then there is no checkpoint."""
+    facts: bytes = b""
+    """What it knows and others may not, packed."""
+
+
 def commit(
-    ticket: Ticket, written: Written | None, failure: str | None, facts: Mapping[str, Any], team: Team, terms: Terms
+    ticket: Ticket,
+    written: Written | None,
+    failure: str | None,
+    facts: Mapping[str, Any],
+    team: Team,
+    terms: Terms,
+    *,
+    own: Mapping[str, Any] | None = None,
 ) -> Manifest | None:
-    """Vote, and make the checkpoint exist if all is well; returns its manifest on the rank that commits."""
-    votes = (team.everyone if ticket.nodes else team.first)((written, failure), CALL)
+    """Vote, and make the checkpoint exist if all is well; returns its manifest on the rank that commits.
+
+    `facts` are those of the rank that commits. `own` is what each rank knows of the model, whose parts may be on
+    different ranks: dicts and lists that are merged. The weights in its list `names` have to have been written.
+    """
+    vote = Vote(written, failure, pack_facts(own or {}))
+    votes = (team.everyone if ticket.nodes else team.first)(vote, CALL)
     leads = _leads(ticket, team)
     manifest = None
     failure = None
@@ -235,20 +259,22 @@ def give_up(ticket: Ticket, team: Team) -> None:
 
 def _make_it_exist(
     ticket: Ticket,
-    votes: Sequence[tuple[Written | None, str | None]],
+    votes: Sequence[Vote],
     facts: Mapping[str, Any],
     team: Team,
     terms: Terms,
 ) -> Manifest:
-    failures = {rank: words for rank, (_, words) in enumerate(votes) if words}
-    if failures:
+    if failures := {rank: vote.failure for rank, vote in enumerate(votes) if vote.failure}:
         raise CheckpointError(f"{ticket.folder}: nothing was saved: {in_words(failures)}")
+    written = {rank: vote.written for rank, vote in enumerate(votes) if vote.written}
     here = [
-        written if not ticket.nodes or ticket.nodes[rank] == team.node else replace(written, file=None)
-        for rank, (written, _) in enumerate(votes)
-        if written
+        each if not ticket.nodes or ticket.nodes[rank] == team.node else replace(each, file=None)
+        for rank, each in written.items()
     ]
     tensors, files = merge(here, once=bool(ticket.nodes))
+    merged = merge_facts(vote.facts for vote in votes)
+    if words := flaws(written, ticket.nodes) or unwritten(merged.pop("names", []), tensors):
+        raise CheckpointError(f"{ticket.folder}: nothing was saved: {words}")
     manifest = Manifest(
         id=ticket.id,
         run=terms.run,
@@ -257,7 +283,7 @@ def _make_it_exist(
         created=next_moment(ticket.root),
         tensors=tensors,
         files=files,
-        facts=facts,
+        facts={**facts, **merged},
         node=team.node if ticket.nodes else "",
         nodes=tuple(dict.fromkeys(ticket.nodes)),
     )
@@ -287,29 +313,3 @@ def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
     _, untidy = attempt(tidy)
     if untidy:
         log.warning("%s is saved, but tidying up after it failed: %s", ticket.folder, untidy)
-
-
-def merge(written: Sequence[Written], *, once: bool = False) -> tuple[tuple[TensorEntry, ...], tuple[FileEntry, ...]]:
-    """One list of tensors for all files, whose parts are counted in it; with `once` a box that is twice counts once."""
-    tensors: dict[tuple[str, str], tuple[int, TensorEntry]] = {}
-    files: list[FileEntry] = []
-    seen: set[tuple[int, ...]] = set()
-    places: dict[bytes, list[int]] = {}
-    for each in written:
-        if each.table not in places:
-            places[each.table] = [_place(tensors, entry) for entry in each.tensors()]
-        if each.file is not None:
-            parts = each.file.parts.counted_in(places[each.table])
-            files.append(replace(each.file, parts=parts.without(seen) if once else parts))
-    return tuple(entry for _, entry in tensors.values()), tuple(files)
-
-
-def _place(tensors: dict[tuple[str, str], tuple[int, TensorEntry]], entry: TensorEntry) -> int:
-    """The place of a tensor in the list of all, to which it may be new."""
-    number, known = tensors.setdefault(entry.key, (len(tensors), entry))
-    if known != entry:
-        raise CheckpointError(
-            f"{entry.kind} '{entry.name}' is {list(entry.shape)} {entry.dtype} on one rank and "
-            f"{list(known.shape)} {known.dtype} on another"
-        )
-    return number

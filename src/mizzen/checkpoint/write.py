@@ -43,7 +43,8 @@ class Written:
     """What one rank has written: its tensors, and its file; no file where it had nothing to write."""
 
     table: bytes
-    """The tensors that the parts of the file are counted in, packed: thousands of ranks may have thousands."""
+    """The tensors that the rank knows of, packed: thousands of ranks may have thousands. The parts of the file are
+    counted in them; those without a part are other ranks' to write."""
     file: FileEntry | None
 
     @classmethod
@@ -102,10 +103,15 @@ def check_dtype(kind: str, name: str, dtype: torch.dtype) -> None:
         )
 
 
-def write_items(path: Path, items: Sequence[Item], *, metadata: dict[str, str] | None = None) -> Written:
-    """Write a new file with every box of some Pieces, durable but for its name."""
+def write_items(
+    path: Path, items: Sequence[Item], known: Sequence[TensorEntry] = (), *, metadata: dict[str, str] | None = None
+) -> Written:
+    """Write a new file with every box of some Pieces, durable but for its name.
+
+    `known` are tensors that have to be in the checkpoint, whoever writes them.
+    """
     check(items)
-    tensors = {item.entry.key: item.entry for item in items}
+    tensors = {entry.key: entry for entry in (*known, *(item.entry for item in items))}
     boxes = [Boxed(item.entry, box, partial(_same, data)) for item in items for box, data in item.piece.parts()]
     return write_boxes(path, tuple(tensors.values()), boxes, metadata=metadata)
 

@@ -35,10 +35,14 @@ from mizzen.comm.groups import new_group
 from mizzen.config.layout import AXES, EXPERT_AXES, Layout, Partition
 from mizzen.errors import LayoutError, UsageError
 
+SAMPLES: Final = ("dp_replicate", "dp_shard")
+"""The axes along which ranks see different samples."""
+SAME_MODEL: Final = (*SAMPLES, "sp")
+"""The axes along which ranks compute with the same part of the model: gradients are averaged over them."""
 PRODUCTS: Final = (
-    ("dp_replicate", "dp_shard"),  # different samples
+    SAMPLES,
     ("dp_shard", "sp"),  # one copy of the sharded state
-    ("dp_replicate", "dp_shard", "sp"),  # gradients are averaged
+    SAME_MODEL,
     ("pp", "tp"),  # one copy of the model
     AXES,
 )
@@ -157,6 +161,50 @@ class Mesh:
     def ranks(self, *names: str) -> tuple[int, ...]:
         """The global ranks of the group along these axes, in its order."""
         return self.layout.ranks_along(names, self.rank)
+
+    # What a rank is to others, for those who need not know which axes there are
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks of the job."""
+        return tuple(range(self.layout.world))
+
+    @property
+    def same_model(self) -> tuple[int, ...]:
+        """The ranks that compute with the same part of the model as this one, itself among them."""
+        return self.ranks(*SAME_MODEL)
+
+    @property
+    def same_model_group(self) -> ProcessGroup:
+        """The process group of `same_model`."""
+        return self.group(*SAME_MODEL)
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank among those that see different samples."""
+        return self.ranks(*SAMPLES).index(self.rank)
+
+    @property
+    def sequence_group(self) -> ProcessGroup:
+        """The ranks that share each sequence with this one."""
+        return self.group("sp")
+
+    @property
+    def tensor_rank(self) -> int:
+        """The place of this rank among those that share each matrix with it."""
+        return self.coordinate("tp")
+
+    @property
+    def role(self) -> dict[str, int]:
+        """Who this rank is, whatever number it has: its place among the stages, samples, sequences and matrices."""
+        return {"pp": self.coordinate("pp"), "dp": self.data_rank} | {
+            axis: self.coordinate(axis) for axis in ("sp", "tp")
+        }
+
+    @property
+    def drawing(self) -> tuple[int, ...]:
+        """The place of this rank among those that draw different random numbers: those of a matrix draw the same."""
+        return tuple(self.coordinate(axis) for axis in ("pp", *SAME_MODEL))
 
 
 @dataclass(frozen=True, slots=True)

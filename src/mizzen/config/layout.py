@@ -86,6 +86,16 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def same_model(self) -> int:
+        """Ranks that compute with the same part of the model, each on samples or tokens of its own."""
+        return self.dp * self.sp
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degree of every axis of `AXES`, by its name."""
+        return dict(zip(AXES, self.shape, strict=True))
+
+    @property
     def world(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)

@@ -335,11 +335,11 @@ class Face(nn.Module):
 
     def get_data_parallel_rank(self) -> int:
         """This rank's place among the data-parallel ranks."""
-        return self.mesh.ranks("dp_replicate", "dp_shard").index(self.mesh.rank)
+        return self.mesh.data_rank
 
     def get_tensor_parallel_rank(self) -> int:
         """This rank's place among the tensor-parallel ranks."""
-        return self.mesh.coordinate("tp")
+        return self.mesh.tensor_rank
 
     def get_model_parallel_rank(self) -> int:
         """The same, under its older name."""
@@ -347,7 +347,7 @@ class Face(nn.Module):
 
     def get_sequence_parallel_group(self) -> ProcessGroup | None:
         """The ranks that share one sequence."""
-        return self.mesh.group("sp")
+        return self.mesh.sequence_group
 
     def fewest_over_ranks(self, count: int) -> int:
         """The least of a count over all ranks."""

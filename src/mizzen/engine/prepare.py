@@ -150,13 +150,13 @@ def _move(model: nn.Module, device: torch.device, late: frozenset[str]) -> None:
 
 def check_equal(model: nn.Module, mesh: Mesh) -> None:
     """Make sure that every rank has the same parameters and buffers; one that differs is named with the tensor."""
-    if mesh.layout.world == mesh.layout.tp * mesh.layout.pp:
+    if mesh.layout.same_model == 1:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     tensors = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, DTensor)]  # shards differ
     sums = {name: sum_of_bits(tensor) for name, tensor in tensors}
     values = torch.stack(list(sums.values())).tolist() if sums else []
-    compare({name: str(value) for name, value in zip(sums, values, strict=True)}, mesh.group(*DATA_AXES))
+    compare({name: str(value) for name, value in zip(sums, values, strict=True)}, mesh.same_model_group)
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _spread(tensors: Iterable[Tensor], mesh: Mesh) -> None:
-    group = mesh.group(*DATA_AXES)
+    group = mesh.same_model_group
     source = groups.get_global_rank(group, 0)
     for tensor in tensors:
         data = tensor.detach()
@@ -192,14 +192,14 @@ def stream_of(config: Config, seed: int, mesh: Mesh) -> RandomStream:
     """The random numbers of the model: torch's own if asked for, and where one rank trains without a seed."""
     if config.dropout_stream == "torch" or (config.seed is None and mesh.layout.world == 1):
         return RandomStream(None)
-    return RandomStream(seed, [mesh.coordinate(axis) for axis in ("pp", *DATA_AXES)])
+    return RandomStream(seed, mesh.drawing)
 
 
 def loaders_of(plan: Plan, mesh: Mesh, seed: int) -> LoaderFactory:
     """What makes this rank's loaders."""
     return LoaderFactory(
         seed=seed,
-        rank=mesh.ranks("dp_replicate", "dp_shard").index(mesh.rank),
+        rank=mesh.data_rank,
         ranks=plan.resolved.layout.dp,
         accumulation=plan.resolved.batch.accumulation,
         drop_last=plan.resolved.config.dataloader_drop_last,
@@ -270,7 +270,7 @@ def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
         tell_slips(optimizer)
     config, layout = plan.resolved.config, plan.resolved.layout
     stage = config.zero_optimization.stage
-    is_shared = stage > 0 and layout.dp * layout.sp > 1
+    is_shared = stage > 0 and layout.same_model > 1
     if optimizer is not None and is_shared and stage > 1 and not config.is_given("gradient_clipping"):
         warn_once(
             f"at ZeRO stage {stage} p.grad is None after backward: torch.nn.utils.clip_grad_norm_ on parameters and "

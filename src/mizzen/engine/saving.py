@@ -167,11 +167,12 @@ def _save(
     except CheckpointError as error:
         raise UsageError(str(error)) if unusable else error from None
     mine = share_of(held, team.rank, ticket.nodes)
+    known = [each.item.entry for each in held if not each.is_joint]
     items, uncopied = attempt(lambda: engine.saving.background.staging.copies(mine)) if beside else (mine, None)
 
     def finish() -> None:
         written, failure = (
-            attempt(lambda: protocol.write(ticket, items, team)) if items is not None else (None, uncopied)
+            attempt(lambda: protocol.write(ticket, items, team, known)) if items is not None else (None, uncopied)
         )
         manifest = protocol.commit(ticket, written, failure, facts, team, terms)
         if manifest is not None and team.is_first:
@@ -196,7 +197,7 @@ def _collected(
         facts = facts_of(engine, weights, client_state, encoder)
         facts["excluded"] = sorted(skip)
         held = everything_held(engine, skip, weights)
-        everyone = engine.mesh.ranks("dp_replicate", "dp_shard", "sp")
+        everyone = engine.mesh.same_model
         pieces = (piece_of_whole(name, value) for name, value in encoder.tensors.items())
         return [*held, *(Held(Item(CLIENT, piece), everyone, is_joint=True) for piece in pieces)], facts
 
@@ -205,7 +206,7 @@ def _collected(
 
 def everything_held(engine: "Face", skip: frozenset[str], weights: Weights | None = None) -> list[Held]:
     """Weights, optimizer states and random states of this rank."""
-    rank, everyone = engine.global_rank, engine.mesh.ranks("dp_replicate", "dp_shard", "sp")
+    rank, everyone = engine.global_rank, engine.mesh.same_model
     weights = weights or Weights.of(engine.module, engine.stores)
     held = list(weights.held(rank, everyone, skip))
     if engine.basic_optimizer is not None:
@@ -215,9 +216,7 @@ def everything_held(engine: "Face", skip: frozenset[str], weights: Weights | Non
 
 def role_of(mesh: Mesh) -> str:
     """Who a rank is, for its random numbers: the same at every number of ranks."""
-    data = mesh.ranks("dp_replicate", "dp_shard").index(mesh.rank)
-    places = {"pp": mesh.coordinate("pp"), "dp": data, "sp": mesh.coordinate("sp"), "tp": mesh.coordinate("tp")}
-    return " ".join(f"{axis}={place}" for axis, place in places.items())
+    return " ".join(f"{axis}={place}" for axis, place in mesh.role.items())
 
 
 def _random_states(engine: "Face") -> Tensor:
@@ -239,7 +238,7 @@ def facts_of(engine: "Face", weights: Weights, client_state: Mapping[str, Any], 
     names = engine.surroundings.groups
     facts: dict[str, Any] = {
         "versions": {"mizzen": _version("mizzen"), "torch": torch.__version__, "python": platform.python_version()},
-        "layout": {axis: layout.size(axis) for axis in ("pp", "dp_replicate", "dp_shard", "sp", "tp")},
+        "layout": layout.degrees,
         "config": plain(engine.settings),
         "seed": engine.surroundings.seed,
         "counters": {
