@@ -165,11 +165,6 @@ class Mesh:
     # What a rank is to others, for those who need not know which axes there are
 
     @property
-    def everyone(self) -> tuple[int, ...]:
-        """All ranks of the job."""
-        return tuple(range(self.layout.world))
-
-    @property
     def same_model(self) -> tuple[int, ...]:
         """The ranks that compute with the same part of the model as this one, itself among them."""
         return self.ranks(*SAME_MODEL)

@@ -19,7 +19,7 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare
 from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import CheckpointError, UsageError, expect
-from mizzen.model.piece import Piece, copy_overlap, piece_of_whole
+from mizzen.model.piece import Piece, copy_overlap, piece_of_boxes, piece_of_whole
 from mizzen.parallel.zero.full.early import held
 from mizzen.parallel.zero.full.sharded import Gone
 from mizzen.plan.parts import Store
@@ -79,7 +79,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     if owner is None:
         return None
     owner.store.gradients.collect()
-    return _gather(owner, owner.store.pieces("gradient")) / owner.scaler.scale
+    return _gather(owner, owner.store.pieces("gradient")) * (owner.store.weight / owner.scaler.scale)
 
 
 def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
@@ -111,8 +111,9 @@ def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write the reduced gradient of a parameter from a whole tensor that every rank gives."""
     owner = _require(parameter)
     owner.store.gradients.collect()
-    _scatter(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
-    owner.store.gradients.follow(owner.name, lambda: value * owner.scaler.scale)
+    factor = owner.scaler.scale / owner.store.weight
+    _scatter(owner, value, owner.store.pieces("gradient"), factor)
+    owner.store.gradients.follow(owner.name, lambda: _part(owner, value) * factor)
 
 
 def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -141,7 +142,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     if owner is None:
         return None
     owner.store.gradients.collect()
-    return _local(owner, owner.store.pieces("gradient")) / owner.scaler.scale
+    return _local(owner, owner.store.pieces("gradient")) * (owner.store.weight / owner.scaler.scale)
 
 
 def local_state(parameter: nn.Parameter, key: str) -> Tensor | None:
@@ -165,8 +166,8 @@ def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write this rank's own part of the reduced gradient; alone where `local_gradient` is, but not at stage 1."""
     owner = _require(parameter)
     owner.store.gradients.collect()
-    _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale)
-    owner.store.gradients.follow(owner.name, lambda: _gather(owner, owner.store.pieces("gradient")))
+    _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale / owner.store.weight)
+    owner.store.gradients.follow(owner.name, lambda: _part(owner, _gather(owner, owner.store.pieces("gradient"))))
 
 
 def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -294,24 +295,46 @@ def _require(parameter: nn.Parameter) -> Owner:
 
 def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
     """Each element has one holder among the ranks that share it, so the sum of what they hold is the whole."""
-    parameter = owner.store.everything[owner.name]
+    parameter, site = owner.store.everything[owner.name], owner.store.sites.get(owner.name)
     mine = [piece for piece in pieces if piece.name == owner.name]
     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the same on a rank that holds nothing of it
-    whole = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    whole = torch.zeros(_shape(owner), dtype=dtype, device=parameter.device)
     target = piece_of_whole(owner.name, whole)
     for piece in mine:
         copy_overlap(piece, target)
     if owner.store.sharers is not None and owner.store.is_sharded:
         collectives.all_reduce(whole, group=owner.store.sharers)
+    for axis in site.cut_axes if site is not None else ():
+        collectives.all_reduce(whole, group=owner.store.others[axis])
     return whole
+
+
+def _shape(owner: Owner) -> tuple[int, ...]:
+    """Of the whole parameter, of which this rank may have a part."""
+    site = owner.store.sites.get(owner.name)
+    return site.shape if site is not None else tuple(owner.store.everything[owner.name].shape)
+
+
+def _part(owner: Owner, whole: Tensor) -> Tensor:
+    """What the ranks that share this parameter have of a whole one."""
+    site = owner.store.sites.get(owner.name)
+    return site.part_of(whole) if site is not None else whole
+
+
+def _as_piece(owner: Owner, value: Tensor) -> Piece:
+    """A value that is whole, or that is this rank's part already."""
+    site = owner.store.sites.get(owner.name)
+    if site is None or tuple(value.shape) == site.shape:
+        return piece_of_whole(owner.name, value)
+    return piece_of_boxes(owner.name, site.shape, value, site.boxes_of_range(0, value.numel()))
 
 
 def _scatter(owner: Owner, value: Tensor, pieces: list[Piece], factor: float = 1.0) -> None:
     _check_value(owner, value)
-    expected = owner.store.everything[owner.name].shape
-    if value.shape != expected:
-        raise UsageError(f"'{owner.name}' has shape {list(expected)}; the value given has {list(value.shape)}")
-    source = piece_of_whole(owner.name, value * factor if factor != 1 else value)
+    expected = (_shape(owner), tuple(owner.store.everything[owner.name].shape))
+    if tuple(value.shape) not in expected:
+        raise UsageError(f"'{owner.name}' has shape {list(expected[0])}; the value given has {list(value.shape)}")
+    source = _as_piece(owner, value * factor if factor != 1 else value)
     for piece in pieces:
         if piece.name == owner.name:
             copy_overlap(source, piece)
@@ -356,7 +379,7 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
         owner = owned[place]
         with torch.no_grad():
             owner.store.follow(owner.name, value)
-        master = _gather(owner, owner.store.pieces("master"))
+        master = _part(owner, _gather(owner, owner.store.pieces("master")))
         if not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
             _scatter(owner, value, owner.store.pieces("master"))
             owner.store.follow(owner.name, value)

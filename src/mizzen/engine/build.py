@@ -39,7 +39,8 @@ def build_engine(
 ) -> Engine:
     """Put an engine together. `optimizer` was built on the model's own parameters; it is given the masters instead."""
     stores = [store for part in parts for store in part.stores]
-    config = surroundings.resolved.config
+    resolved = surroundings.resolved
+    config = resolved.config
     arithmetic = Arithmetic.of(config, get_accelerator().name)
     updater, stopping = None, Stopping()
     if optimizer is not None:
@@ -56,6 +57,7 @@ def build_engine(
             scaler=arithmetic.scaler,
             changes=changes,
             stopping=stopping,
+            gain=float(resolved.layout.same_model) if config.gradient_allreduce_op == "sum" else 1.0,
         )
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
     get_progress().set_hang_timeout(config.hang_timeout)

@@ -47,6 +47,7 @@ class Updater:
         scaler: LossScaler,
         changes: Changes,
         stopping: Stopping | None = None,
+        gain: float = 1.0,
         one_by_one: bool = False,
     ) -> None:
         self.stores = tuple(stores)
@@ -58,8 +59,8 @@ class Updater:
         self.max_norm = max_norm
         self.one_by_one = one_by_one
         """Whether one lot after the other is loaded, stepped and written back: the same bits in less memory."""
-        self.gain = max((store.gain for store in stores), default=1.0)
-        """What all gradients are multiplied with, beside the rest of a store's own gain."""
+        self.gain = gain
+        """What all gradients are multiplied with on every rank, beside the rest of a store's own gain."""
         self.goes_ahead = vote.device.type != "cpu"
         """Whether a step is launched before its norm is known here: what a CPU computes, it has computed."""
         self._unclipped = 0

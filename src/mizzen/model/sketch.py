@@ -152,12 +152,21 @@ class Sketch:
 
     def local(self, layout: Layout, rank: int) -> "Sketch":
         """The same model as a rank has it: with the shapes of what it holds, and without what is not there."""
+        here = self.having({p.name for p in self.parameters if p.home.is_at(layout, rank)})
         parameters = (
             p if p.home.is_whole else replace(p, shape=p.home.local_shape(p.shape, layout, rank))
-            for p in self.parameters
-            if p.home.is_at(layout, rank)
+            for p in here.parameters
         )
-        return replace(self, parameters=tuple(parameters))
+        return replace(here, parameters=tuple(parameters))
+
+    def having(self, names: Collection[str]) -> "Sketch":
+        """The same model with these parameters alone."""
+        if len(names) == len(self.parameters):
+            return self
+        kept = tuple(p for p in self.parameters if p.name in names)
+        known = {name for p in kept for name in p.names}
+        modules = (replace(m, parameters=tuple(name for name in m.parameters if name in known)) for m in self.modules)
+        return replace(self, parameters=kept, modules=tuple(modules))
 
     def frozen(self) -> "Sketch":
         """The same model with nothing to train."""

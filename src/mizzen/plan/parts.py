@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mizzen.model.home import Site
 from mizzen.model.piece import Piece
 from mizzen.monitor.report import Observer
 from mizzen.optim.lamb import Portion
@@ -123,6 +124,13 @@ class Store(Protocol):
     """Other objects by which somebody may know a parameter, with its name."""
     lots: Sequence[Lot]
     """All that the optimizer steps, each tensor in one of them."""
+
+    sites: Mapping[str, Site]
+    """Where parameters live of which this rank has but a part, or not all of whose copies are here."""
+    others: Mapping[str, ProcessGroup]
+    """For each axis that cuts some of them, the ranks that have the rest."""
+    weight: float
+    """What makes of the mean over `group` the mean that is asked for, which may be over more or fewer ranks."""
 
     @property
     def device(self) -> torch.device:

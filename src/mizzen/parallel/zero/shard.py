@@ -11,7 +11,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout, Partition
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
-from mizzen.model.home import DATA_AXES, Home, Site, pieces_at
+from mizzen.model.home import DATA_AXES, Site, pieces_at
 from mizzen.model.sketch import Drafts, ParameterSketch, Sketch, bytes_per_element
 from mizzen.parallel.zero.reduce import Reduction
 from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
@@ -80,10 +80,6 @@ class Terms:
             is_early=is_early,
         )
 
-    def gain(self, home: Home, ranks: int) -> float:
-        """What makes of the mean over the ranks that add up what the home asks for, or of that the sum."""
-        return float(ranks) if self.is_sum else ranks / home.divisor
-
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -134,7 +130,8 @@ def _family(parameters: Sequence[ParameterSketch], terms: Terms, layout: Layout,
         terms.policy,
         # Ranks on other pipeline stages run their backward at another time: nobody waits for them in the middle of one.
         overlap=terms.overlap and ranks > 1 and not next(iter(sites.values())).is_far,
-        gain=terms.gain(home, ranks),
+        weight=ranks / home.divisor,
+        gain=float(ranks) if terms.is_sum else ranks / home.divisor,
     )
     return Family(
         ranks=adders,
@@ -233,7 +230,7 @@ def store_of(family: Family, module: nn.Module, mesh: Mesh) -> FlatStore:
         group,
         sites=family.sites,
         counts=family.counts,
-        rest=[mesh.group(axis) for axis in dict.fromkeys(a for s in family.sites.values() for a in s.cut_axes)],
+        others={axis: mesh.group(axis) for site in family.sites.values() for axis in site.cut_axes},
     )
 
 
@@ -261,6 +258,11 @@ def check(drafts: Drafts, layout: Layout) -> None:
         refuse_what_does_not_float(draft)
         for p in draft.parameters:
             p.home.check(p.name, p.shape, layout)
+            if p.home.cuts and p.is_whole:
+                raise PlanError(
+                    f"'{p.name}' is cut along {p.home.cuts[0].axis}, and its update rule needs it whole: use another "
+                    "optimizer"
+                )
             for cut in p.home.cuts:
                 if {len(sizes) for sizes in cut.runs} != {layout.size(cut.axis)}:
                     raise PlanError(

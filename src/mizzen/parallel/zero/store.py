@@ -33,6 +33,8 @@ class Holding:
     policy: Policy = Policy(None, "float32", None)
     """The dtypes of gradients, masters and states; those of wider parameters have the parameters' own."""
     overlap: bool = True
+    weight: float = 1.0
+    """What makes of the mean over these ranks the mean that is asked for, which may be over more or fewer."""
     gain: float = 1.0
     """What the mean gradient is multiplied with before a step: 1, or the ranks where a sum was asked for."""
 
@@ -58,13 +60,13 @@ class FlatStore:
         *,
         sites: Mapping[str, Site] | None = None,
         counts: bool = True,
-        rest: Sequence[ProcessGroup] = (),
+        others: Mapping[str, ProcessGroup] | None = None,
     ) -> None:
         self.holding = holding
         self.group = group
         self.sites = sites or {}
         self.counts = counts
-        self.others = rest
+        self.others = others or {}
         self.rank = groups.get_rank(group) if holding.reduction.ranks > 1 else 0
         held = {slot.name for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots}
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
@@ -129,6 +131,11 @@ class FlatStore:
         return self.holding.chunks > 1
 
     @property
+    def weight(self) -> float:
+        """What makes of the mean over its ranks the mean that is asked for."""
+        return self.holding.weight
+
+    @property
     def gain(self) -> float:
         """What the mean gradient is to be multiplied with before a step."""
         return self.holding.gain
@@ -136,8 +143,7 @@ class FlatStore:
     def follow(self, name: str, value: Tensor) -> None:
         """Let a parameter have the value that was given to its master."""
         with torch.no_grad():
-            part = self.sites[name].part_of(value) if name in self.sites else value
-            self.parameters[name].copy_(part.to(self.device))
+            self.parameters[name].copy_(part_for(self.parameters[name], value, self.sites.get(name)).to(self.device))
 
     @contextmanager
     def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
@@ -266,6 +272,11 @@ class FlatStore:
         self.buckets, self.lots, self.parameters, self.everything = (), (), {}, {}
         self.places = Residence((), {}, self.gradients)
         self.stock.clear()
+
+
+def part_for(parameter: Tensor, value: Tensor, site: Site | None) -> Tensor:
+    """What belongs to a parameter of a value that is whole, or that is its part already."""
+    return value if site is None or value.shape == parameter.shape else site.part_of(value)
 
 
 def _by_arrival(buckets: list[LiveBucket], parameters: Mapping[str, nn.Parameter]) -> tuple[LiveBucket, ...]:

@@ -1,6 +1,6 @@
 """ZeRO stage 3 as a transform: decides the units of a model, and shards them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -62,7 +62,8 @@ class FullChoice:
         sharing, copies = layout.size(*SHARD_AXES), layout.dp_replicate
         usual = tuple(axis for axis in DATA_AXES if layout.size(axis) > 1)
         elsewhere = {p.name for p in local.parameters if p.is_trained and p.home.key(layout)[1] != usual}
-        division = divide(_without(local, elsewhere), self.zero, terms.policy, sharing)
+        units = {p.name for p in local.parameters} - elsewhere
+        division = divide(local.having(units), self.zero, terms.policy, sharing)
         _refuse_mixed(division, self.zero, terms.policy)
         whole = elsewhere | {p.name for p in division.whole}
         data = layout.ranks_along(DATA_AXES, rank)
@@ -79,7 +80,7 @@ class FullChoice:
             ),
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
-            families=families(_only(draft, whole), terms, layout, rank),
+            families=families(draft.having(whole), terms, layout, rank),
             sites={p.name: Site(p.shape, p.home, layout, rank) for p in draft.parameters if not p.home.is_whole},
             uncounted=frozenset(p.name for p in local.parameters if min(p.home.holders(layout, rank)) not in data),
         )
@@ -163,20 +164,11 @@ class ZeroFull(Transform):
     def _apply(self, part: Part, held: FullPart, ranks: Ranks, mesh: Mesh) -> Part:
         stores: list[Store] = []
         if any(unit.parameters for unit in held.division.units):
-            axes = dict.fromkeys(axis for site in held.sites.values() for axis in site.cut_axes)
-            others = [mesh.group(axis) for axis in axes]
+            others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.cut_axes}
             store = FullStore(part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others)
             stores.append(store)
         stores += [store_of(family, part.module, mesh) for family in held.families]
         return replace(part, stores=(*part.stores, *stores))
-
-
-def _without(sketch: Sketch, names: Collection[str]) -> Sketch:
-    return replace(sketch, parameters=tuple(p for p in sketch.parameters if p.name not in names))
-
-
-def _only(sketch: Sketch, names: Collection[str]) -> Sketch:
-    return replace(sketch, parameters=tuple(p for p in sketch.parameters if p.name in names))
 
 
 def _refuse(config: Config, sharing: int) -> None:

@@ -54,6 +54,7 @@ from mizzen.parallel.zero.full.wrap import (
 )
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
+from mizzen.parallel.zero.store import part_for
 
 
 class ShardedPlaces:
@@ -89,6 +90,7 @@ class FullStore:
     """The units of one model."""
 
     is_sharded = True
+    weight = 1.0
 
     def __init__(
         self,
@@ -98,13 +100,13 @@ class FullStore:
         ranks: Ranks,
         sites: Mapping[str, Site] | None = None,
         uncounted: Collection[str] = (),
-        others: Sequence[ProcessGroup] = (),
+        others: Mapping[str, ProcessGroup] | None = None,
     ) -> None:
         self.holding = holding
         self.sites = sites or {}
         self.uncounted = frozenset(uncounted)
         """Parameters that ranks elsewhere count, because they hold the same."""
-        self.others = others
+        self.others = others or {}
         self.gain = holding.gain
         self.group: ProcessGroup | None = ranks.everyone
         self.sharers: ProcessGroup | None = ranks.sharers
@@ -256,7 +258,7 @@ class FullStore:
     def follow(self, name: str, value: Tensor) -> None:
         """A master was written to, which is the parameter itself, unless it rests in another form or is gathered."""
         parameter = self.everything[name]
-        value = self.sites[name].part_of(value) if name in self.sites else value
+        value = part_for(parameter, value, self.sites.get(name))
         for unit in self.units:
             if unit.open and name in unit.parameters:
                 with torch.no_grad():

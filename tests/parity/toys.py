@@ -1,0 +1,192 @@
+"""Strategies for tests alone: a model whose matrices are cut over tp, its blocks over pp, its experts over ep.
+
+Each is a transform of few lines that redraws homes and exchanges tensors in the plainest way there is. If the spine
+obeys homes, any mixture of them trains as one process does.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mizzen.model.home import Site, evenly
+from mizzen.model.sketch import Sketch
+from mizzen.plan.transform import Transform
+
+VOCABULARY, WIDTH, EXPERTS, LENGTH = 16, 8, 4, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.enter = self.leave = nn.Identity()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.leave(self.down(functional.gelu(self.up(self.enter(self.norm(hidden))))))
+
+
+class Crowd(nn.Module):
+    """Each token goes to the expert that its place in the sequence says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.gather = self.add = self.own = nn.Identity()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        every = self.gather(hidden)
+        place = torch.arange(every.shape[1]) % EXPERTS
+        here = [(place == number).view(1, -1, 1) * expert(every) for number, expert in self.mine()]
+        return hidden + self.own(self.add(torch.stack(here).sum(0)))
+
+    def mine(self) -> list[tuple[int, nn.Module]]:
+        return [(number, each) for number, each in enumerate(self.experts) if isinstance(each, nn.Linear)]
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Crowd(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
+        if isinstance(self.embed, nn.Embedding):
+            hidden = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            hidden = block(hidden)
+        if not isinstance(self.head, nn.Linear):
+            return hidden
+        logits = self.head(self.norm(hidden)).reshape(-1, VOCABULARY)
+        return functional.cross_entropy(logits, tokens[:, 1:].reshape(-1))
+
+
+class Exchange(nn.Module):
+    """Forward and backward are a sum over a group, or nothing; or a gathering along the batch."""
+
+    def __init__(self, group, forward: bool, backward: bool) -> None:
+        super().__init__()
+        self.call = lambda tensor: _Sum.apply(tensor, group, forward, backward)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return self.call(tensor)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group, forward, backward):
+        ctx.group, ctx.backward_too = group, backward
+        return _added(tensor, group) if forward else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (_added(gradient, ctx.group) if ctx.backward_too else gradient), None, None, None
+
+
+def _added(tensor: Tensor, group) -> Tensor:
+    total = tensor.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class Padded(nn.Module):
+    """The tokens of a rank among zeros in the places of the others': a sum then gathers them."""
+
+    def __init__(self, group, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks, self.add = rank, ranks, Exchange(group, forward=True, backward=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = [hidden if rank == self.rank else torch.zeros_like(hidden) for rank in range(self.ranks)]
+        return self.add(torch.cat(rows))
+
+
+class Own(nn.Module):
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+
+    def forward(self, every: Tensor) -> Tensor:
+        return every.chunk(self.ranks)[self.rank]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    layout: object
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def redrawn(drafts, draw):
+    """The same drafts with `draw(name, parameter)` as homes."""
+    return tuple(
+        replace(draft, parameters=tuple(replace(p, home=draw(p.name, p)) for p in draft.parameters)) for draft in drafts
+    )
+
+
+class Columns(Transform):
+    """`up` cut by its outputs and `down` by its inputs, over tp; everything else is a copy."""
+
+    name = "columns"
+
+    def wants(self, config, layout, drafts):
+        return Chosen(layout, "matrices over tp") if layout.tp > 1 else None
+
+    def redraw(self, choice, drafts):
+        def draw(name, parameter):
+            dim = 0 if ".up." in name else 1 if ".down." in name else None
+            tp = choice.layout.tp
+            return parameter.home if dim is None else parameter.home.cut("tp", dim, evenly(parameter.shape[dim], tp))
+
+        return redrawn(drafts, draw)
+
+    def apply(self, parts, choice, mesh):
+        group = mesh.group("tp")
+        for part in parts:
+            for block in (module for module in part.module.modules() if isinstance(module, Block)):
+                names = {f"x.{name}": parameter for name, parameter in block.named_parameters()}
+                (draft,) = self.redraw(choice, (Sketch.of(nn.ModuleDict({"x": block})),))
+                for p in draft.parameters:
+                    site = Site(p.shape, p.home, mesh.layout, mesh.rank)
+                    names[p.name].data = site.part_of(names[p.name].data).contiguous()
+                block.enter = Exchange(group, forward=False, backward=True)
+                block.leave = Exchange(group, forward=True, backward=False)
+        return parts
+
+
+class Flock(Transform):
+    """Experts over ep; the ranks of a group show each other all of their tokens."""
+
+    name = "flock"
+
+    def wants(self, config, layout, drafts):
+        return Chosen(layout, "experts over ep") if layout.ep > 1 else None
+
+    def redraw(self, choice, drafts):
+        each = EXPERTS // choice.layout.ep
+
+        def draw(name, parameter):
+            _, found, rest = name.partition(".experts.")
+            return parameter.home.at("ep", int(rest.split(".")[0]) // each) if found else parameter.home
+
+        return redrawn(drafts, draw)
+
+    def apply(self, parts, choice, mesh):
+        group, ep, place = mesh.group("ep"), choice.layout.ep, mesh.coordinate("ep")
+        for part in parts:
+            for crowd in (module for module in part.module.modules() if isinstance(module, Crowd)):
+                for number in range(EXPERTS):
+                    if number // (EXPERTS // ep) != place:
+                        crowd.experts[number] = nn.Identity()
+                crowd.gather, crowd.own = Padded(group, place, ep), Own(place, ep)
+                crowd.add = Exchange(group, forward=True, backward=True)
+        return parts
