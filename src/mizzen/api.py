@@ -95,7 +95,7 @@ def initialize(
     mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name, groups=plan.groups)
     place(model, plan, mesh)
     parts = plan.apply((Part(model),), mesh)
-    check_equal(model, plan, mesh)
+    check_equal(model, mesh, plan.elsewhere)
     seed = seed_of(plan.resolved.config, mesh)
     surroundings = Surroundings(
         resolved=plan.resolved,

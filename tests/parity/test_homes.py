@@ -9,7 +9,11 @@ import torch
 import mizzen
 import mizzen.api
 import mizzen.plan.build
+from mizzen.config.load import load
+from mizzen.launcher.stops import UNSAVED
+from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
+from mizzen.progress import get_progress
 from parity.toys import LENGTH, VOCABULARY, Columns, Flock, Toy
 
 STEPS, SAMPLES = 3, 8
@@ -34,16 +38,26 @@ def config(stage, optimizer, clip, accumulation, tp, ep) -> dict:
     }
 
 
-def train(*case) -> tuple[list, list, dict]:
-    """What a user writes, on one rank."""
+def start(*case):
     mizzen.api.ORDER = (Columns(), Flock(), *ORDER)
     mizzen.plan.build.refusals = lambda config: ()
     engine, *_ = mizzen.initialize(model=Toy(), config=config(*case))
+    return engine
+
+
+def shares(engine, step: int) -> torch.Tensor:
+    """The micro-batches of a rank."""
     ranks, rank = engine.dp_world_size, engine.get_data_parallel_rank()
     micro = SAMPLES // ranks // engine.gradient_accumulation_steps()
+    return batch(step).view(ranks, -1, micro, LENGTH)[rank]
+
+
+def train(*case) -> tuple[list, list, dict]:
+    """What a user writes, on one rank."""
+    engine = start(*case)
     losses, norms = [], []
     for step in range(STEPS):
-        for tokens in batch(step).view(ranks, -1, micro, LENGTH)[rank]:
+        for tokens in shares(engine, step):
             engine.backward(engine(tokens))
             report = engine.step()
         assert report.applied
@@ -82,6 +96,82 @@ def check(world, size, stage, optimizer, clip, accumulation, tp, ep) -> None:
                 moved, wanted = value - start[name], parameters[name] - start[name]
                 assert (moved - wanted).norm() <= 2e-3 * wanted.norm(), name
     assert seen == set(parameters)
+
+
+def spoil(rank: int, *case) -> tuple:
+    """One rank meets a NaN, in the gradient of a parameter that it alone has, or as a copy."""
+    engine = start(*case)
+    (name, parameter), *_ = (
+        (name, p) for name, p in engine.module.named_parameters() if "experts" in name or ".up.weight" in name
+    )
+    if engine.global_rank == rank:
+        parameter.register_hook(lambda gradient: gradient * float("nan"))
+    report = None
+    for tokens in shares(engine, 0):
+        engine.backward(engine(tokens))
+        report = engine.step()
+    return report.applied, report.reason, name
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_and_is_named(world, stage):
+    for rank in (0, 3):
+        outcomes = world(4).run(spoil, rank, stage, "AdamW", 1.0, 1, 2, 2)
+        assert not any(applied for applied, *_ in outcomes)
+        name = outcomes[rank][2]
+        for _, reason, _ in outcomes:
+            assert f"rank {rank}" in reason
+            assert name in reason
+
+
+def asked_to_stop(*case) -> tuple:
+    """A request that reaches one rank reaches all with the same step."""
+    engine = start(*case)
+    steps = 0
+    try:
+        for step in range(STEPS):
+            if engine.global_rank == 1 and step == 1:
+                get_progress().ask_self_to_stop()
+            for tokens in shares(engine, step):
+                engine.backward(engine(tokens))
+                engine.step()
+            steps = engine.global_steps
+    except SystemExit as stop:
+        return steps, stop.code
+    return steps, None
+
+
+def test_a_request_to_stop_ends_all_after_the_same_step(world):
+    assert set(world(4).run(asked_to_stop, 1, "AdamW", 1.0, 1, 2, 2)) == {(2, UNSAVED)}
+
+
+def bytes_held(*case) -> tuple:
+    engine = start(*case)
+    for tokens in shares(engine, 0):
+        engine.backward(engine(tokens))
+        engine.step()
+    buckets = [bucket for store in engine.stores for bucket in store.buckets]
+    states = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
+    apart = [b.master for b in buckets if b.master.data_ptr() != b.mine(b.values).data_ptr()]
+    return (
+        sum(b.values.nbytes for b in buckets),
+        sum(master.nbytes for master in apart),
+        sum(value.nbytes for value in states if value.dim()),
+    )
+
+
+@pytest.mark.parametrize("plan", [(4, 2, 1), (4, 4, 1), (4, 1, 4), (4, 2, 2), (8, 2, 2), (8, 4, 1)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, plan, stage):
+    monkeypatch.setattr("mizzen.plan.build.refusals", lambda config: ())
+    size, tp, ep = plan
+    planned = mizzen.plan.build.build(
+        load(config(stage, "AdamW", 0.0, 1, tp, ep)), size, Sketch.of(Toy()), (Columns(), Flock(), *ORDER)
+    )
+    held = world(size).run(bytes_held, stage, "AdamW", 0.0, 1, tp, ep)
+    for each in planned.classes:
+        for rank in each.ranks:
+            assert held[rank] == (each.cost.parameters, each.cost.masters, each.cost.states), (each.title, rank)
 
 
 PLANS = [(4, 2, 1), (4, 4, 1), (4, 1, 2), (4, 1, 4), (4, 2, 2), (8, 2, 2), (8, 4, 2)]

@@ -49,15 +49,15 @@ def build_engine(
             store.rest()
     changes = Changes(parts[0].module, stores, optimizer)
     if optimizer is not None:
+        gain = float(resolved.layout.same_model) if config.gradient_allreduce_op == "sum" else 1.0
         updater = Updater(
             stores,
             optimizer,
-            Vote(surroundings.mesh.everyone, surroundings.device),
+            Vote(surroundings.mesh.everyone, surroundings.device, gain=gain),
             max_norm=config.gradient_clipping,
             scaler=arithmetic.scaler,
             changes=changes,
             stopping=stopping,
-            gain=float(resolved.layout.same_model) if config.gradient_allreduce_op == "sum" else 1.0,
         )
     phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
     get_progress().set_hang_timeout(config.hang_timeout)

@@ -1,7 +1,7 @@
 """What happens to a model before its plan is applied: it moves to the device, and every rank gets rank 0's values."""
 
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -23,7 +23,6 @@ from mizzen.engine.randomness import RandomStream
 from mizzen.environment import World
 from mizzen.errors import ConfigError, MizzenError, UsageError
 from mizzen.log import warn_once
-from mizzen.model.home import Home
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.report import Observer
@@ -148,16 +147,14 @@ def _move(model: nn.Module, device: torch.device, late: frozenset[str]) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def check_equal(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+def check_equal(model: nn.Module, mesh: Mesh, elsewhere: Collection[str] = ()) -> None:
     """Make sure that ranks of one part of the model have the same of it; one that differs is named with the tensor.
 
-    What lives elsewhere, as experts do, has its values from the first rank that holds it.
+    What lives elsewhere than the rest, as experts do, has its values from the first rank that holds it.
     """
     if mesh.layout.same_model == 1:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    usual = Home.data_parallel(mesh.layout).sums
-    elsewhere = {name for draft in plan.drafts for p in draft.parameters if p.home.sums != usual for name in p.names}
     tensors = [
         (name, tensor)
         for name, tensor in tensors

@@ -47,7 +47,6 @@ class Updater:
         scaler: LossScaler,
         changes: Changes,
         stopping: Stopping | None = None,
-        gain: float = 1.0,
         one_by_one: bool = False,
     ) -> None:
         self.stores = tuple(stores)
@@ -59,8 +58,6 @@ class Updater:
         self.max_norm = max_norm
         self.one_by_one = one_by_one
         """Whether one lot after the other is loaded, stepped and written back: the same bits in less memory."""
-        self.gain = gain
-        """What all gradients are multiplied with on every rank, beside the rest of a store's own gain."""
         self.goes_ahead = vote.device.type != "cpu"
         """Whether a step is launched before its norm is known here: what a CPU computes, it has computed."""
         self._unclipped = 0
@@ -81,7 +78,7 @@ class Updater:
         for store in self.stores:
             store.gradients.collect()
         is_ahead = self._is_ahead()
-        terms = self.vote.terms(share_of, gain=self.gain, scale=self.scaler.scale, max_norm=self.max_norm)
+        terms = self.vote.terms(share_of, scale=self.scaler.scale, max_norm=self.max_norm)
         poll = self.vote.call(self._own(tally, micros, is_ahead=is_ahead), terms)
         launch = self._launch(poll, is_ahead=is_ahead)
         decision = poll.read()
@@ -189,4 +186,4 @@ class Updater:
 
     def _gained(self) -> list[tuple[Store, float]]:
         """Each store, with what its gradients are multiplied with beside the gain of all: 1 where all have one gain."""
-        return [(store, store.gain / self.gain) for store in self.stores]
+        return [(store, store.gain / self.vote.gain) for store in self.stores]

@@ -243,20 +243,24 @@ class Poll:
 class Vote:
     """The ranks that take a step together, which are all of the job."""
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device, role: Role | None = None) -> None:
+    def __init__(
+        self, group: ProcessGroup | None, device: torch.device, role: Role | None = None, *, gain: float = 1.0
+    ) -> None:
         self.group = group
         """None for one rank."""
         self.device = device
         self.ranks = groups.get_world_size(group) if group is not None else 1
         self.role = role or Role(self.ranks)
+        self.gain = gain
+        """What the mean gradient is multiplied with on every rank: 1, or the ranks where their sum was asked for."""
         self._last = Seen(has_losses=True, is_counted=False, has_strangers=False, has_scaled=False)
         """What the ranks with losses saw in the last step."""
 
-    def terms(self, share_of: ShareOf, *, gain: float = 1.0, scale: float = 1.0, max_norm: float = 0.0) -> Terms:
+    def terms(self, share_of: ShareOf, *, scale: float = 1.0, max_norm: float = 0.0) -> Terms:
         """The terms of the next step."""
         is_for_all = self.role.speakers == self.ranks
         return Terms(
-            share_of, gain, scale, max_norm, self.ranks, self.role.speakers, None if is_for_all else self._last
+            share_of, self.gain, scale, max_norm, self.ranks, self.role.speakers, None if is_for_all else self._last
         )
 
     def call(self, mine: Sums, terms: Terms) -> Poll:

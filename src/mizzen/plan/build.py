@@ -69,6 +69,13 @@ class Plan:
         return frozenset(name for step in self.steps for name in step.transform.late(step.choice))
 
     @property
+    def elsewhere(self) -> frozenset[str]:
+        """Every name of parameters whose gradients are not summed over the data ranks alone, and all of these."""
+        usual = Home.data_parallel(self.resolved.layout).sums
+        others = (p for draft in self.drafts for p in draft.parameters if p.home.sums != usual)
+        return frozenset(name for p in others for name in p.names)
+
+    @property
     def groups(self) -> tuple[Partition, ...]:
         """The groups of ranks that this plan needs beside those of the axes, in one order for all ranks."""
         found = (partition for step in self.steps for partition in step.transform.groups(step.choice))

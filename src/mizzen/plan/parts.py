@@ -162,6 +162,9 @@ class Store(Protocol):
     def portions(self) -> Mapping[Tensor, Sequence[Portion]]:
         """For each of these tensors, which ranges of it, counted flat, belong to which parameter."""
 
+    def saves(self, name: str) -> bool:
+        """Whether the ranks of this store count a parameter and save it, or others do, that hold the same."""
+
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""
 

@@ -177,6 +177,10 @@ class FlatStore:
         for lot in self.lots:
             lot.rest()
 
+    def saves(self, name: str) -> bool:
+        """Whether these ranks save a parameter, or others do, that hold the same."""
+        return self.counts
+
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that have the same share the work."""
         if not self.counts:

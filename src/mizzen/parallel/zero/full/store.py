@@ -221,6 +221,10 @@ class FullStore:
         for lot in self.lots:
             lot.rest()
 
+    def saves(self, name: str) -> bool:
+        """Whether these ranks save a parameter, or others do, that hold the same."""
+        return name not in self.uncounted
+
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""
         counted = (self._counted(unit) for unit in self.units if self.counts)
