@@ -142,11 +142,6 @@ class Mesh:
     # What a rank is to others, for those who need not know which axes there are
 
     @property
-    def everyone(self) -> tuple[int, ...]:
-        """All ranks of the job."""
-        return tuple(range(self.layout.world))
-
-    @property
     def same_model(self) -> tuple[int, ...]:
         """The ranks that compute with the same part of the model as this one, itself among them."""
         return self.ranks(*SAME_MODEL)
@@ -177,6 +172,11 @@ class Mesh:
         return {"pp": self.coordinate("pp"), "dp": self.data_rank} | {
             axis: self.coordinate(axis) for axis in ("sp", "tp")
         }
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """How many ranks each axis has, by its name."""
+        return dict(zip(AXES, self.layout.shape, strict=True))
 
     @property
     def drawing(self) -> tuple[int, ...]:

@@ -14,12 +14,12 @@ from mizzen.accelerator import Fetch, get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.engine.changes import Changes
 from mizzen.engine.stopping import Stopping
+from mizzen.engine.vote import MANY_KINDS, Tally
 from mizzen.errors import UsageError
 from mizzen.optim.rules import decided, decides, scaled
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 
-MANY_KINDS: Final = "some losses of this step came as (sum, count) and others as one number: return one kind"
 SOME_SCALED: Final = (
     "some ranks called engine.scale(loss).backward() in this step and others a bare loss.backward(): use one of the two"
 )
@@ -57,27 +57,6 @@ class Sums(NamedTuple):
     """Ranks on which at least one gradient arrived."""
     micros: Any
     """Micro-batches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """What one rank adds up over the micro-batches of a step."""
-
-    loss: Tensor | None = None
-    """The sum of its losses, or of the numerators of `(sum, count)`."""
-    count: Tensor | float = 0.0
-    """The number of losses, or the sum of the counts."""
-    is_counted: bool = False
-    """Whether the losses came as `(sum, count)`, by whose count the gradient then still has to be divided."""
-
-    def plus(self, loss: Tensor, count: Tensor | float, *, is_counted: bool = False) -> "Tally":
-        """With one more micro-batch. Nothing here waits for the device."""
-        loss = loss.detach().float()
-        if self.loss is None:
-            return Tally(loss, count, is_counted)
-        if is_counted != self.is_counted:
-            raise UsageError(MANY_KINDS)
-        return Tally(self.loss + loss, self.count + count, is_counted)
 
 
 @dataclass(frozen=True, slots=True)

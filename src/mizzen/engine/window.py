@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mizzen.engine.runner import tokens_in
-from mizzen.engine.update import Tally
+from mizzen.engine.vote import Tally
 from mizzen.errors import UsageError
 
 

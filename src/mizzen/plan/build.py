@@ -9,7 +9,7 @@ from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch
 from mizzen.plan.cost import Cost, replicated
-from mizzen.plan.transform import Transform
+from mizzen.plan.transform import MakeRunner, Transform
 from mizzen.plan.unbuilt import refusals
 from mizzen.precision.policy import FLOATING, Policy, wider
 
@@ -43,6 +43,12 @@ class Plan:
     def late(self) -> frozenset[str]:
         """The parameters that some transform itself brings to the device, part by part, because they may not fit."""
         return frozenset(name for step in self.steps for name in step.transform.late(step.choice))
+
+    @property
+    def runner(self) -> MakeRunner | None:
+        """What makes the runner of the parts: that of the last transform that names one."""
+        named = [made for step in self.steps if (made := step.transform.runner(step.choice)) is not None]
+        return named[-1] if named else None
 
     @property
     def notes(self) -> tuple[str, ...]:
