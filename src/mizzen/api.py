@@ -35,6 +35,7 @@ from mizzen.engine.prepare import (
     seed_of,
     stream_of,
 )
+from mizzen.engine.runner import Accumulate
 from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import LEVELS, set_level
@@ -43,7 +44,7 @@ from mizzen.monitor.printer import dump_state
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.early import built
 from mizzen.plan.build import build
-from mizzen.plan.parts import Part, Parts
+from mizzen.plan.parts import Part
 
 Setup = tuple[Engine, Optimizer | None, Any, Any]
 
@@ -64,7 +65,7 @@ def initialize(
     mesh_param: tuple[int, int] | None = None,
     config_params: Source | None = None,
     *,
-    make_engine: Callable[[Parts, Driving, Surroundings], Engine] = Engine,
+    make_engine: Callable[[Driving, Surroundings], Engine] = Engine,
     defaults: Mapping[str, Any] | None = None,
 ) -> Setup:
     """An engine for a model, with its optimizer, data loader and learning-rate schedule.
@@ -114,6 +115,7 @@ def initialize(
         optimizer=chosen,
         scheduler=choose_scheduler(lr_scheduler, plan.resolved.config, chosen),
         observers=observers_of(plan.resolved.config, world),
+        make_runner=plan.runner or Accumulate,
         make=make_engine,
     )
     dump_state(plan.resolved.config, world)

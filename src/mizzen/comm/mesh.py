@@ -170,6 +170,11 @@ class Mesh:
         return self.ranks(*SAME_MODEL)
 
     @property
+    def same_piece(self) -> tuple[int, ...]:
+        """The ranks that run the same piece of the model, whether its matrices are cut or not."""
+        return self.ranks(*(axis for axis in AXES if axis != "pp"))
+
+    @property
     def same_model_group(self) -> ProcessGroup:
         """The process group of `same_model`."""
         return self.group(*SAME_MODEL)
@@ -195,6 +200,11 @@ class Mesh:
         return {"pp": self.coordinate("pp"), "dp": self.data_rank} | {
             axis: self.coordinate(axis) for axis in ("sp", "tp")
         }
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """How many ranks each axis has, by its name."""
+        return dict(zip(AXES, self.layout.shape, strict=True))
 
     @property
     def drawing(self) -> tuple[int, ...]:

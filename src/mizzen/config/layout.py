@@ -91,11 +91,6 @@ class Layout:
         return self.dp * self.sp
 
     @property
-    def degrees(self) -> dict[str, int]:
-        """The degree of every axis of `AXES`, by its name."""
-        return dict(zip(AXES, self.shape, strict=True))
-
-    @property
     def world(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)

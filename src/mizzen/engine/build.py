@@ -16,7 +16,8 @@ from mizzen.engine.engine import Driving, Engine
 from mizzen.engine.face import Surroundings
 from mizzen.engine.optimizer import repoint
 from mizzen.engine.phases import Phases
-from mizzen.engine.runner import Accumulate
+from mizzen.engine.run_state import RunState
+from mizzen.engine.runner import Accumulate, Running
 from mizzen.engine.saving import Saving, folder_of, preflight, team_of
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
@@ -24,7 +25,9 @@ from mizzen.engine.vote import Vote
 from mizzen.monitor.report import Observer
 from mizzen.optim.guard import Guard
 from mizzen.plan.parts import Parts, Store
+from mizzen.plan.transform import MakeRunner
 from mizzen.precision.arithmetic import Arithmetic
+from mizzen.precision.scaler import LossScaler
 from mizzen.progress import get_progress
 
 
@@ -35,11 +38,12 @@ def build_engine(
     optimizer: Optimizer | None,
     scheduler: Any,
     observers: tuple[Observer, ...],
-    make: Callable[[Parts, Driving, Surroundings], Engine] = Engine,
+    make_runner: MakeRunner = Accumulate,
+    make: Callable[[Driving, Surroundings], Engine] = Engine,
 ) -> Engine:
     """Put an engine together. `optimizer` was built on the model's own parameters; it is given the masters instead."""
     stores = [store for part in parts for store in part.stores]
-    resolved = surroundings.resolved
+    resolved, mesh = surroundings.resolved, surroundings.mesh
     config = resolved.config
     arithmetic = Arithmetic.of(config, get_accelerator().name)
     updater, stopping = None, Stopping()
@@ -47,32 +51,50 @@ def build_engine(
         repoint(optimizer, stores, _reduced_over(stores))
         for store in stores:
             store.rest()
-    changes = Changes(parts[0].module, stores, optimizer)
+    changes = Changes([part.module for part in parts], stores, optimizer)
+    run_state = RunState(
+        settings=config,
+        mesh=mesh,
+        batch=surroundings.resolved.batch,
+        parts=parts,
+        changes=changes,
+        stream=surroundings.stream,
+        scaler=arithmetic.scaler,
+        seed=surroundings.seed,
+        groups=surroundings.groups,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
+    phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
+    get_progress().set_hang_timeout(config.hang_timeout)
+    phases.at_step(0)  # from now on there is something to save
+    runner = make_runner(Running(parts, mesh, surroundings.device, phases, surroundings.stream, arithmetic, changes))
     if optimizer is not None:
         gain = float(resolved.layout.same_model) if config.gradient_allreduce_op == "sum" else 1.0
         updater = Updater(
             stores,
             optimizer,
-            Vote(surroundings.mesh.everyone, surroundings.device, gain=gain),
+            Vote(surroundings.mesh.everyone, surroundings.device, runner.role, gain=gain),
             max_norm=config.gradient_clipping,
             scaler=arithmetic.scaler,
             changes=changes,
             stopping=stopping,
         )
-    phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
-    get_progress().set_hang_timeout(config.hang_timeout)
-    phases.at_step(0)  # from now on there is something to save
-    runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic, changes)
-    mesh = surroundings.mesh
     saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside))
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
-    engine = make(
-        parts, Driving(runner, updater, scheduler, phases, saving, stopping, changes, observers), surroundings
-    )
-    zero = config.zero_optimization
+    engine = make(Driving(run_state, runner, updater, phases, saving, stopping, observers), surroundings)
+    _own(engine, arithmetic.scaler)
+    if config.checkpoint.dir is not None:
+        preflight(run_state, folder_of(config.checkpoint, None))
+    return engine
+
+
+def _own(engine: Engine, scaler: LossScaler) -> None:
+    """Let the parameters of an engine be found by themselves, also under the objects that they were before."""
+    zero = engine.settings.zero_optimization
     engine.owners = [
-        Owner(name, store, optimizer, arithmetic.scaler, zero.enable_sanity_checks, zero.stage)
-        for store in stores
+        Owner(name, store, engine.basic_optimizer, scaler, zero.enable_sanity_checks, zero.stage)
+        for store in engine.stores
         for name in store.everything
     ]
     # Never taken away: torch walks through its hooks in each step, and a collector may end an engine in the middle.
@@ -80,12 +102,9 @@ def build_engine(
     for owner in engine.owners:
         AMBIENT.owners.set(owner.store.everything[owner.name], owner)
     known = {(id(owner.store), owner.name): owner for owner in engine.owners}
-    for store in stores:
+    for store in engine.stores:
         for other, name in store.replaced:
             AMBIENT.owners.set(other, known[id(store), name])
-    if config.checkpoint.dir is not None:
-        preflight(engine, folder_of(config.checkpoint, None))
-    return engine
 
 
 def _reduced_over(stores: list[Store]) -> ProcessGroup | None:

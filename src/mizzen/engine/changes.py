@@ -14,7 +14,7 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm.fingerprint import compare
 from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import UsageError
-from mizzen.model.tree import Tree, named
+from mizzen.model.tree import Tree, joined, named
 from mizzen.optim.guard import Members, Sides
 from mizzen.plan.parts import Store
 
@@ -22,9 +22,10 @@ from mizzen.plan.parts import Store
 class Changes:
     """Looks at a model before every forward that is differentiated, before every step, save and load."""
 
-    def __init__(self, model: nn.Module, stores: Sequence[Store], optimizer: Optimizer | None) -> None:
+    def __init__(self, modules: Sequence[nn.Module], stores: Sequence[Store], optimizer: Optimizer | None) -> None:
+        model = joined(modules)
         self.stores = tuple(stores)
-        self.tree = Tree(model)
+        self.trees = [Tree(module) for module in modules]
         self.sides = Sides(model)
         self.members = Members(optimizer, model)
         self._values: list[dict[str, str]] = []
@@ -61,17 +62,19 @@ class Changes:
         stores = [
             store for store in self.stores if store.parameters
         ]  # an engine that has given its model back has none
-        if stores and not self.tree.is_same():
+        if stores and not all(tree.is_same() for tree in self.trees):
             for store in stores:
                 store.places.check()
             self._exchange(stores)
-            self.tree.look()
+            for tree in self.trees:
+                tree.look()
         for store in stores:
             store.places.restore()
 
     def _exchange(self, stores: Sequence[Store]) -> None:
-        now = named(self.tree.model)
-        known = {id(each) for each in self.tree.parameters.values()}
+        now = {name: each for tree in self.trees for name, each in named(tree.model).items()}
+        before = {name: each for tree in self.trees for name, each in tree.parameters.items()}
+        known = {id(each) for each in before.values()}
         known |= {id(each) for store in stores for each in store.everything.values()}
         known |= {id(each) for store in stores for each, _ in store.replaced}
         new = {name: parameter for name, parameter in now.items() if id(parameter) not in known}
@@ -81,7 +84,7 @@ class Changes:
                 own = {id(old)} | {id(each) for each, known_as in store.replaced if known_as == name}
                 if own & present:
                     continue
-                names = [place for place, each in self.tree.parameters.items() if id(each) in own]
+                names = [place for place, each in before.items() if id(each) in own]
                 self._replace(store, name, {place: new.pop(place) for place in names if place in new})
         if added := [name for name, parameter in new.items() if parameter.requires_grad]:
             raise UsageError(
@@ -110,9 +113,10 @@ class Changes:
         parameter = store.places.replace(name, first)
         AMBIENT.owners.remove(old)
         AMBIENT.owners.set(parameter, owner)
-        for place in found:
-            path, _, leaf = place.rpartition(".")
-            self.tree.model.get_submodule(path).register_parameter(leaf, parameter)
+        for tree in self.trees:
+            for place in found.keys() & named(tree.model).keys():
+                path, _, leaf = place.rpartition(".")
+                tree.model.get_submodule(path).register_parameter(leaf, parameter)
 
 
 def _sums(store: Store) -> dict[str, str]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mizzen.engine.changes import Changes
 from mizzen.engine.face import Face, Surroundings
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.phases import Phases
-from mizzen.engine.runner import LossFunction, Runner, to_device
+from mizzen.engine.run_state import RunState
+from mizzen.engine.runner import LossFunction, Runner
 from mizzen.engine.saving import Saving
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
@@ -22,7 +22,6 @@ from mizzen.log import warn_once
 from mizzen.monitor.report import ACCUMULATING, Observer, StepReport
 from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.stepping import Stepper
-from mizzen.plan.parts import Parts
 from mizzen.precision.scaler import LossScaler
 
 
@@ -30,29 +29,25 @@ from mizzen.precision.scaler import LossScaler
 class Driving:
     """The parts of an engine that move: how a batch runs, how parameters change, and who is told."""
 
+    run_state: RunState
     runner: Runner
     updater: Updater | None
-    scheduler: Any
     phases: Phases
     saving: Saving
     stopping: Stopping
-    changes: Changes
     observers: tuple[Observer, ...] = ()
 
 
 class Engine(Face):
     """One model in training. `backward` and `step` for an open loop, `train_batch` for a whole step."""
 
-    def __init__(self, parts: Parts, driving: Driving, surroundings: Surroundings) -> None:
-        super().__init__(parts[0].module, surroundings)
-        self.parts = parts
+    def __init__(self, driving: Driving, surroundings: Surroundings) -> None:
+        super().__init__(driving.run_state, surroundings)
         self.runner = driving.runner
         self.updater: Updater | None = driving.updater
         self.phases = driving.phases
         self.saving = driving.saving
         self.stopping = driving.stopping
-        self.changes = driving.changes
-        self.lr_scheduler = driving.scheduler
         self.observers = driving.observers
         self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
@@ -61,7 +56,7 @@ class Engine(Face):
                 step=self.step,
                 clear=self.zero_grad,
                 scaler=self.updater.scaler,
-                members=self.changes.members,
+                members=self.run_state.changes.members,
             )
         self._stepper = Stepper()
         self._clock = time.perf_counter()
@@ -147,7 +142,10 @@ class Engine(Face):
     # A whole step
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> StepReport:
-        """Pull the micro-batches of one step, run them, update. Raises StopIteration on all ranks together."""
+        """Pull the micro-batches of one step, run them, update. Raises StopIteration on all ranks together.
+
+        All of them are pulled before the first runs, and each is moved to the device when it runs.
+        """
         self._require_updater("train_batch")
         if self.is_accumulating:
             raise UsageError(
@@ -164,7 +162,7 @@ class Engine(Face):
         micros = []
         for _ in range(self.batch.accumulation):
             try:
-                micros.append(to_device(next(source), self.device))
+                micros.append(next(source))
             except StopIteration:
                 break
         if self.fewest_over_ranks(len(micros)) < self.batch.accumulation:

@@ -3,6 +3,7 @@
 All ranks walk together. Files for going on with training are checkpoints, and not made here.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +18,7 @@ from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of
 from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.checkpoint.weights_out import save_torch
 from mizzen.engine.saving import Given, Saving, folder_of
-from mizzen.errors import UsageError
+from mizzen.errors import NotBuilt, UsageError
 from mizzen.files import commit_chunks, make_folder
 from mizzen.model.sketch import Sketch
 from mizzen.plan.parts import Store
@@ -69,7 +70,7 @@ def whole_state_dict(
     module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: Team
 ) -> dict[str, Any] | None:
     """All of it as a dict on the first rank, under every name; None on the others."""
-    _Request("", skip).agreed(team, "Warn", "gathering the model")
+    _Request("", skip, _names(module)).agreed(team, "Warn", "gathering the model")
     return _gathered(module, stores, skip, is_writer=team.is_first)
 
 
@@ -93,6 +94,8 @@ class _Request:
 
     path: str
     skip: frozenset[str]
+    names: str
+    """A hash of the names that the rank has. Where the ranks have different parts of a model, nobody gathers it."""
     failure: str | None = None
 
     def agreed(self, team: Team, validation: Validation, call: str) -> str:
@@ -100,6 +103,11 @@ class _Request:
         said: list[_Request] = team.everyone(self, call)
         if failures := {rank: each.failure for rank, each in enumerate(said) if each.failure}:
             raise UsageError(in_words(failures))
+        if len({each.names for each in said}) > 1:
+            raise NotBuilt(
+                f"{call}: the ranks have different parts of the model, which are not gathered yet: save a checkpoint, "
+                "and export that with `mizzen checkpoint export`"
+            )
         refuse_unequal([{"which frozen parameters are left out": sorted(each.skip)} for each in said], call)
         is_quiet = validation == "Ignore"
         team.take_first("files", {rank: each.path for rank, each in enumerate(said)}, "Ignore" if is_quiet else "Warn")
@@ -115,7 +123,7 @@ def save(
     """
     team, call = saving.team.in_front(), f"saving {name}"
     asked, unusable = attempt(lambda: Path(place_of(folder_of(saving.settings, folder))) / name)
-    path = Path(_Request(str(asked), skip, unusable).agreed(team, saving.settings.tag_validation, call))
+    path = Path(_Request(str(asked), skip, _names(module), unusable).agreed(team, saving.settings.tag_validation, call))
     team.by_first(lambda: _make_place(path), call)
     failure = None
     if path.suffix != SAFETENSORS:
@@ -131,6 +139,12 @@ def save(
         for _ in walk:
             pass
     team.all_well(failure, call)
+
+
+def _names(module: nn.Module) -> str:
+    """A hash of the names of what a module has."""
+    names = sorted({*dict(module.named_parameters()), *dict(module.named_buffers())})
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
 
 
 def _make_place(path: Path) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from inspect import ismethod
 from os import PathLike
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
 from mizzen.comm.mesh import Mesh
 from mizzen.config.batch import Batch
 from mizzen.config.resolve import Resolved
@@ -25,12 +25,12 @@ from mizzen.config.values import real, whole
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import load_state_dict, refresh_masters
-from mizzen.engine.changes import Changes
 from mizzen.engine.export import save, whole_state_dict
 from mizzen.engine.loading import LoadReport, Wishes, load_checkpoint
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
-from mizzen.engine.saving import Saving, save_checkpoint
+from mizzen.engine.run_state import RunState
+from mizzen.engine.saving import Given, Saving, save_and_wait, save_checkpoint
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.window import Window
 from mizzen.environment import World
@@ -41,6 +41,7 @@ from mizzen.rewrite.compile import compile_blocks
 from mizzen.rewrite.layer_drop import theta_of
 from mizzen.rewrite.standing import restore
 
+Value = TypeVar("Value")
 GETTERS: Final[Mapping[str, str]] = {
     "steps_per_print": "steps_per_print",
     "gradient_clipping": "gradient_clipping",
@@ -134,15 +135,38 @@ class Surroundings:
     """The names of the trained parameters, by optimizer group."""
 
 
+class Stated(Generic[Value]):
+    """An attribute of an engine that stands in its `RunState`, for whoever reads or sets it on the engine."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: "Face | None", owner: type) -> Value:
+        found: Value = getattr(engine.run_state if engine is not None else RunState, self._name)
+        return found
+
+    def __set__(self, engine: "Face", value: Value) -> None:
+        setattr(engine.run_state, self._name, value)
+
+
 class Face(nn.Module):
     """Everything about an engine that is not the training step."""
 
-    def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
+    applied_steps = Stated[int]("applied_steps")
+    global_samples = Stated[int]("global_samples")
+    micro_steps = Stated[int]("micro_steps")
+    skipped_steps = Stated[int]("skipped_steps")
+    batch = Stated[Batch]("batch")
+    window = Stated[Window]("window")
+    parts = Stated[Parts]("parts")
+    lr_scheduler = Stated[Any]("scheduler")
+    training_dataloader = Stated[Any]("loader")
+
+    def __init__(self, run_state: RunState, surroundings: Surroundings) -> None:
         super().__init__()
-        self.module = module
+        self.run_state = run_state
+        self.module = run_state.module
         self.surroundings = surroundings
-        self.batch: Batch = surroundings.resolved.batch
-        self.training_dataloader: Any = None
         self.device = surroundings.device
         self.local_rank = surroundings.world.local_rank
         self.global_rank = surroundings.world.rank
@@ -151,20 +175,8 @@ class Face(nn.Module):
         self.mp_world_size = surroundings.resolved.layout.tp
         self.sequence_parallel_size = surroundings.resolved.layout.sp
         self.managed = self.settings.managed_gradient_accumulation
-        self.applied_steps = 0
-        """Optimizer steps that were taken."""
-        self.global_samples = 0
-        """Samples of all ranks, those of skipped steps included: the data has moved on."""
-        self.micro_steps = 0
-        """Forward and backward passes on this rank."""
-        self.skipped_steps = 0
-        """Optimizer steps that were due and not taken."""
-        self.window = Window()
-        """The micro-batches since the last step."""
         self.saving: Saving
         self.stopping: Stopping
-        self.changes: Changes
-        self.parts: Parts = ()
         self.observers: tuple[Observer, ...] = ()
         self.last_step: StepReport | None = None
         """What the last optimizer step reported."""
@@ -176,11 +188,10 @@ class Face(nn.Module):
         """What `mizzen.zero` finds behind a parameter, for as long as this engine lives."""
         self.is_compiled = self.settings.compile.enabled
         self.optimizer: EngineOptimizer | None = None
-        self.lr_scheduler: Any = None
-        self._own_data: Iterator[Any] | None = None
         # A state dict loaded into the module by anybody, a client included, must not be undone by the next step.
-        self._loading = module.register_load_state_dict_post_hook(refresh_masters)  # type: ignore[no-untyped-call]
-        self.train(module.training)
+        modules = {id(module): module for module in (self.module, *run_state.modules)}.values()
+        self._loading = [module.register_load_state_dict_post_hook(refresh_masters) for module in modules]  # type: ignore[no-untyped-call]
+        self.train(self.module.training)
 
     # What it was built from
 
@@ -202,7 +213,7 @@ class Face(nn.Module):
     @property
     def stores(self) -> list[Store]:
         """What holds the trained parameters of this rank."""
-        return [store for part in self.parts for store in part.stores]
+        return self.run_state.stores
 
     @property
     def global_steps(self) -> int:
@@ -212,7 +223,7 @@ class Face(nn.Module):
     @property
     def basic_optimizer(self) -> Any:
         """The optimizer that does the arithmetic."""
-        return self.optimizer.optimizer if self.optimizer is not None else None
+        return self.run_state.optimizer
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step."""
@@ -311,9 +322,7 @@ class Face(nn.Module):
     @property
     def is_accumulating(self) -> bool:
         """Whether micro-batches wait for a step. Where boundaries are set from outside, counting would not tell."""
-        if self.window.boundary is None and self.managed:
-            return self.window.steps > 0
-        return self.window.tally.loss is not None
+        return self.run_state.is_accumulating
 
     @property
     def gradient_average(self) -> bool:
@@ -353,7 +362,7 @@ class Face(nn.Module):
         """The least of a count over all ranks."""
         if self.world_size == 1:
             return count
-        least = torch.tensor(count, device=self.device)
+        least = torch.tensor(count, device=groups.exchange_device())  # on the host: nobody waits for the device
         collectives.all_reduce(least, op=ReduceOp.MIN)
         return int(least)
 
@@ -392,15 +401,16 @@ class Face(nn.Module):
 
     def set_dataloader(self, loader: Any) -> None:
         """Where `train_batch()` without an iterator takes its data from."""
-        self.training_dataloader, self._own_data = loader, None
+        self.run_state.set_loader(loader)
 
     def data_iterator(self) -> Iterator[Any]:
         """The engine's own data, epoch after epoch."""
         if self.training_dataloader is None:
             raise UsageError("train_batch() without an iterator needs training_data: give it to initialize()")
-        if self._own_data is None:
-            self._own_data = iter(RepeatingLoader(self.training_dataloader))
-        return self._own_data
+        if self.run_state.iterator is None:
+            self.run_state.iterator = iter(RepeatingLoader(self.training_dataloader))
+        found: Iterator[Any] = self.run_state.iterator
+        return found
 
     # The module
 
@@ -480,16 +490,15 @@ class Face(nn.Module):
         True once it is committed; with `async_save` (or `checkpoint.async_save`) once the state is copied, and the next
         step, the next save or `finish_saving()` raises what went wrong after that.
         """
-        settings = self.settings.checkpoint
-        self.changes.take_over()
         return save_checkpoint(
-            self,
+            self.run_state,
+            self.saving,
             save_dir,
-            None if tag is None else str(tag),
+            ("" if tag is None else str(tag)) or f"global_step{self.global_steps}",
             {} if client_state is None else client_state,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
-            beside=settings.async_save if async_save is None else async_save,
+            beside=self.settings.checkpoint.async_save if async_save is None else async_save,
         )
 
     def register_client_state(self, callback: Callable[[], Mapping[str, Any]]) -> None:
@@ -498,12 +507,10 @@ class Face(nn.Module):
 
     def heed(self) -> None:
         """Save and leave, if the run was asked to stop and all ranks know it. Called between steps."""
-        self.stopping.heed(self)
+        self.stopping.heed(self.run_state, is_training=self.training, save=self._save_before_stop)
 
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether this engine trains, and nothing of a next step has begun."""
-        return self.optimizer is not None and self.window.tally.loss is None and not self.is_accumulating
+    def _save_before_stop(self, client_state: Mapping[str, Any]) -> bool:
+        return save_and_wait(self.saving, partial(self.save_checkpoint, client_state=client_state, async_save=False))
 
     def moved(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""
@@ -534,14 +541,21 @@ class Face(nn.Module):
             module_only=load_module_only,
             custom=custom_load_fn,
         )
-        self.changes.take_over()
-        return load_checkpoint(self, load_dir, None if tag is None else str(tag), wishes)
+        return self._load(load_dir, None if tag is None else str(tag), wishes)
 
     def resume_if_possible(
         self, load_dir: str | PathLike[str] | None = None
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from the latest checkpoint of a folder; (None, None), without a warning, when there is none."""
-        return load_checkpoint(self, load_dir, None, Wishes(must_be_there=False))
+        return self._load(load_dir, None, Wishes(must_be_there=False))
+
+    def _load(self, folder: Given, tag: str | None, wishes: Wishes) -> tuple[str | None, dict[str, Any] | None]:
+        loaded = load_checkpoint(self.run_state, self.saving, folder, tag, wishes)
+        if loaded is None:
+            return None, None
+        self.load_report = loaded.report
+        self.moved()
+        return loaded.folder, loaded.client
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds per phase of the last step, with `wall_clock_breakdown`."""
@@ -560,21 +574,25 @@ class Face(nn.Module):
             raise NotBuilt("engine.compile() with a schedule of passes, or of backward as a whole, is not built yet")
         if not isinstance(compile_kwargs or {}, Mapping):
             raise UsageError(f"compile_kwargs={compile_kwargs!r}: give a dict of arguments for torch.compile")
-        compile_blocks(self.module, {"backend": backend, **(compile_kwargs or {})})
+        for module in self.run_state.modules:
+            compile_blocks(module, {"backend": backend, **(compile_kwargs or {})})
         self.is_compiled = True
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
-        self._loading.remove()
+        for hook in self._loading:
+            hook.remove()
         for store in self.stores:
             store.detach()
-        restore(self.module)
+        for module in self.run_state.modules:
+            restore(module)
         for observer in self.observers:
             observer.close()
         self.parts, self.observers, self.owners, self.optimizer, self.lr_scheduler = (), (), [], None, None
+        self.run_state.optimizer = None
         if isinstance(self.training_dataloader, Loader):
             self.training_dataloader.close()
-        self.training_dataloader, self._own_data = None, None
+        self.set_dataloader(None)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """What `copy.deepcopy` calls."""

@@ -1,32 +1,31 @@
 """`load_checkpoint`: the state of an engine out of a checkpoint of any layout."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mizzen.checkpoint.choose import CALL, Asked, ask_together, candidates_together, open_together
+from mizzen.checkpoint.merge import WEIGHT
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.tagged import PICKLED, decode, has_pickles, unpack
-from mizzen.checkpoint.team import attempt, in_words
+from mizzen.checkpoint.team import Team, attempt, in_words
 from mizzen.data.loader import Loader
 from mizzen.engine.access import refresh_masters
 from mizzen.engine.randomness import restore_process
-from mizzen.engine.saving import CLIENT, RANDOM, Given, folder_of, preflight, role_of
-from mizzen.engine.state import WEIGHT, Weights, set_extra_states
+from mizzen.engine.run_state import RunState
+from mizzen.engine.saving import CLIENT, RANDOM, Given, Saving, folder_of, preflight, role_of
+from mizzen.engine.state import Weights, set_extra_states
 from mizzen.engine.states import fill_states, make_states, set_groups
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import get_logger, log_dist, warn_once
 from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.rewrite.checkpointing import Checkpointing
-
-if TYPE_CHECKING:
-    from mizzen.engine.face import Face
 
 SHOWN: Final = 8
 STATES: Final = 1 << 22
@@ -126,6 +125,25 @@ class Match:
         unexpected = [name for name in stored if name not in known]
         return cls(weights, names, LoadReport(tuple(missing), tuple(unexpected), tuple(misshaped)))
 
+    def of_all(self, team: Team) -> "Match":
+        """The same with a report that holds for all ranks. They may have different parts of the model: a name that
+        one of them knows is not unexpected.
+        """
+        said: list[LoadReport] = team.everyone(self.report, CALL)
+        unexpected = set(self.report.unexpected).intersection(*(each.unexpected for each in said))
+        return replace(
+            self,
+            report=LoadReport(
+                _all_of(each.missing for each in said),
+                tuple(name for name in self.report.unexpected if name in unexpected),
+                _all_of(each.misshaped for each in said),
+            ),
+        )
+
+
+def _all_of(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for some in names for name in some))
+
 
 def _names(reader: Reader, key: str, kind: type[dict[str, str]] | type[list[str]]) -> Any:
     """Names that the facts have under a key: a list of them, or a dict from one to another."""
@@ -136,36 +154,44 @@ def _names(reader: Reader, key: str, kind: type[dict[str, str]] | type[list[str]
     return found
 
 
-def load_checkpoint(
-    engine: "Face", given: Given, tag: str | None, wishes: Wishes
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Load one, or an older one where the configuration says so; (None, None) when there is none."""
-    team, settings = engine.saving.team, engine.settings.checkpoint
-    _, unsaved = attempt(engine.saving.background.wait)
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was loaded."""
+
+    folder: str
+    client: dict[str, Any]
+    report: LoadReport
+
+
+def load_checkpoint(run: RunState, saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> Loaded | None:
+    """Load one, or an older one where the configuration says so; None when there is none."""
+    run.changes.take_over()
+    team, settings = saving.team, run.settings.checkpoint
+    _, unsaved = attempt(saving.background.wait)
     if unsaved:
         get_logger().error("%s", unsaved)
-    asked = _ask(engine, given, tag, wishes)
+    asked = _ask(saving, given, tag, wishes)
     tried = candidates_together(asked, team, with_older=settings.on_corrupt == "previous")
     if not tried:
         tag = asked.tag
         what = f"there is no checkpoint '{tag}' in {asked.root}" if tag else f"there is no checkpoint in {asked.root}"
         if wishes.must_be_there:
             log_dist(f"{what}: nothing was loaded", level=logging.WARNING)
-        return None, None
+        return None
     for number, chosen in enumerate(tried):
         try:
             with open_together(asked, chosen, team) as reader:
                 folder = reader.folder
-                match = Match.of(Weights.of(engine.module, engine.stores), reader)
+                match = Match.of(Weights.of(run.module, run.stores), reader).of_all(team)
                 if wishes.strict and not match.report.is_exact and wishes.custom is None:
                     raise Unfit(
                         f"{folder} does not fit the model: {match.report}. load_module_strict=False loads the rest"
                     )
                 if has_pickles(reader.manifest.facts) and not settings.pickled_client_state:
                     raise Unfit(f"{folder}: {PICKLED}")
-                client = _load(engine, reader, match, wishes)
+                client, report = _load(run, team, reader, match, wishes)
                 if wishes.continues:
-                    engine.saving.run = reader.manifest.run
+                    saving.run = reader.manifest.run
         except Unfit as error:
             raise CheckpointError(str(error)) from None
         except CheckpointError as error:
@@ -173,22 +199,22 @@ def load_checkpoint(
                 raise
             get_logger().error("%s. The checkpoint before it, '%s', is tried", error, tried[number + 1])
             continue
-        if not match.report.is_exact or engine.load_report.states:
-            log_dist(f"{folder} was loaded, but not all fitted: {engine.load_report}", level=logging.WARNING)
-        preflight(engine, folder.parent)
-        return str(folder), client
+        if not report.is_exact or report.states:
+            log_dist(f"{folder} was loaded, but not all fitted: {report}", level=logging.WARNING)
+        preflight(run, folder.parent)
+        return Loaded(str(folder), client, report)
     raise AssertionError(f"none of {tried} was loaded, and none has failed")
 
 
-def _ask(engine: "Face", given: Given, tag: str | None, wishes: Wishes) -> Asked:
+def _ask(saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> Asked:
     """What all ranks want to load. What a load reads and sets has to be asked for by all of them alike."""
-    settings = engine.settings.checkpoint
+    settings = saving.settings
     root, unusable = attempt(lambda: folder_of(settings, given))
     try:
         return ask_together(
             root or Path(),
             tag,
-            engine.saving.team,
+            saving.team,
             validation=settings.tag_validation,
             is_local=settings.use_node_local_storage,
             failure=unusable,
@@ -202,15 +228,14 @@ class Unfit(CheckpointError):
     """A checkpoint that is whole, and of another model or not trusted: an older one must not be taken for it."""
 
 
-def _load(engine: "Face", reader: Reader, match: Match, wishes: Wishes) -> dict[str, Any]:
+def _load(run: RunState, team: Team, reader: Reader, match: Match, wishes: Wishes) -> tuple[dict[str, Any], LoadReport]:
     """Read everything on every rank, then set what is no tensor; where one rank fails, all do."""
-    team = engine.saving.team
-    optimizer = engine.basic_optimizer
+    optimizer = run.optimizer
     has_states = any(kind not in (WEIGHT, RANDOM, CLIENT) for kind, _ in reader.entries)
     wants_states = wishes.optimizer and optimizer is not None
     if wants_states and has_states and optimizer is not None and not (optimizer.state and has_stepped(optimizer)):
-        make_states(optimizer, engine.stores)
-    read, failure = attempt(lambda: _read(engine, reader, match, wishes, wants_states and has_states))
+        make_states(optimizer, run.stores)
+    read, failure = attempt(lambda: _read(run, reader, match, wishes, wants_states and has_states))
     said = team.everyone((failure, read[2] if read else []), CALL)
     failures = {rank: words for rank, (words, _) in enumerate(said) if words}
     missing = list(dict.fromkeys(name for _, names in said for name in names))
@@ -229,24 +254,21 @@ def _load(engine: "Face", reader: Reader, match: Match, wishes: Wishes) -> dict[
         warn_once(f"{reader.folder} has no optimizer states: the optimizer starts afresh")
         renew_states(optimizer)
     if wishes.custom is not None:
-        wishes.custom(src=whole, dst=engine.module)
-        refresh_masters(engine.module)
+        wishes.custom(src=whole, dst=run.module)
+        refresh_masters(run.module)
     else:
-        for store in engine.stores:
+        for store in run.stores:
             store.spread()
-    set_extra_states(engine.module, extra)
-    _set_facts(engine, reader, wishes)
-    report = match.report
-    engine.load_report = LoadReport(report.missing, report.unexpected, report.misshaped, tuple(missing))
-    engine.moved()
-    return client
+    set_extra_states(run.modules, extra)
+    _set_facts(run, reader, wishes)
+    return client, replace(match.report, states=tuple(missing))
 
 
 def _read(
-    engine: "Face", reader: Reader, match: Match, wishes: Wishes, with_states: bool
+    run: RunState, reader: Reader, match: Match, wishes: Wishes, with_states: bool
 ) -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Tensor]]:
     """What this rank needs. Nothing here waits for another rank."""
-    facts, trusts = reader.manifest.facts, engine.settings.checkpoint.pickled_client_state
+    facts, trusts = reader.manifest.facts, run.settings.checkpoint.pickled_client_state
     client, extra = (
         decode(facts.get(key, {}), partial(reader.whole, CLIENT), allow_pickle=trusts) for key in ("client", "extra")
     )
@@ -261,23 +283,22 @@ def _read(
                 if piece.name in match.names:
                     reader.fill(WEIGHT, piece, match.names[piece.name])
     missing: list[str] = []
-    optimizer = engine.basic_optimizer
-    if with_states and optimizer is not None:
-        missing = fill_states(optimizer, engine.stores, reader, match.names)
+    if with_states and run.optimizer is not None:
+        missing = fill_states(run.optimizer, run.stores, reader, match.names)
     if not wishes.module_only:
-        _restore_random(engine, reader)
+        _restore_random(run, reader)
     return client, extra, missing, whole
 
 
-def _restore_random(engine: "Face", reader: Reader) -> None:
+def _restore_random(run: RunState, reader: Reader) -> None:
     """Random numbers go on where the same role left them.
 
     [Note: ranks that did not exist]
     A role that was not saved gets a stream of its own, from the run's seed, its place and the step, so that it draws
     what no other rank draws. The process's own numbers, by which scripts choose alike on all ranks, are the first's.
     """
-    facts, stream = reader.manifest.facts, engine.surroundings.stream
-    role = role_of(engine.mesh)
+    facts, stream = reader.manifest.facts, run.stream
+    role = role_of(run.mesh)
     roles = [name for kind, name in reader.entries if kind == RANDOM]
     if not roles:
         return
@@ -297,37 +318,37 @@ def _restore_random(engine: "Face", reader: Reader) -> None:
         raise CheckpointError(f"{reader.folder}: the random states of '{role}' cannot be used: {error}") from error
 
 
-def _set_facts(engine: "Face", reader: Reader, wishes: Wishes) -> None:
+def _set_facts(run: RunState, reader: Reader, wishes: Wishes) -> None:
     """Counters, settings, schedule, scaler and data position."""
     if wishes.module_only:
         return
     facts = reader.manifest.facts
     try:
         counters, accumulation = facts.get("counters", {}), int(facts.get("batch", {}).get("accumulation", 1))
-        engine.applied_steps = int(counters.get("global_steps", 0))
-        engine.global_samples = int(counters.get("global_samples", 0))
-        engine.skipped_steps = int(counters.get("skipped_steps", 0))
-        engine.micro_steps = int(counters.get("micro_steps", 0)) // accumulation * engine.batch.accumulation
-        _set_optimizer(engine, reader, wishes)
-        loader, position = engine.training_dataloader, facts.get("data")
+        run.applied_steps = int(counters.get("global_steps", 0))
+        run.global_samples = int(counters.get("global_samples", 0))
+        run.skipped_steps = int(counters.get("skipped_steps", 0))
+        run.micro_steps = int(counters.get("micro_steps", 0)) // accumulation * run.batch.accumulation
+        _set_optimizer(run, reader, wishes)
+        loader, position = run.loader, facts.get("data")
         if isinstance(loader, Loader) and position is not None:
             loader.load_state_dict(position)
-            engine.set_dataloader(loader)
+            run.set_loader(loader)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{reader.folder}: its facts cannot be used: {type(error).__name__}: {error}") from error
 
 
-def _set_optimizer(engine: "Face", reader: Reader, wishes: Wishes) -> None:
-    facts, trusts = reader.manifest.facts, engine.settings.checkpoint.pickled_client_state
-    optimizer, scheduler, names = engine.basic_optimizer, engine.lr_scheduler, engine.surroundings.groups
+def _set_optimizer(run: RunState, reader: Reader, wishes: Wishes) -> None:
+    facts, trusts = reader.manifest.facts, run.settings.checkpoint.pickled_client_state
+    optimizer, scheduler, names = run.optimizer, run.scheduler, run.groups
     saved, read = facts.get("optimizer"), partial(reader.whole, CLIENT)
     if wishes.optimizer and optimizer is not None and saved is not None:
         padded = [*names, *[()] * (len(optimizer.param_groups) - len(names))]
         groups = decode(saved["groups"], read, allow_pickle=trusts)
         set_groups(optimizer, padded, groups, with_rates=wishes.scheduler)
-        if engine.optimizer is not None and facts.get("scaler") is not None:
-            engine.optimizer.loss_scaler.has_scaled = False
-            engine.optimizer.loss_scaler.load_state_dict(facts["scaler"])
+        if facts.get("scaler") is not None:
+            run.scaler.has_scaled = False
+            run.scaler.load_state_dict(facts["scaler"])
     if not wishes.scheduler or scheduler is None or "load_state_dict" not in dir(scheduler):
         return
     if facts.get("scheduler") is None:

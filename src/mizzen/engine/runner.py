@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mizzen.comm.mesh import Mesh
 from mizzen.engine.changes import Changes
 from mizzen.engine.phases import Phases
 from mizzen.engine.randomness import RandomStream
-from mizzen.engine.vote import Tally
-from mizzen.errors import CommError, UsageError
+from mizzen.engine.vote import Role, Tally
+from mizzen.errors import CommError, PlanError, UsageError
 from mizzen.log import get_logger
 from mizzen.model.inputs import change_tensors
-from mizzen.plan.parts import Store
+from mizzen.plan.parts import Parts
 from mizzen.precision.arithmetic import Arithmetic
 
 LOSS: Final = "loss"
@@ -24,6 +26,9 @@ LossFunction = Callable[[Any, Any], Any]
 class Runner(Protocol):
     """How micro-batches run. The engine calls forward and backward for an open loop, run for a whole batch."""
 
+    role: Role | None
+    """Which ranks have losses; None where all have."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
 
@@ -31,27 +36,38 @@ class Runner(Protocol):
         """Gradients of one micro-batch, scaled; `last` says whether a step follows, None keeps them on this rank."""
 
     def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
-        """Forward and backward of all of them."""
+        """Forward and backward of all of them. They are where the loader left them: what is needed is moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What a runner works with. A plan names what makes a runner of it; `Accumulate` does where none is named."""
+
+    parts: Parts
+    mesh: Mesh
+    device: torch.device
+    phases: Phases
+    stream: RandomStream
+    arithmetic: Arithmetic
+    changes: Changes
 
 
 class Accumulate:
-    """One micro-batch after the other."""
+    """One micro-batch after the other, on a model that is one part."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        stores: Sequence[Store],
-        phases: Phases,
-        stream: RandomStream,
-        arithmetic: Arithmetic,
-        changes: Changes,
-    ) -> None:
-        self.module = module
-        self.changes = changes
-        self.arithmetic = arithmetic
-        self.stores = tuple(stores)
-        self.phases = phases
-        self.stream = stream
+    role: Role | None = None
+
+    def __init__(self, running: Running) -> None:
+        if len(running.parts) != 1:
+            raise PlanError(f"the plan cuts the model into {len(running.parts)} parts, and names no runner for them")
+        (part,) = running.parts
+        self.module = part.module
+        self.stores = part.stores
+        self.device = running.device
+        self.changes = running.changes
+        self.arithmetic = running.arithmetic
+        self.phases = running.phases
+        self.stream = running.stream
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
@@ -93,7 +109,7 @@ class Accumulate:
         """Forward and backward of all of them; the gradient is that of their mean, or of their sum when counted."""
         tally = Tally()
         for number, micro in enumerate(micros, 1):
-            loss, count = loss_of(self._output(micro, loss_function))
+            loss, count = loss_of(self._output(to_device(micro, self.device), loss_function))
             is_counted = count is not None
             tally = tally.plus(loss, 1.0 if count is None else count, is_counted=is_counted)
             weighted = loss if is_counted else loss / len(micros)

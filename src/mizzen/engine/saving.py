@@ -3,11 +3,11 @@
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from mizzen.config.checkpoint import CheckpointConfig
 from mizzen.config.dump import plain
 from mizzen.data.loader import Loader
 from mizzen.engine.randomness import process_state
+from mizzen.engine.run_state import RunState
 from mizzen.engine.state import Held, Weights, extra_states, share_of
 from mizzen.engine.states import groups_of, held_states
 from mizzen.errors import CheckpointError, MizzenError, UsageError
@@ -31,9 +32,6 @@ from mizzen.log import get_logger, log_dist, warn_once
 from mizzen.model.piece import piece_of_whole
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.rewrite.checkpointing import Checkpointing
-
-if TYPE_CHECKING:
-    from mizzen.engine.face import Face
 
 CLIENT: Final = "client"
 RANDOM: Final = "rng"
@@ -96,10 +94,10 @@ def folder_of(settings: CheckpointConfig, given: str | os.PathLike[str] | None) 
     return Path(given if given is not None else str(settings.dir))
 
 
-def preflight(engine: "Face", root: Path) -> None:
-    """Warn when a folder has no room for a checkpoint of this engine. Nothing is written."""
-    own = sum(each.item.nbytes for each in everything_held(engine, frozenset()))
-    if engine.optimizer is not None and not engine.optimizer.state:
+def preflight(run: RunState, root: Path) -> None:
+    """Warn when a folder has no room for a checkpoint of this run. Nothing is written."""
+    own = sum(each.item.nbytes for each in everything_held(run, Weights.of(run.module, run.stores), frozenset()))
+    if run.optimizer is not None and not run.optimizer.state:
         own *= 3  # states that come with the first step: two for each parameter, as those of Adam
     free, failure = attempt(lambda: free_bytes(root))
     if failure:
@@ -113,9 +111,10 @@ Given = str | os.PathLike[str] | None
 
 
 def save_checkpoint(
-    engine: "Face",
+    run: RunState,
+    saving: Saving,
     given: Given,
-    tag: str | None,
+    tag: str,
     client_state: Mapping[str, Any],
     *,
     save_latest: bool,
@@ -123,95 +122,118 @@ def save_checkpoint(
     beside: bool,
 ) -> bool:
     """Save; true when the checkpoint is committed, or on its way where it is written beside training."""
-    saving = engine.saving
+    run.changes.take_over()
     try:
         if saving.settings.async_policy == "refuse":
             saving.background.refuse_another(saving.team)
-        return _save(engine, given, tag, client_state, saving.terms(save_latest), exclude_frozen, beside)
+        collected = _collected(run, client_state, exclude_frozen)
+        arguments = {"exclude_frozen_parameters": bool(exclude_frozen)}
+        return _save(saving, given, tag, collected, saving.terms(save_latest), arguments, beside)
     except CheckpointError as error:
         saving.report(error)
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a rank brings to a save."""
+
+    held: Sequence[Held]
+    facts: Mapping[str, Any]
+    """Of the run: those of the first rank are kept."""
+    own: Mapping[str, Any]
+    """Of the parts of the model on this rank: those of all ranks are merged."""
+
+
 def _save(
-    engine: "Face",
+    saving: Saving,
     given: Given,
-    tag: str | None,
-    client_state: Mapping[str, Any],
+    tag: str,
+    collected: tuple[Collected | None, str | None],
     terms: Terms,
-    exclude_frozen: bool,
+    arguments: Mapping[str, object],
     beside: bool,
 ) -> bool:
-    team, started = engine.saving.team, time.perf_counter()
-    if engine.is_accumulating:
-        warn_once(
-            "save_checkpoint() in the middle of an accumulation: gradients are not saved, so the micro-batches since "
-            "the last step are lost for a run that is resumed; save after a step"
-        )
-    _, unsaved = attempt(lambda: engine.saving.settle(engine.saving.background.wait))  # others may know it already
-    root, unusable = attempt(lambda: folder_of(engine.settings.checkpoint, given))
-    collected, failure = _collected(engine, client_state, exclude_frozen)
-    held, facts = collected or ([], {})
-    needed = sum(item.nbytes for item in share_of(held, team.rank, ()))
-    tag = tag or f"global_step{engine.global_steps}"
+    team, started = saving.team, time.perf_counter()
+    _, unsaved = attempt(lambda: saving.settle(saving.background.wait))  # others may know it already
+    root, unusable = attempt(lambda: folder_of(saving.settings, given))
+    found, failure = collected
+    found = found or Collected((), {}, {})
+    needed = sum(item.nbytes for item in share_of(found.held, team.rank, ()))
+    failure = unusable or unsaved or failure
     try:
-        ticket = protocol.begin(
-            root or Path(),
-            tag,
-            team,
-            terms,
-            needed=needed,
-            failure=unusable or unsaved or failure,
-            arguments={"exclude_frozen_parameters": bool(exclude_frozen)},
-        )
+        ticket = protocol.begin(root or Path(), tag, team, terms, needed=needed, failure=failure, arguments=arguments)
     except CheckpointError as error:
         raise UsageError(str(error)) if unusable else error from None
-    mine = share_of(held, team.rank, ticket.nodes)
-    known = [each.item.entry for each in held if not each.is_joint]
-    items, uncopied = attempt(lambda: engine.saving.background.staging.copies(mine)) if beside else (mine, None)
+    mine = share_of(found.held, team.rank, ticket.nodes)
+    known = [each.item.entry for each in found.held if not each.is_joint]
+    items, uncopied = attempt(lambda: saving.background.staging.copies(mine)) if beside else (mine, None)
 
     def finish() -> None:
         written, failure = (
             attempt(lambda: protocol.write(ticket, items, team, known)) if items is not None else (None, uncopied)
         )
-        manifest = protocol.commit(ticket, written, failure, facts, team, terms)
+        manifest = protocol.commit(ticket, written, failure, found.facts, team, terms, own=found.own)
         if manifest is not None and team.is_first:
             seconds = time.perf_counter() - started
             speed = manifest.nbytes / max(seconds, 1e-9) / 1e9
             log_dist(f"saved {ticket.folder}: {manifest.nbytes:,} bytes in {seconds:.2f} s ({speed:.2f} GB/s)")
 
     if beside:
-        engine.saving.background.start(finish)
+        saving.background.start(finish)
     else:
         finish()
     return True
 
 
+def save_and_wait(saving: Saving, save: Callable[[], bool]) -> bool:
+    """Let the save under way end, well or badly, then make another and wait for it too; whether that is there."""
+    _, unsaved = attempt(saving.background.wait)
+    if unsaved:
+        get_logger().error("%s", unsaved)
+    is_saved = save()
+    saving.background.wait()
+    return is_saved
+
+
 def _collected(
-    engine: "Face", client_state: Mapping[str, Any], exclude_frozen: bool
-) -> tuple[tuple[list[Held], dict[str, Any]] | None, str | None]:
-    def collect() -> tuple[list[Held], dict[str, Any]]:
-        weights = Weights.of(engine.module, engine.stores)
+    run: RunState, client_state: Mapping[str, Any], exclude_frozen: bool
+) -> tuple[Collected | None, str | None]:
+    if run.is_accumulating:
+        warn_once(
+            "save_checkpoint() in the middle of an accumulation: gradients are not saved, so the micro-batches since "
+            "the last step are lost for a run that is resumed; save after a step"
+        )
+
+    def collect() -> Collected:
+        weights = Weights.of(run.module, run.stores)
         skip = weights.frozen if exclude_frozen else frozenset[str]()
-        encoder = Encoder("client_state", allow_pickle=engine.settings.checkpoint.pickled_client_state)
-        facts = facts_of(engine, weights, client_state, encoder)
-        facts["excluded"] = sorted(skip)
-        held = everything_held(engine, skip, weights)
-        everyone = engine.mesh.same_model
-        pieces = (piece_of_whole(name, value) for name, value in encoder.tensors.items())
-        return [*held, *(Held(Item(CLIENT, piece), everyone, is_joint=True) for piece in pieces)], facts
+        trusts, place = run.settings.checkpoint.pickled_client_state, model_place(run.mesh)
+        of_run, of_model = (Encoder(root, allow_pickle=trusts) for root in ("client_state", f"extra_state{place}"))
+        facts = facts_of(run, client_state, of_run)
+        own = weights.facts(skip) | {"extra": of_model.encode(extra_states(run.modules))}
+        held = everything_held(run, weights, skip)
+        for encoder, holders in ((of_run, tuple(range(run.mesh.layout.world))), (of_model, run.mesh.same_model)):
+            pieces = (piece_of_whole(name, value) for name, value in encoder.tensors.items())
+            held += (Held(Item(CLIENT, piece), holders, is_joint=True) for piece in pieces)
+        return Collected(held, facts, own)
 
     return attempt(collect)
 
 
-def everything_held(engine: "Face", skip: frozenset[str], weights: Weights | None = None) -> list[Held]:
+def everything_held(run: RunState, weights: Weights, skip: frozenset[str]) -> list[Held]:
     """Weights, optimizer states and random states of this rank."""
-    rank, everyone = engine.global_rank, engine.mesh.same_model
-    weights = weights or Weights.of(engine.module, engine.stores)
-    held = list(weights.held(rank, everyone, skip))
-    if engine.basic_optimizer is not None:
-        held += held_states(engine.basic_optimizer, engine.stores, rank)
-    return [*held, Held(Item(RANDOM, piece_of_whole(role_of(engine.mesh), _random_states(engine))), (rank,))]
+    rank = run.mesh.rank
+    held = list(weights.held(rank, run.mesh.same_model, skip))
+    if run.optimizer is not None:
+        held += held_states(run.optimizer, run.stores, rank)
+    return [*held, Held(Item(RANDOM, piece_of_whole(role_of(run.mesh), _random_states(run))), (rank,))]
+
+
+def model_place(mesh: Mesh) -> str:
+    """Which part of a model a rank has, for names of what modules want to have saved; empty for the first part."""
+    first = mesh.same_model[0]
+    return f" of rank {first}" if first else ""
 
 
 def role_of(mesh: Mesh) -> str:
@@ -219,40 +241,35 @@ def role_of(mesh: Mesh) -> str:
     return " ".join(f"{axis}={place}" for axis, place in mesh.role.items())
 
 
-def _random_states(engine: "Face") -> Tensor:
+def _random_states(run: RunState) -> Tensor:
     """The random states of a rank, as bytes."""
     states = {
-        "stream": engine.surroundings.stream.state_dict(),
+        "stream": run.stream.state_dict(),
         "process": process_state(),
         "named": Checkpointing.current().streams.get_states(),
     }
     return pack(states)
 
 
-def facts_of(engine: "Face", weights: Weights, client_state: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
-    """Everything that is not a tensor."""
+def facts_of(run: RunState, client_state: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+    """Everything of a run that is not a tensor."""
     if not isinstance(client_state, Mapping):
         raise UsageError(f"client_state is a {type(client_state).__name__}: give a dict")
-    layout = engine.surroundings.resolved.layout
-    optimizer, scheduler, loader = engine.basic_optimizer, engine.lr_scheduler, engine.training_dataloader
-    names = engine.surroundings.groups
+    optimizer, scheduler, loader, names = run.optimizer, run.scheduler, run.loader, run.groups
     facts: dict[str, Any] = {
         "versions": {"mizzen": _version("mizzen"), "torch": torch.__version__, "python": platform.python_version()},
-        "layout": layout.degrees,
-        "config": plain(engine.settings),
-        "seed": engine.surroundings.seed,
+        "layout": run.mesh.degrees,
+        "config": plain(run.settings),
+        "seed": run.seed,
         "counters": {
-            "global_steps": engine.applied_steps,
-            "global_samples": engine.global_samples,
-            "skipped_steps": engine.skipped_steps,
-            "micro_steps": engine.micro_steps,
+            "global_steps": run.applied_steps,
+            "global_samples": run.global_samples,
+            "skipped_steps": run.skipped_steps,
+            "micro_steps": run.micro_steps,
         },
-        "batch": {"train": engine.batch.train, "accumulation": engine.batch.accumulation},
-        "aliases": dict(weights.aliases),
-        "frozen": sorted(weights.frozen),
+        "batch": {"train": run.batch.train, "accumulation": run.batch.accumulation},
         "data": loader.state_dict() if isinstance(loader, Loader) else None,
         "client": encoder.encode(dict(client_state)),
-        "extra": encoder.encode(extra_states(engine.module), "extra_state"),
     }
     if optimizer is not None:
         padded = [*names, *[()] * (len(optimizer.param_groups) - len(names))]
@@ -260,7 +277,7 @@ def facts_of(engine: "Face", weights: Weights, client_state: Mapping[str, Any], 
             "type": type(optimizer).__name__,
             "groups": encoder.encode(groups_of(optimizer, padded), "optimizer.param_groups"),
         }
-        facts["scaler"] = engine.optimizer.loss_scaler.state_dict() if engine.optimizer is not None else None
+        facts["scaler"] = run.scaler.state_dict()
     if scheduler is not None and "state_dict" in dir(scheduler):
         facts["scheduler"] = {
             "type": type(scheduler).__name__,

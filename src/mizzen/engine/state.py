@@ -6,18 +6,16 @@ Everything here asks stores, and none of it asks for a stage. Optimizer states a
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 
+from mizzen.checkpoint.merge import WEIGHT
 from mizzen.checkpoint.write import Item
 from mizzen.comm import groups
 from mizzen.model.piece import Piece, piece_of_whole
 from mizzen.model.sketch import Sketch
 from mizzen.plan.parts import Store
-
-WEIGHT: Final = "model"
-"""The kind under which weights and buffers are saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +66,21 @@ class Weights:
             stored=stored,
         )
 
-    def held(self, rank: int, everyone: Sequence[int], skip: frozenset[str]) -> Iterator[Held]:
-        """What to save of them. `everyone` are the ranks that hold what no store has."""
+    def facts(self, skip: frozenset[str]) -> dict[str, Any]:
+        """What a checkpoint says of the names that this rank knows. Other ranks may know others."""
+        return {
+            "names": [name for name in self.shapes if name not in skip],
+            "aliases": dict(self.aliases),
+            "frozen": sorted(self.frozen),
+            "excluded": sorted(skip),
+        }
+
+    def held(self, rank: int, same_model: Sequence[int], skip: frozenset[str]) -> Iterator[Held]:
+        """What to save of them. `same_model` are the ranks that hold what no store has."""
         for piece in self.pieces:
             if piece.name not in skip:
                 store = self.stored.get(piece.name)
-                holders = holders_of(store, rank) if store else tuple(everyone)
+                holders = holders_of(store, rank) if store else tuple(same_model)
                 yield Held(Item(WEIGHT, piece), holders, is_joint=piece.name in self.buffers)
 
 
@@ -106,19 +113,20 @@ def share_of(held: Iterable[Held], rank: int, nodes: Sequence[str]) -> list[Item
     return mine
 
 
-def extra_states(module: nn.Module) -> dict[str, Any]:
-    """What modules want to have saved beside tensors."""
-    return {name: found.get_extra_state() for name, found in _with_extras(module)}
+def extra_states(modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """What modules, and those in them, want to have saved beside tensors."""
+    return {name: found.get_extra_state() for name, found in _with_extras(modules)}
 
 
-def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
+def set_extra_states(modules: Iterable[nn.Module], states: Mapping[str, Any]) -> None:
     """Give it back to them."""
-    for name, found in _with_extras(module):
+    for name, found in _with_extras(modules):
         if name in states:
             found.set_extra_state(states[name])
 
 
-def _with_extras(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, found in module.named_modules():
-        if type(found).get_extra_state is not nn.Module.get_extra_state:
-            yield name, found
+def _with_extras(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for module in modules:
+        for name, found in module.named_modules():
+            if type(found).get_extra_state is not nn.Module.get_extra_state:
+                yield name, found

@@ -11,21 +11,19 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
-from mizzen.checkpoint.team import attempt
 from mizzen.comm.communicator import current
 from mizzen.engine.parley import Parley
+from mizzen.engine.run_state import RunState
 from mizzen.environment import Switches, environ
 from mizzen.launcher.stops import SAVED, UNSAVED
 from mizzen.log import get_logger, log_dist
 from mizzen.progress import get_progress
 
-if TYPE_CHECKING:
-    from mizzen.engine.face import Face
-
 INTERRUPT: Final = (signal.SIGINT, signal.default_int_handler)
 ClientState = Callable[[], Mapping[str, Any]]
+Save = Callable[[Mapping[str, Any]], bool]
 
 
 class Stopping:
@@ -63,45 +61,43 @@ class Stopping:
         """Note what the step's reduction has brought: whether any rank was asked."""
         self._is_agreed = self._is_agreed or is_asked
 
-    def heed(self, engine: "Face") -> None:
-        """Save and leave, if that was agreed. Every rank comes here after the same step."""
+    def heed(self, run: RunState, *, is_training: bool, save: Save) -> None:
+        """Save and leave, if that was agreed. Every rank comes here after the same step.
+
+        `save(client_state)` makes a checkpoint, waits for it, and says whether there is one.
+        """
         self._calls += 1
-        if self._parley is not None and engine.training:
+        if self._parley is not None and is_training:
             self._parley.call_off()
         if self._is_agreed or self.is_asked:
-            is_time = self._is_agreed if engine.training else self._stops_here(engine)
+            is_time = self._is_agreed if is_training else self._stops_here(run)
             if is_time:
                 self._is_agreed = False
-                self._leave(engine)
+                self._leave(run, save)
 
-    def _stops_here(self, engine: "Face") -> bool:
+    def _stops_here(self, run: RunState) -> bool:
         """Whether all ranks stand in an evaluation. If one does not, the next step tells them all."""
-        return engine.is_between_steps and self._talks(engine).is_agreed(self._calls)
+        return run.is_between_steps and self._talks(run).is_agreed(self._calls)
 
-    def _talks(self, engine: "Face") -> Parley:
+    def _talks(self, run: RunState) -> Parley:
         """One for each step: a request that was called off is not taken up again before the next one."""
-        step = engine.global_steps
+        step, ranks = run.applied_steps, run.mesh.layout.world
         if self._parley is None or self._parley.step != step:
-            store = current().backend.store() if engine.world_size > 1 else None
-            self._parley = Parley(store, engine.global_rank, engine.world_size, step)
+            store = current().backend.store() if ranks > 1 else None
+            self._parley = Parley(store, run.mesh.rank, ranks, step)
         return self._parley
 
-    def _leave(self, engine: "Face") -> NoReturn:
+    def _leave(self, run: RunState, save: Save) -> NoReturn:
         self._progress.ask_self_to_stop()  # the request may have reached another rank; the supervisor looks for it here
-        settings = engine.settings.checkpoint
-        if settings.dir is None:
-            if engine.global_rank == 0:
+        folder = run.settings.checkpoint.dir
+        if folder is None:
+            if run.mesh.rank == 0:
                 get_logger().error(
-                    "asked to stop after step %d, but nothing is saved: checkpoint.dir is not set", engine.global_steps
+                    "asked to stop after step %d, but nothing is saved: checkpoint.dir is not set", run.applied_steps
                 )
             raise SystemExit(UNSAVED)
         self._progress.at(phase="saving before a stop")
-        _, unsaved = attempt(engine.finish_saving)
-        if unsaved:
-            get_logger().error("%s", unsaved)
-        is_saved = engine.save_checkpoint(client_state=self.client_state(), async_save=False)
-        engine.finish_saving()
-        if not is_saved:
+        if not save(self.client_state()):
             raise SystemExit(UNSAVED)
-        log_dist(f"asked to stop: saved step {engine.global_steps} in {settings.dir}")
+        log_dist(f"asked to stop: saved step {run.applied_steps} in {folder}")
         raise SystemExit(SAVED)

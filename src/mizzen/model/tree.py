@@ -1,10 +1,13 @@
-"""The modules and parameters of a model as they stood at one time: a cheap question whether one was exchanged since."""
+"""The modules and parameters of a model: whether one was exchanged since some time, and parts as one model."""
 
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from mizzen.model.sketch import Sketch
 
 
 class Tree:
@@ -47,3 +50,28 @@ class Tree:
 def named(model: nn.Module) -> dict[str, Tensor]:
     """The parameters of a model by name, a tied one under each of its names."""
     return dict(model.named_parameters(remove_duplicate=False))
+
+
+def joined(modules: Sequence[nn.Module]) -> nn.Module:
+    """Several parts of a model as one module, under the names of the whole model; one alone is itself.
+
+    It has what they have, where they have it, and is there to be looked at: names, state dicts, `train()` and `to()`.
+    Who runs the parts runs them one by one.
+    """
+    found = list({id(module): module for module in modules}.values())
+    if len(found) == 1:
+        return found[0]
+    whole = nn.Module()
+    whole.training = any(module.training for module in found)
+    inside: dict[str, list[nn.Module]] = {}
+    for module in found:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            whole.register_parameter(name, parameter)
+        kept = {buffer.name for buffer in Sketch.of(module).buffers if buffer.persistent}
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            whole.register_buffer(name, buffer, persistent=name in kept)
+        for name, child in module._modules.items():
+            inside.setdefault(name, []).extend([child] if child is not None else [])
+    for name, children in inside.items():
+        whole.add_module(name, joined(children) if children else None)
+    return whole

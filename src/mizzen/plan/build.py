@@ -11,7 +11,7 @@ from mizzen.errors import PlanError
 from mizzen.model.home import Home, classes, pieces_at
 from mizzen.model.sketch import Drafts, Sketch
 from mizzen.plan.cost import Cost, replicated
-from mizzen.plan.transform import Transform
+from mizzen.plan.transform import MakeRunner, Transform
 from mizzen.plan.unbuilt import refusals
 from mizzen.precision.policy import FLOATING, Policy, wider
 
@@ -80,6 +80,12 @@ class Plan:
         """The groups of ranks that this plan needs beside those of the axes, in one order for all ranks."""
         found = (partition for step in self.steps for partition in step.transform.groups(step.choice))
         return tuple(dict.fromkeys(found))
+
+    @property
+    def runner(self) -> MakeRunner | None:
+        """What makes the runner of the parts: that of the last transform that names one."""
+        named = [made for step in self.steps if (made := step.transform.runner(step.choice)) is not None]
+        return named[-1] if named else None
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The seam of every change to a model: decide (`wants`), price, and only then touch tensors (`apply`)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mizzen.config.layout import Layout, Partition
@@ -11,6 +11,10 @@ from mizzen.plan.cost import Cost
 if TYPE_CHECKING:
     from mizzen.comm.mesh import Mesh
     from mizzen.plan.parts import Parts
+
+
+MakeRunner = Callable[[Any], Any]
+"""Makes a `Runner` out of a `Running`, both of engine/runner.py: how micro-batches go through parts of a model."""
 
 
 class Choice(Protocol):
@@ -45,6 +49,10 @@ class Transform(Protocol):
     def price(self, choice: Any, rank: int) -> Cost:
         """What the change adds to, or takes from, the bytes of a rank that holds its part of the drafts whole."""
         return Cost()
+
+    def runner(self, choice: Any) -> MakeRunner | None:
+        """What makes the runner of the parts that this change leaves, where they need one of their own."""
+        return None
 
     def late(self, choice: Any) -> Iterable[str]:
         """The parameters that `apply` itself brings to the device; the others are there before."""

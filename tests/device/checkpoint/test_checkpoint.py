@@ -5,8 +5,11 @@ import torch
 from torch import nn
 
 import mizzen
+from mizzen.checkpoint.background import Staging
 from mizzen.checkpoint.inspect import compare
 from mizzen.checkpoint.read import Reader
+from mizzen.checkpoint.write import Item
+from mizzen.model.piece import piece_of_whole
 
 
 def build(seed, dtype="bf16"):
@@ -48,3 +51,11 @@ def test_training_goes_on_bitwise(tmp_path, beside):
     with Reader(tmp_path / "one" / "global_step3") as one, Reader(tmp_path / "two" / "global_step3") as two:
         assert [each.what for each in compare(one, two) if " '" in each.what] == []
     assert train(fresh, 3) == losses
+
+
+def test_copies_of_the_device_are_pinned():
+    accelerator = mizzen.get_accelerator()
+    data = torch.arange(7, dtype=torch.float32, device=accelerator.device())
+    (item,) = Staging().copies([Item("model", piece_of_whole("a", data))])
+    assert item.piece.data.tolist() == data.tolist()
+    assert accelerator.shares_host_memory or item.piece.data.is_pinned()

@@ -46,9 +46,7 @@ def check(layout):
         assert group is dist.group.WORLD or limit(group) == timedelta(seconds=77)
     assert {name: mesh.coordinate(name) for name in (*AXES, *EXPERT_AXES)} == layout.coordinates(dist.get_rank())
     here = layout.coordinates(dist.get_rank())
-    assert mesh.everyone == tuple(range(layout.world)) and mesh.same_model == layout.ranks_along(
-        ("dp_replicate", "dp_shard", "sp"), dist.get_rank()
-    )
+    assert mesh.same_model == layout.ranks_along(("dp_replicate", "dp_shard", "sp"), dist.get_rank())
     assert len(mesh.same_model) == layout.same_model and mesh.same_model_group is mesh.group(
         "dp_replicate", "dp_shard", "sp"
     )
@@ -56,7 +54,7 @@ def check(layout):
     assert mesh.role == {"pp": here["pp"], "dp": data, "sp": here["sp"], "tp": here["tp"]}
     assert mesh.data_rank == data and mesh.tensor_rank == here["tp"] and mesh.sequence_group is mesh.group("sp")
     assert mesh.drawing == (here["pp"], here["dp_replicate"], here["dp_shard"], here["sp"])
-    assert layout.degrees == {name: layout.size(name) for name in AXES}
+    assert mesh.degrees == {name: layout.size(name) for name in AXES}
     assert mesh.devices.mesh_dim_names == AXES and tuple(mesh.devices.shape) == layout.shape
     assert mesh.expert.mesh_dim_names == layout.expert_axes and tuple(mesh.expert.shape) == layout.expert_shape
     if layout.world > 1:  # all ranks once more, and in no other group's way

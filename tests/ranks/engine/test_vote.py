@@ -91,7 +91,7 @@ def gained(relative: float) -> list:
     }
     engine, *_ = mizzen.initialize(model=model, config=config)
     before = model.weight.detach().clone()
-    engine.updater.gain = engine.updater.gain / relative
+    engine.updater.vote.gain /= relative
     engine.backward(engine(torch.ones(2, 4)).mean())
     report = engine.step()
     return [report.grad_norm, (before - model.weight).detach().flatten().tolist()]
