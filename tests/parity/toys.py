@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mizzen.engine.vote import Role, Tally
 from mizzen.model.home import Site, evenly
 from mizzen.model.sketch import Sketch
 from mizzen.plan.transform import Transform
@@ -190,3 +191,72 @@ class Flock(Transform):
                 crowd.gather, crowd.own = Padded(group, place, ep), Own(place, ep)
                 crowd.add = Exchange(group, forward=True, backward=True)
         return parts
+
+
+class Halves(Transform):
+    """Two pieces over pp, one micro-batch after the other; the embedding is on both, as the head of the second."""
+
+    name = "halves"
+
+    def wants(self, config, layout, drafts):
+        return Chosen(layout, "two halves over pp") if layout.pp == 2 else None
+
+    def redraw(self, choice, drafts):
+        (whole,) = drafts
+        first = {p.name for p in whole.parameters if p.name.startswith(("embed", "blocks.0", "blocks.1"))}
+        last = {p.name for p in whole.parameters} - first | {"embed.weight"}
+        places = {name: [at for at, names in enumerate((first, last)) if name in names] for name in first | last}
+        return redrawn((whole.having(first), whole.having(last)), lambda name, p: p.home.at("pp", *places[name]))
+
+    def runner(self, choice):
+        return Turns
+
+    def apply(self, parts, choice, mesh):
+        (part,) = parts
+        model = part.module
+        if mesh.coordinate("pp") == 0:
+            model.blocks[2] = model.norm = model.head = nn.Identity()
+        else:
+            model.blocks[0] = model.blocks[1] = model.embed = nn.Identity()
+        return parts
+
+
+class Turns:
+    """Forward on the first half, then on the second, then backward the same way back."""
+
+    def __init__(self, running):
+        (self.part,) = running.parts
+        stages, self.group = running.mesh.ranks("pp"), running.mesh.group("pp")
+        self.is_last, self.changes = running.mesh.rank == stages[1], running.changes
+        self.peer = stages[0] if self.is_last else stages[1]
+        self.role = Role(running.mesh.layout.world // 2, speaks=self.is_last)
+
+    def run(self, micros, loss_function):
+        self.changes.take_over()
+        tally = Tally()
+        for number, tokens in enumerate(micros, 1):
+            for store in self.part.stores:
+                store.gradients.hide()
+            hidden = torch.empty(tokens.shape[0], LENGTH - 1, WIDTH, requires_grad=True)
+            if self.is_last:
+                dist.recv(hidden.detach(), self.peer, group=self.group)
+                hidden = hidden.detach().requires_grad_()
+                out = self.part.module(tokens, hidden)
+                tally = tally.plus(out, 1.0)
+                self.backward(out / len(micros), None, hidden, last=number == len(micros))
+            else:
+                out = self.part.module(tokens)
+                dist.send(out.detach(), self.peer, group=self.group)
+                gradient = torch.empty_like(out)
+                dist.recv(gradient, self.peer, group=self.group)
+                self.backward(out, gradient, None, last=number == len(micros))
+        return tally
+
+    def backward(self, out, gradient, hidden, *, last):
+        for store in self.part.stores:
+            store.gradients.arm(last)
+        out.backward(gradient)
+        if hidden is not None:
+            dist.send(hidden.grad, self.peer, group=self.group)
+        for store in self.part.stores:
+            store.gradients.settle()

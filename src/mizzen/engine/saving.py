@@ -213,7 +213,7 @@ def _collected(
         facts = facts_of(run, client_state, of_run)
         own = weights.facts(skip) | {"extra": of_model.encode(extra_states(run.modules))}
         held = everything_held(run, weights, skip)
-        for encoder, holders in ((of_run, tuple(range(run.mesh.layout.world))), (of_model, run.mesh.same_model)):
+        for encoder, holders in ((of_run, tuple(range(run.mesh.layout.world))), (of_model, run.mesh.same_piece)):
             pieces = (piece_of_whole(name, value) for name, value in encoder.tensors.items())
             held += (Held(Item(CLIENT, piece), holders, is_joint=True) for piece in pieces)
         return Collected(held, facts, own)
@@ -224,7 +224,7 @@ def _collected(
 def everything_held(run: RunState, weights: Weights, skip: frozenset[str]) -> list[Held]:
     """Weights, optimizer states and random states of this rank."""
     rank = run.mesh.rank
-    held = list(weights.held(rank, run.mesh.same_model, skip))
+    held = list(weights.held(rank, run.mesh.same_piece, skip))
     if run.optimizer is not None:
         held += held_states(run.optimizer, run.stores, rank)
     return [*held, Held(Item(RANDOM, piece_of_whole(role_of(run.mesh), _random_states(run))), (rank,))]
@@ -232,7 +232,7 @@ def everything_held(run: RunState, weights: Weights, skip: frozenset[str]) -> li
 
 def model_place(mesh: Mesh) -> str:
     """Which part of a model a rank has, for names of what modules want to have saved; empty for the first part."""
-    first = mesh.same_model[0]
+    first = mesh.same_piece[0]
     return f" of rank {first}" if first else ""
 
 

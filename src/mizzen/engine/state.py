@@ -51,17 +51,25 @@ class Weights:
         """Look at a model in training."""
         sketch = Sketch.of(module)
         stored = {name: store for store in stores for name in store.everything}
+        sites = {name: site for store in stores for name, site in store.sites.items()}
+        called = {id(each): name for store in stores for name, each in store.everything.items()}
         own: dict[str, Tensor] = dict(module.named_parameters())
         persistent = {buffer.name for buffer in sketch.buffers if buffer.persistent}
         own |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-        plain = {name: tensor for name, tensor in own.items() if name not in stored}
+        plain = {name: tensor for name, tensor in own.items() if id(tensor) not in called}
         pieces = [piece for store in stores for piece in store.pieces("master")]
+        # A piece of a model may know a parameter by one of its other names alone.
+        names = {name: called.get(id(tensor), name) for name, tensor in own.items()}
+        aliases = {alias: names[p.name] for p in sketch.parameters for alias in (p.name, *p.aliases)}
+        aliases |= {alias: b.name for b in sketch.buffers for alias in b.aliases}
         return cls(
             pieces=(*pieces, *(piece_of_whole(name, tensor) for name, tensor in plain.items())),
-            shapes={name: tuple(tensor.shape) for name, tensor in own.items()},
-            aliases={alias: p.name for p in sketch.parameters for alias in p.aliases}
-            | {alias: b.name for b in sketch.buffers for alias in b.aliases},
-            frozen=frozenset(each.name for each in sketch.parameters if not each.requires_grad),
+            shapes={
+                names[name]: sites[names[name]].shape if names[name] in sites else tuple(tensor.shape)
+                for name, tensor in own.items()
+            },
+            aliases={alias: name for alias, name in aliases.items() if alias != name},
+            frozen=frozenset(names[each.name] for each in sketch.parameters if not each.requires_grad),
             buffers=frozenset(persistent),
             stored=stored,
         )
@@ -75,13 +83,14 @@ class Weights:
             "excluded": sorted(skip),
         }
 
-    def held(self, rank: int, same_model: Sequence[int], skip: frozenset[str]) -> Iterator[Held]:
-        """What to save of them. `same_model` are the ranks that hold what no store has."""
+    def held(self, rank: int, same_piece: Sequence[int], skip: frozenset[str]) -> Iterator[Held]:
+        """What to save of them. `same_piece` are the ranks that hold what no store has."""
         for piece in self.pieces:
             if piece.name not in skip:
                 store = self.stored.get(piece.name)
-                holders = holders_of(store, rank) if store else tuple(same_model)
-                yield Held(Item(WEIGHT, piece), holders, is_joint=piece.name in self.buffers)
+                holders = holders_of(store, rank) if store else tuple(same_piece)
+                is_spare = store is not None and not store.saves(piece.name)
+                yield Held(Item(WEIGHT, piece), holders, is_joint=piece.name in self.buffers, is_spare=is_spare)
 
 
 def holders_of(store: Store, rank: int) -> tuple[int, ...]:

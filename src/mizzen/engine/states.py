@@ -40,7 +40,7 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
         for key in dict.fromkeys(key for state in states.values() for key in state):
             pieces = store.state_pieces(states, key)
             whole = {piece.name for piece in pieces}
-            yield from (Held(Item(key, piece), holders) for piece in pieces)
+            yield from (Held(Item(key, piece), holders, is_spare=not store.saves(piece.name)) for piece in pieces)
             for tensor, state in states.items():
                 there = [portion for portion in portions[tensor] if portion.start < portion.stop]
                 names = [portion.name for portion in there if portion.name not in whole]
@@ -53,7 +53,8 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
                         f"parameters, {', '.join(names[:3])} and so on: it cannot be saved by parameter"
                     )
                 for name in names:
-                    yield Held(Item(key, piece_of_whole(name, value)), holders, is_spare=name not in firsts)
+                    is_spare = name not in firsts or not store.saves(name)
+                    yield Held(Item(key, piece_of_whole(name, value)), holders, is_spare=is_spare)
 
 
 def plain_states(states: States, store: Store) -> dict[Tensor, dict[str, Any]]:
