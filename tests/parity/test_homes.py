@@ -198,3 +198,60 @@ def test_any_homes_train_as_one_process_does(world, plan, stage, optimizer, clip
     if SAMPLES // (size // tp // pp) < accumulation:
         pytest.skip("fewer samples than ranks and micro-batches")
     check(world, size, stage, optimizer, clip, accumulation, tp, ep, pp)
+
+
+def whole_state(engine) -> dict:
+    """Every parameter of this rank, with its moments, whole and by its global name."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        values = [mizzen.zero.safe_get_full_fp32_param(parameter)]
+        values += [mizzen.zero.safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
+        found["embed.weight" if name == "head.weight" else name] = [value.clone() for value in values]
+    return found
+
+
+def save_some(folder: str, *case) -> dict:
+    engine = start(*case)
+    for step in range(2):
+        engine.train_batch(iter(shares(engine, step)))
+    assert engine.save_checkpoint(folder)
+    return whole_state(engine)
+
+
+def carry_on(source: str, target: str, *case) -> tuple[dict, float]:
+    engine = start(*case)
+    assert engine.load_checkpoint(source)[0] is not None
+    assert engine.load_report.is_exact, engine.load_report
+    assert engine.save_checkpoint(target)
+    state = whole_state(engine)
+    return state, engine.train_batch(iter(shares(engine, 2))).loss
+
+
+LAYOUTS = {"dp8": (8, 1, 1, 1), "tp4": (4, 4, 1, 1), "pp2": (2, 1, 1, 2), "one": (1, 1, 1, 1), "ep2": (4, 2, 2, 1)}
+
+
+def case_of(layout, stage) -> tuple:
+    _, tp, ep, pp = layout
+    return stage, "AdamW", 1.0, 1, tp, ep, pp
+
+
+def same(found, expected) -> bool:
+    return all(torch.equal(a, b) for name in found for a, b in zip(found[name], expected[name], strict=True))
+
+
+@pytest.mark.parametrize(("stage", "then"), [(1, 2), (0, 3), (3, 1)])
+def test_a_checkpoint_moves_between_any_two_layouts_to_the_bit(world, tmp_path, stage, then):
+    first = (8, 2, 1, 2)
+    expected = {}
+    for state in world(8).run(save_some, str(tmp_path / "first"), *case_of(first, stage)):
+        expected |= state
+    losses = []
+    shown = LAYOUTS if os.environ.get("FULL") or stage == 1 else {key: LAYOUTS[key] for key in ("tp4", "one")}
+    for name, layout in shown.items():
+        there, back = str(tmp_path / name), str(tmp_path / f"{name} and back")
+        runs = world(layout[0]).run(carry_on, str(tmp_path / "first"), there, *case_of(layout, then))
+        assert all(same(state, expected) for state, _ in runs)
+        losses += [loss for _, loss in runs]
+        runs = world(8).run(carry_on, there, back, *case_of(first, stage))
+        assert all(same(state, expected) for state, _ in runs)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
