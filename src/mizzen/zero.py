@@ -53,6 +53,18 @@ WITHOUT_EFFECT: Final = {"zero_param_parallel_group", "sequence_data_parallel_gr
 """Arguments of `Init` that scripts pass, and that the engine's own groups make needless."""
 
 
+def _data_group(mpu: Any) -> Any:
+    """The ranks that share what they build: by the user's own groups, of which the others have another model."""
+    if mpu is None:
+        return None
+    if "get_data_parallel_group" not in dir(mpu):
+        raise UsageError(
+            f"zero.Init(mpu=): a {type(mpu).__name__} has no get_data_parallel_group(), and parameters would be shared "
+            "out among ranks that build different ones; give data_parallel_group="
+        )
+    return mpu.get_data_parallel_group()
+
+
 class Init(_Init):
     """Inside, modules are sharded as they are built; `Init(module=model)` shards one that is there."""
 
@@ -76,7 +88,7 @@ class Init(_Init):
             warn_once(f"zero.Init({name}=...) changes nothing here: zero_optimization.{name} of the configuration does")
         super().__init__(
             module,
-            group=data_parallel_group,
+            group=_data_group(mpu) if data_parallel_group is None else data_parallel_group,
             remote_device=remote_device,
             config=config_dict_or_path if config_dict_or_path is not None else config,
             enabled=enabled,

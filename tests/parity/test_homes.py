@@ -9,6 +9,7 @@ import torch
 import mizzen
 import mizzen.api
 import mizzen.plan.build
+from mizzen.comm.mesh import Mesh
 from mizzen.config.load import load
 from mizzen.launcher.stops import UNSAVED
 from mizzen.model.sketch import Sketch
@@ -255,3 +256,50 @@ def test_a_checkpoint_moves_between_any_two_layouts_to_the_bit(world, tmp_path, 
         runs = world(8).run(carry_on, there, back, *case_of(first, stage))
         assert all(same(state, expected) for state, _ in runs)
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+def ask(*case) -> tuple:
+    """What calls without a handle answer, and whole values that are written and read again, on any homes."""
+    engine = start(*case)
+    mesh = Mesh.current()
+    right = []
+    for tokens in shares(engine, 0):
+        engine.backward(engine(tokens))
+    for parameter in engine.module.parameters():
+        value = mizzen.zero.safe_get_full_fp32_param(parameter)
+        mizzen.zero.safe_set_full_fp32_param(parameter, value + 1)
+        right.append(torch.equal(mizzen.zero.safe_get_full_fp32_param(parameter), value + 1))
+        gradient = mizzen.zero.safe_get_full_grad(parameter)
+        mizzen.zero.safe_set_full_grad(parameter, gradient * 2)
+        right.append(torch.allclose(mizzen.zero.safe_get_full_grad(parameter), gradient * 2))
+        mizzen.zero.safe_set_full_grad(parameter, gradient)
+        with mizzen.zero.GatheredParameters([parameter]):
+            right.append(parameter.numel() <= value.numel())
+    norms = {
+        name: mizzen.zero.safe_get_full_grad(parameter).norm().item()
+        for name, parameter in engine.module.named_parameters()
+    }
+    return all(right), mesh is engine.mesh, norms
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_values_and_gradients_are_read_and_written_on_any_homes(world, stage):
+    model = Toy()
+    model(batch(0)).backward()
+    expected = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
+    for right, is_current, norms in world(8).run(ask, stage, "AdamW", 1.0, 1, 2, 2):
+        assert right
+        assert is_current
+        assert norms == pytest.approx({name: expected[name] for name in norms}, rel=1e-4)
+
+
+def train_lamb(*case) -> list:
+    engine = start(*case)
+    return [engine.train_batch(iter(shares(engine, step))).loss for step in range(STEPS)]
+
+
+def test_the_norms_of_lamb_are_those_of_whole_parameters_on_any_homes(world):
+    alone = world(1).run(train_lamb, 0, "Lamb", 0.0, 1, 1, 1)[0]
+    for size, stage, tp, ep, pp in ((4, 1, 2, 2, 1), (8, 2, 2, 2, 2), (4, 3, 2, 1, 1)):
+        for losses in world(size).run(train_lamb, stage, "Lamb", 0.0, 1, tp, ep, pp):
+            assert losses == pytest.approx(alone, rel=1e-5)

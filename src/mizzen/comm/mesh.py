@@ -116,8 +116,15 @@ class Mesh:
                 builder.form(partition, "plan")
             aside = Aside(builder.aside())
             comm.meshes[key] = cls(layout, devices, expert, dist.get_rank(), aside, builder.meshes, builder.by_ranks())
-        found: Mesh = comm.meshes[key]
+        found: Mesh = comm.meshes.pop(key)
+        comm.meshes[key] = found  # the last one, for those who ask for the current one
         return found
+
+    @classmethod
+    def current(cls) -> "Mesh | None":
+        """The mesh of the engine that was made last, for calls that get no handle on one; None before the first."""
+        meshes: list[Mesh] = list(current().meshes.values()) if dist.is_initialized() else []
+        return meshes[-1] if meshes else None
 
     def axis(self, name: str) -> DeviceMesh:
         """The one-dimensional mesh that this rank belongs to along one axis."""

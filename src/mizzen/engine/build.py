@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -24,7 +23,7 @@ from mizzen.engine.update import Updater
 from mizzen.engine.vote import Vote
 from mizzen.monitor.report import Observer
 from mizzen.optim.guard import Guard
-from mizzen.plan.parts import Parts, Store
+from mizzen.plan.parts import Parts
 from mizzen.plan.transform import MakeRunner
 from mizzen.precision.arithmetic import Arithmetic
 from mizzen.precision.scaler import LossScaler
@@ -48,7 +47,7 @@ def build_engine(
     arithmetic = Arithmetic.of(config, get_accelerator().name)
     updater, stopping = None, Stopping()
     if optimizer is not None:
-        repoint(optimizer, stores, _reduced_over(stores))
+        repoint(optimizer, stores)
         for store in stores:
             store.rest()
     changes = Changes([part.module for part in parts], stores, optimizer)
@@ -105,8 +104,3 @@ def _own(engine: Engine, scaler: LossScaler) -> None:
     for store in engine.stores:
         for other, name in store.replaced:
             AMBIENT.owners.set(other, known[id(store), name])
-
-
-def _reduced_over(stores: list[Store]) -> ProcessGroup | None:
-    """The ranks over which a rule that needs norms adds them up."""
-    return next((store.group for store in stores if store.group is not None), None)

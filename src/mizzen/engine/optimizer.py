@@ -1,10 +1,10 @@
 """The optimizer that users hold: a `torch.optim.Optimizer` whose groups and states are those of the real one."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -113,12 +113,11 @@ class EngineOptimizer(Optimizer):
         return self.loss_scale
 
 
-def repoint(optimizer: Optimizer, stores: Sequence[Store], group: ProcessGroup | None) -> None:
+def repoint(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     """Make an optimizer work on the master weights of stores instead of the parameters it was built with.
 
     States that it already had are refused: they belong to whole parameters, and a checkpoint is the way to carry them
-    over. A rule that needs the norms of parameters learns which ranges of the masters belong to which; `group` has the
-    ranks that hold the rest.
+    over. A rule that needs the norms of parameters learns which ranges of the masters belong to which.
     """
     if has_stepped(optimizer):
         names = {id(parameter): name for store in stores for name, parameter in store.parameters.items()}
@@ -132,10 +131,33 @@ def repoint(optimizer: Optimizer, stores: Sequence[Store], group: ProcessGroup |
         settings["params"] = [master for index, master in masters if index == number]
     renew_states(optimizer)
     if isinstance(optimizer, Lamb):
-        is_spread = group is not None and any(store.is_sharded for store in stores)
+        rows, add_up = _by_holders(stores)
         optimizer.share(
             {tensor: ranges for store in stores for tensor, ranges in store.portions().items()},
-            (name for store in stores for name in store.parameters),
-            partial(collectives.all_reduce, group=group) if is_spread else lambda squares: squares,
+            rows,
+            add_up,
             next(parameter.device for store in stores for parameter in store.parameters.values()),
         )
+
+
+def _by_holders(stores: Sequence[Store]) -> tuple[list[str], Callable[[Tensor], None]]:
+    """The names of all parameters, and what sums a row for each of them over the ranks that hold the rest of it.
+
+    Where some of these hold the same, all sums of a row grow alike.
+    """
+    held: dict[tuple[ProcessGroup, ...], list[str]] = {}
+    for store in stores:
+        for name in store.parameters:
+            site = store.sites.get(name)
+            others = [store.others[axis] for axis in (site.cut_axes if site is not None else ())]
+            sharers = [store.group] if store.group is not None and store.is_sharded else []
+            held.setdefault((*sharers, *others), []).append(name)
+
+    def add_up(squares: Tensor) -> None:
+        start = 0
+        for holders, names in held.items():
+            for group in holders:
+                collectives.all_reduce(squares[start : start + len(names)], group=group)
+            start += len(names)
+
+    return [name for names in held.values() for name in names], add_up

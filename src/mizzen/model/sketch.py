@@ -117,6 +117,10 @@ class ModuleSketch:
     """Whether its forward calls the `ROTARY` function of its file."""
     is_leaf: bool = False
     """Whether a user has pinned it as one unit of gathering."""
+    type: "type[nn.Module] | None" = field(default=None, repr=False, compare=False)
+    """Its class, for those who have to know what it computes; None where no module was read."""
+    own: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """The names of what the module itself has, beside its class: a forward that somebody has given it, say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +349,8 @@ class _Reader:
                 same_as,
                 turns=_turns(module),
                 is_leaf=AMBIENT.leaves.get(module) is not None,
+                type=type(module),
+                own=frozenset(vars(module)),
             )
         )
         self.head = self.head or head_of(path, module)

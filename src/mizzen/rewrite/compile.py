@@ -72,6 +72,7 @@ class Compile(Transform):
             keeping = Keeping(on_host=recompute.cpu_checkpointing)
             if trouble := _trouble(keeping, section.backend):
                 raise PlanError(f"compile.enabled with activation_checkpointing.mode {recompute.mode}: {trouble}")
+        _check_backend(section.backend)
         units = called_blocks(sketch, section.blocks, key="compile.blocks")
         words = "each repeated block" if not sketch.modules else "the whole model, in which no block repeats,"
         return CompileChoice(

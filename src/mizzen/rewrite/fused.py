@@ -16,7 +16,16 @@ from mizzen.model.sketch import Drafts, Sketch, joined, parent_of
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.head import LOSS, HeadLoss
-from mizzen.rewrite.inside import Gated, Norm, Turning, check_gated, check_norm, check_turning, replace
+from mizzen.rewrite.inside import (
+    Gated,
+    Norm,
+    Turning,
+    check,
+    replace,
+    trouble_of_gated,
+    trouble_of_norm,
+    trouble_of_turning,
+)
 from mizzen.rewrite.units import called_blocks
 
 NORM: Final = "RMSNorm"
@@ -89,13 +98,23 @@ class Fused(Transform):
             words = (["head_loss"] if section.head_loss else []) + ([] if left else asked)
             return FusedChoice(rows=section.head_chunk, words=tuple(words), left=left)
         head = _head(config, sketch) if section.head_loss else None
+        norms = _norms(sketch) if section.rms_norm and not left else ()
+        attentions = _attentions(sketch) if section.rotary and not left else ()
+        gated = _gated(sketch) if section.swiglu and not left else ()
+        modules = {module.path: module for module in sketch.modules}
+        for paths, trouble_of in (
+            (norms, trouble_of_norm),
+            (attentions, trouble_of_turning),
+            (gated, trouble_of_gated),
+        ):
+            check((modules[path] for path in paths), trouble_of)
         return FusedChoice(
             head=head,
             rows=section.head_chunk,
             labelled_only=head is not None and _leaves_out(section.head_labelled, head),
-            norms=_norms(sketch) if section.rms_norm and not left else (),
-            attentions=_attentions(sketch) if section.rotary and not left else (),
-            gated=_gated(sketch) if section.swiglu and not left else (),
+            norms=norms,
+            attentions=attentions,
+            gated=gated,
             left=left,
         )
 
@@ -105,9 +124,9 @@ class Fused(Transform):
             modules = dict(part.module.named_modules())
             if choice.needs_kernels and (parameter := next(part.module.parameters(), None)) is not None:
                 gpu_code(parameter)  # an error here and now, where they cannot be had
-            replace(_at(modules, choice.norms), Norm, check_norm)
-            replace(_at(modules, choice.attentions), Turning, check_turning)
-            replace(_at(modules, choice.gated), Gated, check_gated)
+            replace(_at(modules, choice.norms), Norm)
+            replace(_at(modules, choice.attentions), Turning)
+            replace(_at(modules, choice.gated), Gated)
             if choice.head is not None and choice.head.path in modules:
                 HeadLoss.take(
                     modules[choice.head.model],

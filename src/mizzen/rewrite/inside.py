@@ -17,7 +17,7 @@ from mizzen.errors import PlanError
 from mizzen.kernels.rms_norm import plain_rms_norm, rms_norm
 from mizzen.kernels.rotary import plain_rotary, rotary
 from mizzen.kernels.swiglu import plain_swiglu, swiglu
-from mizzen.model.sketch import ROTARY
+from mizzen.model.sketch import ROTARY, ModuleSketch
 from mizzen.rewrite.standing import Standing
 
 EPSILONS: Final = ("variance_epsilon", "eps")
@@ -100,45 +100,50 @@ def _rewired(forward: Callable[..., Any]) -> FunctionType:
     return made
 
 
-def replace(modules: Iterable[nn.Module], kind: Callable[[Any], Standing], check: Callable[[nn.Module], str]) -> None:
-    """Put one of a kind in the place of each module's `forward`; a `PlanError` when a module is something else."""
+def check(modules: Iterable[ModuleSketch], trouble_of: Callable[[Any, ModuleSketch], str]) -> None:
+    """Refuse modules that are something else than what is to stand in their place."""
     seen: set[type[nn.Module]] = set()
     for module in modules:
-        name = type(module).__name__
-        if "forward" in vars(module):
-            raise PlanError(f"fused: a {name} of this model has been given another forward, which would be lost")
-        if type(module) not in seen and (trouble := check(module)):
-            raise PlanError(f"fused: {name} {trouble}")
-        seen.add(type(module))
+        if "forward" in module.own:
+            raise PlanError(f"fused: a {module.kind} of this model has been given another forward, which would be lost")
+        if module.type is None or module.type in seen:
+            continue
+        seen.add(module.type)
+        if trouble := trouble_of(module.type.forward, module):
+            raise PlanError(f"fused: {module.kind} {trouble}")
+
+
+def replace(modules: Iterable[nn.Module], kind: Callable[[Any], Standing]) -> None:
+    """Put one of a kind in the place of each module's `forward`."""
+    for module in modules:
         vars(module)["forward"] = kind(module)
 
 
-def check_norm(module: nn.Module) -> str:
+def trouble_of_norm(forward: Any, module: ModuleSketch) -> str:
     """What is wrong with a norm; empty when nothing is."""
-    if not any(name in vars(module) for name in EPSILONS):
+    if module.own.isdisjoint(EPSILONS):
         return f"keeps its epsilon under none of {', '.join(EPSILONS)}: leave fused.rms_norm out"
     inputs, weight, eps = _numbers(3, 8), _numbers(8), 0.25
     stand_in = SimpleNamespace(weight=weight, **dict.fromkeys(EPSILONS, eps))
-    if _agree(type(module).forward, (stand_in, inputs), plain_rms_norm(inputs, weight, eps)):
+    if _agree(forward, (stand_in, inputs), plain_rms_norm(inputs, weight, eps)):
         return ""
     return "computes something else than weight * x / rms(x): leave fused.rms_norm out"
 
 
-def check_gated(module: nn.Module) -> str:
+def trouble_of_gated(forward: Any, module: ModuleSketch) -> str:
     """What is wrong with a gated layer; empty when nothing is."""
     inputs = _numbers(3, 8)
     stand_in = SimpleNamespace(
         gate_proj=lambda x: 2 * x + 1, up_proj=lambda x: x - 2, down_proj=lambda x: 3 * x, act_fn=functional.silu
     )
     expected = 3 * plain_swiglu(2 * inputs + 1, inputs - 2)
-    if _agree(type(module).forward, (stand_in, inputs), expected):
+    if _agree(forward, (stand_in, inputs), expected):
         return ""
     return "computes something else than down_proj(silu(gate_proj(x)) * up_proj(x)): leave fused.swiglu out"
 
 
-def check_turning(module: nn.Module) -> str:
+def trouble_of_turning(forward: Any, module: ModuleSketch) -> str:
     """What is wrong with the rotary function of an attention's file; empty when nothing is."""
-    forward: Any = type(module).forward
     function = forward.__globals__.get(ROTARY)
     if not callable(function) or tuple(signature(function).parameters)[4:] not in ((), ("unsqueeze_dim",)):
         return f"calls an {ROTARY} with other arguments than Llama's: leave fused.rotary out"

@@ -15,7 +15,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
-from mizzen.model.sketch import Drafts
+from mizzen.model.sketch import Drafts, ModuleSketch
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
@@ -74,6 +74,8 @@ class LayerDrop(Transform):
     def wants(self, config: Config, layout: Layout, drafts: Drafts) -> LayerDropChoice | None:
         """As configured."""
         section = config.progressive_layer_drop
+        for draft in drafts if section.enabled else ():
+            _check(draft.modules[0] if draft.modules else ModuleSketch("", ""))
         return LayerDropChoice(section.theta, section.gamma) if section.enabled else None
 
     def apply(self, parts: Parts, choice: LayerDropChoice, mesh: Mesh) -> Parts:
@@ -81,7 +83,6 @@ class LayerDrop(Transform):
         changed = []
         for part in parts:
             restore(part.module, Dropping)
-            _check(part.module)
             standing = Dropping(part.module, part.module.forward, choice)
             vars(part.module)["forward"] = standing
             changed.append(replace(part, observers=(*part.observers, standing)))
@@ -93,12 +94,14 @@ def theta_of(observers: Iterable[Observer]) -> float | None:
     return next((observer.theta for observer in observers if isinstance(observer, Dropping)), None)
 
 
-def _check(module: nn.Module) -> None:
-    parameters = inspect.signature(module.forward).parameters.values()
+def _check(model: ModuleSketch) -> None:
+    if model.type is None or "forward" in model.own:
+        return  # nobody knows its forward yet, or nobody but who has given it one
+    parameters = inspect.signature(model.type.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     missing = set(KEYWORDS) - {parameter.name for parameter in parameters}
     if missing and not takes_any:
         raise PlanError(
-            f"progressive_layer_drop.enabled: {type(module).__name__}.forward does not take "
+            f"progressive_layer_drop.enabled: {model.kind}.forward does not take "
             f"{' and '.join(sorted(missing))}; add the argument and skip layers by it, or leave the section out"
         )

@@ -5,7 +5,16 @@ import torch
 from torch import nn
 
 from mizzen.errors import PlanError
-from mizzen.rewrite.inside import Gated, Norm, Turning, check_gated, check_norm, check_turning, replace
+from mizzen.model.sketch import Sketch
+from mizzen.rewrite.inside import (
+    Gated,
+    Norm,
+    Turning,
+    replace,
+    trouble_of_gated,
+    trouble_of_norm,
+    trouble_of_turning,
+)
 from unit.rewrite.llamas import batch, build, choose, fuse, transformers
 
 
@@ -53,30 +62,32 @@ def interleaved(q, k, cos, sin, unsqueeze_dim=1):
 
 
 CHECKS = {
-    "right": (RightRMSNorm, Norm, check_norm, None),
-    "shifted": (ShiftedRMSNorm, Norm, check_norm, "ShiftedRMSNorm computes something else than weight"),
-    "nameless": (NamelessRMSNorm, Norm, check_norm, "epsilon under none of variance_epsilon, eps"),
-    "torch": (lambda: nn.RMSNorm(8), Norm, check_norm, "RMSNorm computes something else"),
-    "clipped": (Clipped, Gated, check_gated, "Clipped computes something else than down_proj"),
+    "right": (RightRMSNorm, Norm, trouble_of_norm, None),
+    "shifted": (ShiftedRMSNorm, Norm, trouble_of_norm, "ShiftedRMSNorm computes something else than weight"),
+    "nameless": (NamelessRMSNorm, Norm, trouble_of_norm, "epsilon under none of variance_epsilon, eps"),
+    "torch": (lambda: nn.RMSNorm(8), Norm, trouble_of_norm, "RMSNorm computes something else"),
+    "clipped": (Clipped, Gated, trouble_of_gated, "Clipped computes something else than down_proj"),
     "positions": (
         lambda: attention(lambda q, k, cos, sin, position_ids=None, unsqueeze_dim=1: (q, k)),
-        *(Turning, check_turning, "other arguments than Llama's"),
+        *(Turning, trouble_of_turning, "other arguments than Llama's"),
     ),
-    "nothing": (lambda: attention(None), Turning, check_turning, "other arguments than Llama's"),
-    "another turn": (lambda: attention(interleaved), Turning, check_turning, "in another way than Llama"),
+    "nothing": (lambda: attention(None), Turning, trouble_of_turning, "other arguments than Llama's"),
+    "another turn": (lambda: attention(interleaved), Turning, trouble_of_turning, "in another way than Llama"),
 }
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_what_a_module_computes_decides(name):
-    make, kind, check, message = CHECKS[name]
+    make, kind, trouble_of, message = CHECKS[name]
     module = make()
+    sketch = Sketch.of(module).modules[0]
     if message is None:
-        replace([module], kind, check)
+        check([sketch], trouble_of)
+        replace([module], kind)
         assert isinstance(vars(module)["forward"], kind)
         return
     with pytest.raises(PlanError, match=f"fused: .*{message}"):
-        replace([module], kind, check)
+        check([sketch], trouble_of)
     assert "forward" not in vars(module)
 
 
