@@ -149,6 +149,7 @@ def write_boxes(
         for chunk in _all(header, boxes):
             hasher.update(chunk)
             yield chunk
+            del chunk  # what it belongs to goes before the next is read
 
     size = write_chunks(path, passing())
     return Written.of(tensors, FileEntry(path.name, size, hasher.finish(), Parts.of(parts)))
