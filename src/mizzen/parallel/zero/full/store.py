@@ -38,7 +38,7 @@ from mizzen.parallel.zero.full.sharded import (
 )
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit, shard_dim
-from mizzen.parallel.zero.full.whole import Round, Wholes
+from mizzen.parallel.zero.full.whole import Wholes
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
 from mizzen.parallel.zero.full.wrap import (
     Wires,
@@ -55,6 +55,7 @@ from mizzen.parallel.zero.full.wrap import (
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.store import part_for
+from mizzen.plan.parts import Lot
 
 
 class ShardedPlaces:
@@ -138,7 +139,7 @@ class FullStore:
             )
         copies = Reducer(holding.between, ranks.copies, self.stock)
         self.wholes = Wholes(self.units, holding.owners, ranks.sharers)
-        self.lots: Sequence[ShareLot | Round] = (
+        self.lots: Sequence[Lot] = (
             *(ShareLot(unit, share) for unit in self.units for share in unit.shares if not share.is_whole),
             *self.wholes.rounds,
         )
