@@ -159,16 +159,6 @@ class FlatStore:
             for target in bucket.targets
         }
 
-    def attach(self, factor: float = 1.0) -> None:
-        """Give what the optimizer steps its values, and its gradients times a factor."""
-        for lot in self.lots:
-            lot.load(factor)
-
-    def rest(self) -> None:
-        """Let go of what only a step needs."""
-        for lot in self.lots:
-            lot.rest()
-
     def saves(self, name: str) -> bool:
         """Whether these ranks save a parameter, or others do, that hold the same."""
         return self.counts
@@ -188,7 +178,8 @@ class FlatStore:
         for lot in self.lots:
             lot.write_back()
         works = self._send_all()
-        self.rest()
+        for lot in self.lots:
+            lot.rest()
         wait_for(*works)
 
     def spread(self) -> None:
