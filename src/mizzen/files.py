@@ -70,7 +70,10 @@ def write_chunks(path: str | Path, chunks: Iterable[Chunk], *, fsync: bool = Tru
     file = _do("open", path, _create, path)
     try:
         with file:
-            size = sum(_write(file, path, memoryview(chunk)) for chunk in chunks)
+            size = 0
+            for chunk in chunks:
+                size += _write(file, path, memoryview(chunk))
+                del chunk  # what it belongs to may go before the next is read
             if fsync:
                 _do("fsync", path, os.fsync, file.fileno())
             # Network filesystems report at the close what they could not write.

@@ -28,14 +28,14 @@ class Staging:
         kept, self._kept = self._kept, {}
         accelerator = get_accelerator()
         found = [self._copied(number, item, kept.get(number), accelerator) for number, item in enumerate(items)]
-        if any(_is_away(item.piece.data, accelerator) for item in items):
+        if any(_is_away(item.piece.device, accelerator) for item in items):
             accelerator.synchronize()
         return found
 
     def _copied(self, number: int, item: Item, place: Tensor | None, accelerator: Accelerator) -> Item:
         piece = item.piece
         data = piece.data.detach()
-        is_away = _is_away(data, accelerator)
+        is_away = _is_away(piece.device, accelerator)
         if place is None or place.shape != data.shape or place.dtype != data.dtype:
             place = torch.empty(data.shape, dtype=data.dtype)
             place = accelerator.pin_memory(place) if is_away else place
@@ -43,9 +43,9 @@ class Staging:
         return replace(item, piece=Piece(piece.name, piece.shape, piece.boxes, place))
 
 
-def _is_away(data: Tensor, accelerator: Accelerator) -> bool:
-    """Whether a tensor is in memory of the device's own: copies from there need not be waited for one by one."""
-    return data.device.type == accelerator.name and not accelerator.shares_host_memory
+def _is_away(device: torch.device, accelerator: Accelerator) -> bool:
+    """Whether tensors there are in memory of the device's own: copies from it need not be waited for one by one."""
+    return device.type == accelerator.name and not accelerator.shares_host_memory
 
 
 class Background:

@@ -184,6 +184,7 @@ class Reader:
         if stored.entry.shape != target.shape:
             raise CheckpointError(f"{self.folder}: {stored.entry} was asked for as {list(target.shape)}")
         with torch.no_grad():
+            target.check_writable()
             for box, data in target.parts():
                 found = 0
                 for file, part in stored.over(box):

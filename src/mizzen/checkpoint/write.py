@@ -35,7 +35,7 @@ class Item:
     @property
     def nbytes(self) -> int:
         """What it takes in a file."""
-        return self.piece.numel * self.piece.dtype.itemsize
+        return self.piece.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,12 @@ def write_items(
     """
     check(items)
     tensors = {entry.key: entry for entry in (*known, *(item.entry for item in items))}
-    boxes = [Boxed(item.entry, box, partial(_same, data)) for item in items for box, data in item.piece.parts()]
+    reader = _Reader()
+    boxes = [
+        Boxed(item.entry, box, partial(reader.part, item.piece, number))
+        for item in items
+        for number, box in enumerate(item.piece.boxes)
+    ]
     return write_boxes(path, tuple(tensors.values()), boxes, metadata=metadata)
 
 
@@ -144,13 +149,25 @@ def write_boxes(
         for chunk in _all(header, boxes):
             hasher.update(chunk)
             yield chunk
+            del chunk  # what it belongs to goes before the next is read
 
     size = write_chunks(path, passing())
     return Written.of(tensors, FileEntry(path.name, size, hasher.finish(), Parts.of(parts)))
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+class _Reader:
+    """The data of Pieces, of which one at a time is in memory if it was not there before."""
+
+    def __init__(self) -> None:
+        self._piece: Piece | None = None
+        self._parts: list[Tensor] = []
+
+    def part(self, piece: Piece, number: int) -> Tensor:
+        """The elements of one box of a Piece."""
+        if piece is not self._piece:
+            self._parts = []  # the last one goes before the next one comes
+            self._piece, self._parts = piece, [data for _, data in piece.parts()]
+        return self._parts[number]
 
 
 def title(entry: TensorEntry, box: Box) -> str:

@@ -206,12 +206,13 @@ def _local(owner: Owner, pieces: list[Piece]) -> Tensor:
 
 def _write(owner: Owner, value: Tensor, pieces: list[Piece], factor: float = 1.0) -> None:
     _check_value(owner, value)
-    mine = [piece.data for piece in pieces if piece.name == owner.name]
-    count = sum(data.numel() for data in mine)
+    mine = [piece for piece in pieces if piece.name == owner.name]
+    count = sum(piece.numel for piece in mine)
     if count != value.numel():
         raise UsageError(f"this rank holds {count} elements of '{owner.name}'; the value given has {value.numel()}")
-    for data in mine:
-        data.copy_((value * factor if factor != 1 else value).reshape(data.shape))
+    for piece in mine:
+        piece.check_writable()
+        piece.data.copy_((value * factor if factor != 1 else value).reshape(piece.data.shape))
 
 
 def _check_value(owner: Owner, value: Any) -> None:

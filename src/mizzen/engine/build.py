@@ -48,8 +48,8 @@ def build_engine(
     updater, stopping = None, Stopping()
     if optimizer is not None:
         repoint(optimizer, stores)
-        for store in stores:
-            store.rest()
+        for lot in (lot for store in stores for lot in store.lots):
+            lot.rest()
     changes = Changes([part.module for part in parts], stores, optimizer)
     run_state = RunState(
         settings=config,

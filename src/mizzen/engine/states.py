@@ -150,11 +150,13 @@ def make_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     for store in stores:
         store.places.check_step()
         store.gradients.clear()
-        store.attach()
+        for lot in store.lots:
+            lot.load()
     with _standing_still(optimizer):
         optimizer.step()
     for store in stores:
-        store.rest()
+        for lot in store.lots:
+            lot.rest()
         store.gradients.clear()
 
 

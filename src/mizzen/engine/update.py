@@ -129,8 +129,8 @@ class Updater:
         if decision.reason == NOT_FINITE:
             found = [name for store in self.stores for name in store.not_finite()]
             decision = replace(decision, reason=self.vote.names(found))
-        for store in self.stores:
-            store.rest()
+        for lot in (lot for store in self.stores for lot in store.lots):
+            lot.rest()
         self.clear()
         return decision
 
@@ -139,22 +139,19 @@ class Updater:
             store.publish()
 
     def _step(self, factor: float) -> None:
-        if self.one_by_one:
-            self._step_lots(factor)
+        """Step all lots at once, or one after the other: what only a step needs is then there for one at a time."""
+        lots = [(lot, factor * rest) for store, rest in self._gained() for lot in store.lots]
+        if not self.one_by_one:
+            for lot, its_factor in lots:
+                lot.load(its_factor)
+            self.optimizer.step()
             return
-        for store, rest in self._gained():
-            store.attach(factor * rest)
-        self.optimizer.step()
-
-    def _step_lots(self, factor: float) -> None:
-        """Step one lot after the other, so that what only a step needs is there for one at a time."""
-        for store, rest in self._gained():
-            for lot in store.lots:
-                lot.load(factor * rest)
-                with only(self.optimizer, lot.tensors):
-                    self.optimizer.step()
-                lot.write_back()
-                lot.rest()
+        for lot, its_factor in lots:
+            lot.load(its_factor)
+            with only(self.optimizer, lot.tensors):
+                self.optimizer.step()
+            lot.write_back()
+            lot.rest()
 
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients; `taken` says that a step was taken with them."""

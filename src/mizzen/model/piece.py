@@ -4,7 +4,8 @@ Checkpoints, `safe_get_*`, norms and offload speak of Pieces, so none of them as
 `copy_overlap` and nothing else. DTensors become Pieces in `placement.py`; moving Pieces between ranks is not done here.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +16,34 @@ from mizzen.model.box import Box, Coverage, Shape, boxes_of_range, coverage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Unread:
+    """Data that is not in memory, such as a state that rests in a file: what it is like, and how to get it."""
+
+    shape: Shape
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+    """Reads it, into memory that nobody else writes to."""
+    device: torch.device = torch.device("cpu")
+    """Where it is then."""
+
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A part of one named tensor. Its data is a view: what is written to a Piece is written where it came from."""
+    """A part of one named tensor. Its data is a view: what is written to a Piece is written where it came from.
+
+    Data that is not in memory is read when it is asked for, each time anew, and cannot be written to.
+    """
 
     name: str
     shape: Shape
     """The global shape."""
     boxes: tuple[Box, ...]
     """What of it is held, disjoint and never empty: none when this rank holds nothing."""
-    data: Tensor
+    source: Tensor | Unread
     """With one box, a tensor of its shape; otherwise the elements of the boxes one after another, flat."""
 
     def __post_init__(self) -> None:
@@ -33,21 +53,49 @@ class Piece:
         if len(self.boxes) > 1 and coverage(self.boxes, self.shape).overlapping:
             raise self._bad("its boxes overlap")
         expected = self.boxes[0].shape if len(self.boxes) == 1 else (held,)
-        if tuple(self.data.shape) != expected and not held == self.data.numel() == 0:
-            raise self._bad(f"it should be a local tensor of shape {expected}, not {tuple(self.data.shape)}")
+        if tuple(self.source.shape) != expected and not held == self.source.numel() == 0:
+            raise self._bad(f"it should be a local tensor of shape {expected}, not {tuple(self.source.shape)}")
+
+    @property
+    def data(self) -> Tensor:
+        """The local data, which is read now if it is not in memory."""
+        if isinstance(self.source, Tensor):
+            return self.source
+        found = self.source.load()
+        if tuple(found.shape) != self.source.shape or found.dtype != self.source.dtype:
+            promised = f"{list(self.source.shape)} {self.source.dtype}"
+            raise self._bad(f"{list(found.shape)} {found.dtype} was read where {promised} should be")
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the local data; copying between Pieces of different dtypes casts."""
-        return self.data.dtype
+        return self.source.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the local data is."""
+        return self.source.device
 
     @property
     def numel(self) -> int:
         """How many elements are held here."""
-        return self.data.numel()
+        return self.source.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they are."""
+        return self.numel * self.dtype.itemsize
+
+    def check_writable(self) -> None:
+        """Refuse to be written to, where what is written would be lost."""
+        if not isinstance(self.source, Tensor):
+            raise UsageError(f"{self} is not in memory: what is written to it would be lost")
 
     def parts(self) -> Iterator[tuple[Box, Tensor]]:
         """Each box with its elements, as a view of the data in the shape of the box."""
+        if not self.boxes:
+            return
         data, offset = self.data.detach(), 0
         if len(self.boxes) == 1:
             yield self.boxes[0], data
@@ -59,7 +107,7 @@ class Piece:
     def read(self, box: Box) -> Tensor:
         """A copy of the elements of a box, all of which must be held here."""
         self._require(box)
-        target = _single(self, box, self.data.new_empty(box.shape))
+        target = _single(self, box, torch.empty(box.shape, dtype=self.dtype, device=self.device))
         copy_overlap(self, target)
         return target.data
 
@@ -111,9 +159,10 @@ def copy_overlap(source: Piece, target: Piece) -> int:
     """Copy the elements that both Pieces hold into the target, cast to its dtype; returns how many they are."""
     if source.shape != target.shape:
         raise UsageError(f"{source} and {target} are parts of tensors of different shapes")
-    copied = 0
+    target.check_writable()
+    copied, held = 0, list(source.parts())
     for target_box, target_data in target.parts():
-        for source_box, source_data in source.parts():
+        for source_box, source_data in held:
             overlap = target_box.intersection(source_box)
             if not overlap.is_empty:
                 target_data[overlap.slices(target_box)].copy_(source_data[overlap.slices(source_box)])
@@ -131,7 +180,8 @@ def assemble(pieces: Sequence[Piece]) -> Tensor:
     shape = _common_shape(pieces)
     if missing := covers(pieces).missing:
         raise UsageError(f"{pieces[0].name}{list(shape)}: {missing} elements are in none of the {len(pieces)} pieces")
-    whole = Piece(pieces[0].name, shape, _boxes(Box.whole(shape)), pieces[0].data.new_empty(shape))
+    empty = torch.empty(shape, dtype=pieces[0].dtype, device=pieces[0].device)
+    whole = Piece(pieces[0].name, shape, _boxes(Box.whole(shape)), empty)
     for piece in pieces:
         copy_overlap(piece, whole)
     return whole.data

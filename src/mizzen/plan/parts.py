@@ -100,9 +100,9 @@ class Store(Protocol):
 
     each forward      gradients.hide()
     each backward     gradients.arm(last) ... gradients.settle(); or neither, and the gradients stay local
-    once              masters() for the optimizer, then rest()
-    at the boundary   gradients.collect(), squares(), attach(f): masters have their values and owned gradients;
-                      or, for one lot after the other, lot.load(f), a step of lot.tensors, write_back(), rest()
+    once              masters() for the optimizer, then rest() of all lots
+    at the boundary   gradients.collect(), squares(); load(f) of all lots and a step; or, for one lot after the other,
+                      load(f), a step of its tensors, write_back(), rest()
     after the step    publish(), once or twice, then gradients.clear(taken=True)
     any time          pieces(), state_pieces(), not_finite(); spread() after pieces("master") were written to
                       places.restore() and places.replace() where somebody has moved or replaced parameters
@@ -123,7 +123,7 @@ class Store(Protocol):
     replaced: Sequence[tuple[Tensor, str]]
     """Other objects by which somebody may know a parameter, with its name."""
     lots: Sequence[Lot]
-    """All that the optimizer steps, each tensor in one of them."""
+    """All of `masters()`, each in one of them."""
 
     sites: Mapping[str, Site]
     """Where parameters live of which this rank has but a part, or not all of whose copies are here."""
@@ -167,12 +167,6 @@ class Store(Protocol):
 
     def squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts."""
-
-    def attach(self, factor: float = 1.0) -> None:
-        """Make the masters of all lots ready for a step."""
-
-    def rest(self) -> None:
-        """Let all lots rest."""
 
     def publish(self) -> None:
         """Write back what was stepped, and bring new master values to the parameters of every rank."""

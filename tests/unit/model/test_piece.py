@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mizzen.errors import UsageError
 from mizzen.model.box import Box, boxes_of_range
-from mizzen.model.piece import Piece, assemble, copy_overlap, covers, piece_of_range
+from mizzen.model.piece import Piece, Unread, assemble, copy_overlap, covers, piece_of_range
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -186,3 +186,46 @@ def test_a_refused_write_changes_nothing():
     with pytest.raises(UsageError):
         piece.write(BOX, torch.full((2, 3), -1.0))
     assert piece.data.tolist() == [[0, 1, 2]]
+
+
+# Data that is not in memory
+
+
+def unread(tensor, reads, box=BOX):
+    return Piece("w", (2, 3), (box,), Unread(tuple(tensor.shape), torch.float32, lambda: (reads.append(1), tensor)[1]))
+
+
+def test_what_an_unread_piece_is_like_is_known_without_reading_it():
+    reads = []
+    piece = unread(numbers((2, 3)), reads)
+    assert (piece.numel, piece.nbytes, piece.dtype, piece.device.type) == (6, 24, torch.float32, "cpu")
+    assert str(piece) == "w[2, 3] float32: [0:2, 0:3]"
+    assert covers([piece]).is_exact
+    assert not reads
+
+
+def test_an_unread_piece_is_read_once_by_whoever_copies_it():
+    reads, flat = [], torch.zeros(6)
+    piece = unread(numbers((2, 3)), reads)
+    assert copy_overlap(piece, piece_of_range("w", (2, 3), flat[1:5], 1, 5)) == 4  # several boxes
+    assert flat.tolist() == [0, 1, 2, 3, 4, 0]
+    assert len(reads) == 1
+    assert piece.read(Box((1, 0), (2, 3))).tolist() == [[3, 4, 5]]
+    assert torch.equal(assemble([piece]), numbers((2, 3)))
+    assert len(reads) == 3
+
+
+def test_an_unread_piece_cannot_be_written_to():
+    reads = []
+    with pytest.raises(UsageError, match="not in memory: what is written to it would be lost"):
+        unread(numbers((2, 3)), reads).write(BOX, numbers((2, 3)))
+    assert not reads
+
+
+@pytest.mark.parametrize("found", [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)])
+def test_what_is_read_has_to_be_what_was_promised(found):
+    piece = Piece("w", (2, 3), (BOX,), Unread((2, 3), torch.float32, lambda: found))
+    with pytest.raises(UsageError, match=r"was read where \[2, 3\] torch.float32 should be"):
+        piece.data  # noqa: B018
+    with pytest.raises(UsageError, match=r"shape \(2, 3\), not \(6,\)"):
+        Piece("w", (2, 3), (BOX,), Unread((6,), torch.float32, lambda: found))

@@ -10,6 +10,7 @@ from mizzen.rewrite.inside import (
     Gated,
     Norm,
     Turning,
+    check,
     replace,
     trouble_of_gated,
     trouble_of_norm,

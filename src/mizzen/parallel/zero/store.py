@@ -21,6 +21,7 @@ from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_fo
 from mizzen.parallel.zero.residence import Residence
 from mizzen.parallel.zero.slots import Bucket, Buffer
 from mizzen.parallel.zero.stock import Stock
+from mizzen.plan.parts import Lot
 from mizzen.precision.policy import Policy, wider
 
 
@@ -63,6 +64,7 @@ class FlatStore:
         others: Mapping[str, ProcessGroup] | None = None,
     ) -> None:
         self.holding = holding
+        self.weight, self.gain = holding.weight, holding.gain
         self.group = group
         self.sites = sites or {}
         self.counts = counts
@@ -79,7 +81,7 @@ class FlatStore:
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
         self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
-        self.lots: Sequence[LiveBucket] = self.buckets
+        self.lots: Sequence[Lot] = self.buckets
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
         self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
@@ -130,16 +132,6 @@ class FlatStore:
         """Whether this rank holds only a share of masters and states."""
         return self.holding.chunks > 1
 
-    @property
-    def weight(self) -> float:
-        """What makes of the mean over its ranks the mean that is asked for."""
-        return self.holding.weight
-
-    @property
-    def gain(self) -> float:
-        """What the mean gradient is to be multiplied with before a step."""
-        return self.holding.gain
-
     def follow(self, name: str, value: Tensor) -> None:
         """Let a parameter have the value that was given to its master."""
         with torch.no_grad():
@@ -167,16 +159,6 @@ class FlatStore:
             for target in bucket.targets
         }
 
-    def attach(self, factor: float = 1.0) -> None:
-        """Give what the optimizer steps its values, and its gradients times a factor."""
-        for lot in self.lots:
-            lot.load(factor)
-
-    def rest(self) -> None:
-        """Let go of what only a step needs."""
-        for lot in self.lots:
-            lot.rest()
-
     def saves(self, name: str) -> bool:
         """Whether these ranks save a parameter, or others do, that hold the same."""
         return self.counts
@@ -196,7 +178,8 @@ class FlatStore:
         for lot in self.lots:
             lot.write_back()
         works = self._send_all()
-        self.rest()
+        for lot in self.lots:
+            lot.rest()
         wait_for(*works)
 
     def spread(self) -> None:

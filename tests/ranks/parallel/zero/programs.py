@@ -80,6 +80,12 @@ def backward(store, loss, last=True):
     store.gradients.settle()
 
 
+def load_lots(store, factor=1.0):
+    """Make everything ready for a step."""
+    for lot in store.lots:
+        lot.load(factor)
+
+
 def whole(store, of="gradient"):
     """The values of every parameter, put together from what the ranks hold."""
     found = {}

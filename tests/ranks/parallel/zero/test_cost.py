@@ -14,7 +14,7 @@ from mizzen.order import ORDER
 from mizzen.plan.build import build
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Part
-from ranks.parallel.zero.programs import at_rest, bytes_of, live_bytes
+from ranks.parallel.zero.programs import at_rest, bytes_of, live_bytes, load_lots
 
 
 def perceptron():
@@ -106,7 +106,7 @@ def train(kind, stage, keys):
         sum((parameter.float() ** 2).sum() for parameter in store.parameters.values()).backward()
         store.gradients.settle()
         gradients = bytes_of([t for bucket in store.buckets for t in (bucket.gradient, bucket.whole) if t is not None])
-        store.attach()
+        load_lots(store)
         optimizer.step()
         store.publish()
         store.gradients.clear()

@@ -11,7 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 from mizzen.model.piece import assemble, covers
-from ranks.parallel.zero.programs import SHAPES, STAGES, Bag, at_rest, backward, bytes_of, hold, live_bytes, whole
+from ranks.parallel.zero.programs import (
+    SHAPES,
+    STAGES,
+    Bag,
+    at_rest,
+    backward,
+    bytes_of,
+    hold,
+    live_bytes,
+    load_lots,
+    whole,
+)
 
 
 def rank():
@@ -28,7 +39,7 @@ def pieces_of_everything(stage, held):
     optimizer = torch.optim.Adam(masters, lr=0.1)
     backward(store, bag.loss(rank(), 0))
     gradients = store.pieces("gradient")
-    store.attach()
+    load_lots(store)
     optimizer.step()
     states = {key: store.state_pieces(optimizer.state, key) for key in ("exp_avg", "exp_avg_sq", "step", "none")}
     return store.pieces("master"), gradients, states
@@ -139,7 +150,7 @@ def norm(stage, held):
     backward(store, bag.loss(rank(), 0))
     squares = store.squares()
     dist.all_reduce(squares)
-    store.attach(0.5)
+    load_lots(store, 0.5)
     rescaled = store.squares()
     dist.all_reduce(rescaled)
     expected = sum(value.double().square().sum().item() for value in whole(store).values()) * 4
@@ -157,7 +168,7 @@ def gradient_dtype_below_the_masters(stage):
     bag = Bag()
     store = hold(bag, stage, held="bfloat16", dtypes={"accumulation": "bfloat16"})
     backward(store, bag.loss(rank(), 0))
-    store.attach()
+    load_lots(store)
     attached = {master.grad.dtype for _, master in store.masters()}
     store.publish()
     return attached, [master.grad for bucket in store.buckets for master in [bucket.master]]
@@ -175,7 +186,8 @@ def low_masters(stage, held, states):
     bag = Bag()
     store = hold(bag, stage, held=held, dtypes={"masters": held, "states": states}, limit=60)
     masters = [master for _, master in store.masters()]
-    store.rest()
+    for lot in store.lots:
+        lot.rest()
     resting = sum(master.numel() * master.element_size() for master in masters if states != held)
     optimizer = torch.optim.SGD(masters, lr=1.0, momentum=0.9)
     before = {name: parameter.detach().float().clone() for name, parameter in bag.named_parameters()}
@@ -183,7 +195,7 @@ def low_masters(stage, held, states):
     for step in range(2):
         backward(store, bag.loss(rank(), step))
         gradients.append(whole(store))
-        store.attach(0.5)
+        load_lots(store, 0.5)
         optimizer.step()
         store.publish()
         store.gradients.clear()

@@ -38,7 +38,7 @@ from mizzen.parallel.zero.full.sharded import (
 )
 from mizzen.parallel.zero.full.touch import Touch
 from mizzen.parallel.zero.full.units import Unit, shard_dim
-from mizzen.parallel.zero.full.whole import Round, Wholes
+from mizzen.parallel.zero.full.whole import Wholes
 from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
 from mizzen.parallel.zero.full.wrap import (
     Wires,
@@ -55,6 +55,7 @@ from mizzen.parallel.zero.full.wrap import (
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.store import part_for
+from mizzen.plan.parts import Lot
 
 
 class ShardedPlaces:
@@ -138,10 +139,10 @@ class FullStore:
             )
         copies = Reducer(holding.between, ranks.copies, self.stock)
         self.wholes = Wholes(self.units, holding.owners, ranks.sharers)
-        self.lots: Sequence[ShareLot | Round] = (
-            *(ShareLot(unit, share) for unit in self.units for share in unit.shares if not share.is_whole),
-            *self.wholes.rounds,
-        )
+        lots = [ShareLot(unit, share) for unit in self.units for share in unit.shares if not share.is_whole]
+        self.shares: Sequence[Share] = tuple(lot.share for lot in lots)
+        """What the optimizer steps as it lies here, unit by unit."""
+        self.lots: Sequence[Lot] = (*lots, *self.wholes.rounds)
         self.backward = Backward(partial(end_backward, model))
         self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place, self.backward)
         self._connect()
@@ -193,11 +194,6 @@ class FullStore:
 
     # What the optimizer works on
 
-    @property
-    def shares(self) -> Iterator[Share]:
-        """What the optimizer steps as it lies here, unit by unit."""
-        return (share for unit in self.units for share in unit.shares if not share.is_whole)
-
     def masters(self) -> list[tuple[int, Tensor]]:
         """(optimizer group, what the optimizer steps) for every share, and for what is stepped whole by this rank."""
         return [(share.group, share.stepped) for share in self.shares] + self.wholes.masters()
@@ -210,16 +206,6 @@ class FullStore:
             ]
             for share in self.shares
         } | self.wholes.portions()
-
-    def attach(self, factor: float = 1.0) -> None:
-        """Give what the optimizer steps its values, and its gradients times a factor."""
-        for lot in self.lots:
-            lot.load(factor)
-
-    def rest(self) -> None:
-        """Let go of what only a step needs."""
-        for lot in self.lots:
-            lot.rest()
 
     def saves(self, name: str) -> bool:
         """Whether these ranks save a parameter, or others do, that hold the same."""
@@ -242,7 +228,7 @@ class FullStore:
         """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
         for lot in self.lots:
             lot.write_back()
-        self.rest()
+            lot.rest()
         self._forget()
 
     def refresh(self) -> None:
@@ -363,7 +349,7 @@ class FullStore:
             unwrap(unit.module, _replacement(unit, plain, names))
             for name, parameter in unit.parameters.items():
                 move(parameter, name, "its engine gave it back")
-        self.units = self.gradients.units = self.lots = self.wholes.rounds = ()
+        self.units = self.gradients.units = self.shares = self.lots = self.wholes.rounds = ()
         self.backward.parameters.clear()
         self.parameters, self.everything = {}, {}
         self.replaced = ()
