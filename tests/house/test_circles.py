@@ -10,8 +10,6 @@ from house.tree import Module, made_up, modules
 from mizzen.config.layout import AXES, EXPERT_AXES
 
 FIRST_ONLY = ("parts", "stores", "modules")
-OTHERS = frozenset({"engine/update.py"})
-"""Files of the engine that still take the first of several stores."""
 
 
 def arrows(files: Iterable[Module]) -> dict[str, set[str]]:
@@ -59,7 +57,7 @@ def named_axes(files: Iterable[Module]) -> Iterator[str]:
 def firsts(files: Iterable[Module]) -> Iterator[str]:
     """Places where a file of the engine takes the first of several parts for all of them."""
     for module in files:
-        if module.unit == "engine" and module.name not in OTHERS:
+        if module.unit == "engine":
             for node in ast.walk(module.tree):
                 if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 0:
                     whose = ast.unparse(node.value).rpartition(".")[2].lstrip("_")

@@ -13,15 +13,16 @@ from mizzen.checkpoint.read import Reader
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.load import load
+from mizzen.config.resolve import resolve
 from mizzen.engine.build import build_engine
 from mizzen.engine.face import Surroundings
 from mizzen.engine.prepare import grouped, stream_of
 from mizzen.engine.runner import Accumulate, Running
 from mizzen.environment import World
 from mizzen.errors import CheckpointError, NotBuilt, PlanError
+from mizzen.model.home import Home, pieces_at
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
-from mizzen.plan.build import build
 from mizzen.plan.parts import Part
 
 CONFIG = {
@@ -75,21 +76,23 @@ def chain(running: Running) -> Accumulate:
     return Accumulate(replace(running, parts=(Part(module, stores),)))
 
 
-def start(modules, stage=0, layout=None, make_runner=chain, more=None):
-    """An engine of several parts, as a plan that cuts a model would make it."""
+def start(modules, stage=0, layout=None, make_runner=chain):
+    """An engine of the parts that this rank runs, as a plan that cuts a model would make it."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), 0)
-    config = load(CONFIG | {"zero_optimization": {"stage": stage}} | (more or {}))
+    config = load(CONFIG | {"zero_optimization": {"stage": stage}})
     layout = layout or Layout.fit(world.size)
-    plans = []
-    for module in modules:
+    home, drafts = Home.data_parallel(layout), []
+    for number, module in enumerate(modules):
         optimizer = torch.optim.AdamW([each for each in module.parameters() if each.requires_grad])
-        plans.append(build(config, layout.dp, grouped(Sketch.of(module), module, optimizer), ORDER))
-    mesh = Mesh.build(layout, device_type="cpu")
-    parts = tuple(
-        part for plan, module in zip(plans, modules, strict=True) for part in plan.apply((Part(module),), mesh)
-    )
+        draft = grouped(Sketch.of(module), module, optimizer)
+        drafts.append(draft.with_home(home.at("pp", number) if layout.pp > 1 else home))
+    drafts, mesh = tuple(drafts), Mesh.build(layout, device_type="cpu")
+    parts = tuple(Part(modules[piece]) for piece in pieces_at(world.rank, layout, len(modules)))
+    for transform in ORDER:
+        if (choice := transform.wants(config, layout, drafts)) is not None:
+            parts, drafts = transform.apply(parts, choice, mesh), transform.redraw(choice, drafts)
     trained = [each for module in halves() for each in module.parameters() if each.requires_grad]
-    resolved = replace(plans[0].resolved, layout=layout)
+    resolved = replace(resolve(config, layout.dp), layout=layout)
     surroundings = Surroundings(
         resolved, {}, mesh, world, get_accelerator().device(), stream_of(config, 3, mesh), seed=3,
         groups=Sketch.of(whole_model()).with_groups({name: 0 for name, _ in whole_model().named_parameters()}).groups,
@@ -175,7 +178,7 @@ def on_two_ranks(root):
     rank = torch.distributed.get_rank()
 
     def engine():
-        return start([halves()[rank]], layout=Layout(pp=2), make_runner=Accumulate)
+        return start(halves(), layout=Layout(pp=2), make_runner=Accumulate)
 
     def step(engine):
         width = 6 - rank
@@ -215,14 +218,14 @@ def test_ranks_with_different_parts_make_one_checkpoint(world, tmp_path):
 def other_names(root):
     """A checkpoint that has a name which no rank knows, and lacks one that the second rank has."""
     rank = torch.distributed.get_rank()
-    mine = start([halves()[rank]], layout=Layout(pp=2), make_runner=Accumulate)
+    mine = start(halves(), layout=Layout(pp=2), make_runner=Accumulate)
     mine.save_checkpoint(f"{root}/saved")
-    other = halves()[rank]
+    other = halves()
     if rank == 0:
-        other.first[0].register_parameter("bias", None)
+        other[0].first[0].register_parameter("bias", None)
     else:
-        other.second.add_module("extra", nn.Linear(2, 2))
-    engine = start([other], layout=Layout(pp=2), make_runner=Accumulate)
+        other[1].second.add_module("extra", nn.Linear(2, 2))
+    engine = start(other, layout=Layout(pp=2), make_runner=Accumulate)
     with pytest.raises(CheckpointError, match="does not fit the model"):
         engine.load_checkpoint(f"{root}/saved")
     engine.load_checkpoint(f"{root}/saved", load_module_strict=False)
