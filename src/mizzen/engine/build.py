@@ -22,9 +22,11 @@ from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Vote
 from mizzen.monitor.report import Observer
+from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.guard import Guard
 from mizzen.plan.parts import Parts, Store
 from mizzen.precision.arithmetic import Arithmetic
+from mizzen.profiler.build import build_instruments
 from mizzen.progress import get_progress
 
 
@@ -59,16 +61,18 @@ def build_engine(
             stopping=stopping,
             gain=float(resolved.layout.same_model) if config.gradient_allreduce_op == "sum" else 1.0,
         )
-    phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
+    mesh = surroundings.mesh
+    accelerator, is_written = get_accelerator(), monitor_of(observers).enabled
+    instruments = build_instruments(surroundings.resolved, parts[0].module, mesh, accelerator, is_written=is_written)
+    phases = Phases(accelerator if config.wall_clock_breakdown else None, instruments.around)
     get_progress().set_hang_timeout(config.hang_timeout)
     phases.at_step(0)  # from now on there is something to save
     runner = Accumulate(parts[0].module, stores, phases, surroundings.stream, arithmetic, changes)
-    mesh = surroundings.mesh
     saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside))
-    observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
-    engine = make(
-        parts, Driving(runner, updater, scheduler, phases, saving, stopping, changes, observers), surroundings
-    )
+    followers = (observer for part in parts for observer in part.observers)
+    observers = (*observers, *instruments.observers, *followers, saving)
+    driving = Driving(runner, updater, scheduler, phases, saving, stopping, changes, observers, instruments.meters)
+    engine = make(parts, driving, surroundings)
     zero = config.zero_optimization
     engine.owners = [
         Owner(name, store, optimizer, arithmetic.scaler, zero.enable_sanity_checks, zero.stage)

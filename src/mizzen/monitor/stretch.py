@@ -1,5 +1,7 @@
 """The steps between two lines of progress, added up, and how fast they were."""
 
+import math
+
 from mizzen.monitor.report import StepReport
 
 
@@ -8,16 +10,18 @@ class Stretch:
 
     def __init__(self, *, is_first: bool = False) -> None:
         self._skips_one = is_first
-        self._steps = 0
         self._timed_steps = 0
         self._samples = 0
         self._tokens: int | None = 0
         self._seconds = 0.0
         self._phases: dict[str, float] = {}
+        self._phased_steps = 0
+        self._used = 0.0
+        """Seconds of a device that does nothing but the model's operations."""
 
     def add(self, report: StepReport) -> None:
         """One more step."""
-        self._steps += 1
+        self._phased_steps += bool(report.phases)
         for phase, seconds in report.phases.items():
             self._phases[phase] = self._phases.get(phase, 0.0) + seconds
         if self._skips_one:
@@ -27,6 +31,7 @@ class Stretch:
         self._samples += report.samples
         self._tokens = None if self._tokens is None or report.tokens is None else self._tokens + report.tokens
         self._seconds += report.seconds
+        self._used = self._used + report.measures["mfu"] * report.seconds if "mfu" in report.measures else math.nan
 
     def step_seconds(self) -> float | None:
         """Mean seconds of a step; None before one was timed."""
@@ -39,9 +44,13 @@ class Stretch:
         rates = {"samples": self._samples / self._seconds}
         return rates | {"tokens": self._tokens / self._seconds} if self._tokens else rates
 
+    def mfu(self) -> float | None:
+        """The share of the device's peak that the model's operations took; None where any step did not know it."""
+        return self._used / self._seconds if self._seconds > 0 and math.isfinite(self._used) else None
+
     def phases(self) -> dict[str, float]:
         """Mean milliseconds of each phase of a step."""
-        return {phase: seconds * 1e3 / self._steps for phase, seconds in self._phases.items()}
+        return {phase: seconds * 1e3 / self._phased_steps for phase, seconds in self._phases.items()}
 
 
 def gib(size: float | None) -> str:

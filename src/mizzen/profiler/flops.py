@@ -154,7 +154,7 @@ def get_model_profile(
     ignore_modules: Collection[type[nn.Module]] | None = None,
     mode: Literal["forward", "generate"] = "forward",
 ) -> tuple[Any, Any, Any]:
-    """(flops, MACs, parameters) of one forward, or of `generate`: of random numbers of a shape, or of given arguments.
+    """(flops, MACs, parameters) of one forward, or of `generate`: of ones in a shape, or of given arguments.
 
     The model is put into evaluation for it, and back.
     """
@@ -167,7 +167,7 @@ def get_model_profile(
     if input_shape is not None:
         if given or kwargs:
             raise UsageError("get_model_profile(): give input_shape=, or args= and kwargs=, not both")
-        given = [_random(model, input_shape)]
+        given = [_ones(model, input_shape)]
     call = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)
     was_training = model.training
@@ -190,7 +190,7 @@ def get_model_profile(
     return flops, macs, parameters
 
 
-def _random(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
+def _ones(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
     if not shape:
         raise UsageError("get_model_profile(input_shape=()): give the shape of the input, with its batch")
     first = next(model.parameters(), torch.empty(0))

@@ -70,7 +70,10 @@ def summary(tree: Branch, setting: Setting) -> list[str]:
         ("fwd FLOPS per GPU", _rate(tree.forward, forward_seconds)),
         ("bwd latency", _duration(setting.backward_seconds)),
         ("bwd FLOPS per GPU", _rate(backward, setting.backward_seconds)),
-        ("fwd+bwd FLOPS per GPU", _rate(total, setting.backward_seconds and forward_seconds + setting.backward_seconds)),
+        (
+            "fwd+bwd FLOPS per GPU",
+            _rate(total, setting.backward_seconds and forward_seconds + setting.backward_seconds),
+        ),
         ("step latency", _duration(setting.step_seconds)),
         ("iter latency", _duration(setting.step_seconds and seconds)),
         ("FLOPS per GPU", _rate(total, setting.step_seconds and seconds)),

@@ -47,7 +47,7 @@ class Branch:
     @property
     def model_flops(self) -> int:
         """Operations that the model needs, forward and backward, whatever was computed twice."""
-        return self.forward + self.backward - self.recomputed
+        return self.forward + ((self.backward - self.recomputed) or BACKWARD * self.forward)
 
     def walk(self) -> Iterator["Branch"]:
         """This and every branch inside, from the top."""
