@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from mizzen.accelerator import Accelerator, Split, Timer
 from mizzen.progress import get_progress
 
-
 Around = Callable[[str], AbstractContextManager[None]]
 """What goes around a phase, by its name."""
 

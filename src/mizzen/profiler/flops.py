@@ -1,10 +1,10 @@
 """The flops profiler as users know it: of any model, by hand. What a configuration asks for is in `step.py`."""
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -139,59 +139,21 @@ def show(text: str, file: str | None) -> None:
     Path(file).write_text(text)
 
 
-def get_model_profile(
-    model: nn.Module,
-    input_shape: Sequence[int] | None = None,
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    print_profile: bool = True,
-    detailed: bool = True,
-    module_depth: int = -1,
-    top_modules: int = 1,
-    warm_up: int = 1,
-    as_string: bool = True,
-    output_file: str | None = None,
-    ignore_modules: Collection[type[nn.Module]] | None = None,
-    mode: Literal["forward", "generate"] = "forward",
-) -> tuple[Any, Any, Any]:
-    """(flops, MACs, parameters) of one forward, or of `generate`: of ones in a shape, or of given arguments.
-
-    The model is put into evaluation for it, and back.
-    """
-    expect(model, nn.Module, "get_model_profile: a model")
-    if mode not in ("forward", "generate"):
-        raise UsageError(f"get_model_profile(mode={mode!r}): 'forward' or 'generate'")
-    if input_shape is None and not args and not kwargs:
-        raise UsageError("get_model_profile() needs input_shape=, args= or kwargs=")
-    given = list(args or ())
-    if input_shape is not None:
-        if given or kwargs:
-            raise UsageError("get_model_profile(): give input_shape=, or args= and kwargs=, not both")
-        given = [_ones(model, input_shape)]
-    call = model if mode == "forward" else model.generate
-    profiler = FlopsProfiler(model)
-    was_training = model.training
+def profile_call(
+    model: nn.Module, call: Callable[[], Any], *, warm_up: int, left_out: Collection[type[nn.Module]] | None
+) -> FlopsProfiler:
+    """The profile of one call of a model in evaluation, after some that are not counted."""
+    profiler, was_training = FlopsProfiler(model), model.training
     model.eval()
     try:
         with torch.no_grad():
             for _ in range(warm_up):
-                call(*given, **(kwargs or {}))  # type: ignore[operator]
-            profiler.start_profile(ignore_modules)
+                call()
+            profiler.start_profile(left_out)
             try:
-                call(*given, **(kwargs or {}))  # type: ignore[operator]
+                call()
             finally:
                 profiler.stop_profile()
     finally:
         model.train(was_training)
-    flops, macs = profiler.get_total_flops(as_string), profiler.get_total_macs(as_string)
-    parameters = profiler.get_total_params(as_string)
-    if print_profile:
-        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-    return flops, macs, parameters
-
-
-def _ones(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
-    if not shape:
-        raise UsageError("get_model_profile(input_shape=()): give the shape of the input, with its batch")
-    first = next(model.parameters(), torch.empty(0))
-    return torch.ones(tuple(shape), dtype=first.dtype, device=first.device)
+    return profiler

@@ -1,4 +1,4 @@
-"""The text of a profile: a summary, the heaviest modules of each depth, and the model with the numbers of each module."""
+"""The text of a profile: a summary, the heaviest modules of each depth, and the model with the numbers of each."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ from mizzen.profiler.words import (
 TITLE: Final = "mizzen Flops Profiler"
 WIDTH: Final = 80
 NOTES: Final = (
-    "Operations are those of matrix products, convolutions and attention, two for each multiply-add (MAC), as this rank",
-    "ran them. Parameters are whole ones. Times are of the counted step, which counting makes slower and in which",
-    "compiled blocks run uncompiled: compare them with each other.",
+    "Operations are those of matrix products, convolutions and attention on this rank,",
+    "two for each multiply-add (MAC). Parameters are whole ones. Times are of the",
+    "counted step, which counting makes slower and in which compiled blocks run",
+    "uncompiled: compare them with each other.",
 )
 
 
