@@ -53,6 +53,8 @@ class Count:
     """The modules whose forward runs, the innermost last."""
     _behind: str = ""
     """The module that the running part of backward belongs to."""
+    _was_backward: bool = False
+    """Whether backward ran when something was last booked: it ends without a word."""
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -66,7 +68,7 @@ class Count:
                 yield
                 self._book()
         finally:
-            self._counter, self._behind = None, ""
+            self._counter, self._behind, self._was_backward = None, "", False
             self._open.clear()
             for hook in hooks:
                 hook.remove()
@@ -115,10 +117,9 @@ class Count:
             return
         total = self._counter.get_total_flops()
         counted, self._booked = total - self._booked, total
-        if not counted:
-            return
+        was_backward, self._was_backward = self._was_backward, self._is_backward
         cost = self.costs[self._open[-1] if self._open else self._behind]
-        if not self._is_backward:
+        if not (was_backward or self._was_backward):
             cost.forward += counted
             return
         cost.backward += counted
