@@ -1,6 +1,6 @@
 """The flops profile of one step of a run, and what follows from it: the share of the device that later steps use."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -113,3 +113,8 @@ class ProfiledStep(Observer, Meter):
         )
         with Guard("flops_profiler.output_file" if config.output_file else "standard output"):
             show(text, config.output_file)
+
+
+def tree_of(observers: Iterable[Observer]) -> Branch | None:
+    """What was counted of a run; None without a profile, and before its step."""
+    return next((observer.tree for observer in observers if isinstance(observer, ProfiledStep)), None)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from mizzen.profiler.count import Cost
 
@@ -18,7 +19,7 @@ class Branch:
 
     path: str
     kind: str
-    """The name of its class."""
+    """The name of its class, without what sharding makes of it."""
     label: str
     """What the class prints of itself, such as its sizes."""
     depth: int
@@ -85,7 +86,7 @@ def _grow(
     cost = costs.get(path, Cost())
     return Branch(
         path=path,
-        kind=type(module).__name__,
+        kind=_kind(module),
         label=module.extra_repr(),
         depth=depth,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -97,3 +98,8 @@ def _grow(
         calls=cost.calls,
         inside=inside,
     )
+
+
+def _kind(module: nn.Module) -> str:
+    own = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
+    return next(own).__name__
