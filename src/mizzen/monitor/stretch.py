@@ -1,7 +1,5 @@
 """The steps between two lines of progress, added up, and how fast they were."""
 
-import math
-
 from mizzen.monitor.report import StepReport
 
 
@@ -16,8 +14,8 @@ class Stretch:
         self._seconds = 0.0
         self._phases: dict[str, float] = {}
         self._phased_steps = 0
-        self._used = 0.0
-        """Seconds of a device that does nothing but the model's operations."""
+        self._used = self._known = 0.0
+        """Seconds at the device's peak that the model's operations took, and those of the steps that know them."""
 
     def add(self, report: StepReport) -> None:
         """One more step."""
@@ -31,7 +29,9 @@ class Stretch:
         self._samples += report.samples
         self._tokens = None if self._tokens is None or report.tokens is None else self._tokens + report.tokens
         self._seconds += report.seconds
-        self._used = self._used + report.measures["mfu"] * report.seconds if "mfu" in report.measures else math.nan
+        if (mfu := report.measures.get("mfu")) is not None:
+            self._used += mfu * report.seconds
+            self._known += report.seconds
 
     def step_seconds(self) -> float | None:
         """Mean seconds of a step; None before one was timed."""
@@ -45,8 +45,8 @@ class Stretch:
         return rates | {"tokens": self._tokens / self._seconds} if self._tokens else rates
 
     def mfu(self) -> float | None:
-        """The share of the device's peak that the model's operations took; None where any step did not know it."""
-        return self._used / self._seconds if self._seconds > 0 and math.isfinite(self._used) else None
+        """The share of the device's peak that the model's operations took, in the steps that know it."""
+        return self._used / self._known if self._known > 0 else None
 
     def phases(self) -> dict[str, float]:
         """Mean milliseconds of each phase of a step."""

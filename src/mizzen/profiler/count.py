@@ -132,9 +132,10 @@ class Count:
         while nodes:
             node = nodes.pop()
             # A node without a way on belongs to a parameter, and lives as long as that.
-            if not node.next_functions or CLAIMED in node.metadata:
+            metadata: Any = node.metadata  # a property, which torch's own types take for a method
+            if not node.next_functions or CLAIMED in metadata:
                 continue
-            node.metadata[CLAIMED] = path
+            metadata[CLAIMED] = path
             node.register_prehook(partial(self._go_behind, path))
             nodes += [before for before, _ in node.next_functions if before is not None]
 

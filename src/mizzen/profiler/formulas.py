@@ -30,7 +30,7 @@ def grouped_product(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
 
 def more_formulas() -> Mapping[Any, Callable[..., int]]:
     """By operator, those that this torch has."""
-    wanted = {
+    wanted: Mapping[str, Callable[..., int]] = {
         "_scaled_dot_product_flash_attention_for_cpu": attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
         "_grouped_mm": grouped_product,

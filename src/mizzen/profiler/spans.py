@@ -105,5 +105,5 @@ class Snapshot(Recorder):
 
     def write(self, path: Path) -> None:
         """Write it, and record no further."""
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
