@@ -1,4 +1,4 @@
-"""Where the operations of a step go: four steps of the byte-level GPT, of which one is counted, as a page and a picture.
+"""Where the operations of a step go: four steps of a byte-level GPT, one of them counted, as a page and a picture.
 
 python examples/operations.py --picture operations.svg
 """

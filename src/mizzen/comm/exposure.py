@@ -36,7 +36,7 @@ class Lap:
 
     def is_over(self) -> bool:
         """Whether the device has passed the marks."""
-        return self.end.query()
+        return all(mark.query() for mark in (self.begin, self.wait, self.end))
 
 
 class Exposure(Meter):
