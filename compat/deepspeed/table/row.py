@@ -9,7 +9,8 @@ PIPELINE, EXPERTS, SEQUENCE, TENSOR = (
 )
 INFERENCE, HYBRID, ROLLOUT = "inference", "an engine that trains and samples", "an engine that trains and samples"
 COMPRESSION, LOW_BITS = "compression of models", "LoRA and quantized weights"
-DATA, PROFILER, TUNING = "data efficiency", "the profiler of operations", "autotuning"
+DATA, TUNING = "data efficiency", "autotuning"
+PROFILER = "numbers hung on modules (FlopsProfiler.tree() has those of each module)"
 ONE_BIT, SPARSE, LAYERS = "compressed communication", "sparse attention", "fused transformer layers"
 PASSES, ENGINES = "passes over the graph", "checkpoint engines by hand (an engine saves and loads by itself)"
 ENGINE, MODULE = "deepspeed.faces.engine.DeepSpeedEngine", "torch.nn.Module"

@@ -131,11 +131,8 @@ ROWS: Final[tuple[Row, ...]] = (
         "mizzen.config.observe",
     ),
     Row("monitor.config", "DeepSpeedMonitorConfig=Config", "mizzen.config.schema"),
-    Row(
-        "profiling.flops_profiler profiling.flops_profiler.profiler",
-        "FlopsProfiler get_model_profile",
-        waits_for=PROFILER,
-    ),
+    Row("profiling.flops_profiler profiling.flops_profiler.profiler", "FlopsProfiler", "mizzen.profiler.flops"),
+    Row("profiling.flops_profiler profiling.flops_profiler.profiler", "get_model_profile", "mizzen.profiler.face"),
     Row(
         "checkpoint",
         "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank merge_state",
@@ -174,8 +171,13 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("checkpoint.universal_checkpoint", "load_hp_checkpoint_state", waits_for=BY_RANK),
     Row(
         "profiling.flops_profiler.profiler",
-        "Tensor wrapFunc macs_to_string number_to_string flops_to_string bytes_to_string params_to_string "
-        "duration_to_string get_module_flops get_module_macs get_module_duration",
+        "number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string",
+        "mizzen.profiler.words",
+    ),
+    Row("profiling.flops_profiler.profiler", "Tensor", "torch"),
+    Row(
+        "profiling.flops_profiler.profiler",
+        "wrapFunc get_module_flops get_module_macs get_module_duration",
         waits_for=PROFILER,
     ),
     Row("runtime.state_dict_factory", "SDLoaderFactory SDLoaderBase MegatronSDLoader", waits_for=BY_RANK),

@@ -13,7 +13,7 @@ from mizzen.accelerator.registry import (
     set_accelerator,
     survey,
 )
-from mizzen.accelerator.timer import Timer
+from mizzen.accelerator.timer import Split, Timer
 
 __all__ = [
     "Accelerator",
@@ -22,6 +22,7 @@ __all__ = [
     "Event",
     "Fetch",
     "Memory",
+    "Split",
     "Stream",
     "Timer",
     "create_accelerator",

@@ -1,11 +1,26 @@
 """Time on the device, without making the host wait for it. Named sets of timers belong to the profiler."""
 
 from collections import deque
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from mizzen.accelerator.protocol import Accelerator, Event
 from mizzen.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Laps that have ended, on the host's side at least."""
+
+    done: float
+    laps: tuple[tuple[Event, Event], ...]
+
+    def seconds(self) -> float | None:
+        """How long they took; None while the device is not through with them."""
+        if not all(event.query() for lap in self.laps for event in lap):
+            return None
+        return self.done + sum(begin.elapsed_time(end) for begin, end in self.laps) / 1e3
 
 
 class Timer:
@@ -14,6 +29,7 @@ class Timer:
     with timer: ...      start, stop     no synchronisation
     timer.ready()        may be asked    no synchronisation
     timer.read()         seconds         waits for the last stop
+    timer.split()        a Split         no synchronisation: what read() would give, to be asked for later
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -51,6 +67,13 @@ class Timer:
             self._add_first_lap()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def split(self) -> "Split":
+        """What was measured since the last read or split, for whoever does not want to wait for it."""
+        split = Split(self._seconds, tuple(self._laps))
+        self._seconds = 0.0
+        self._laps.clear()
+        return split
 
     def _mark(self) -> Event:
         event = self._accelerator.event(timing=True)

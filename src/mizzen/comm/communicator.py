@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mizzen.ambient import AMBIENT
 from mizzen.comm.account import Call
 from mizzen.comm.backend import Backend, Group, Handle, Request
+from mizzen.comm.exposure import Exposure, Lap
 from mizzen.comm.ledger import CommLog, Timing
 from mizzen.comm.tags import EXCHANGES, UNEVEN, Tag, compare, compare_parts, differ_on_device, digest, parts, words
 from mizzen.comm.torch_backend import TorchBackend
@@ -45,13 +46,14 @@ class Extras(LogExtras, total=False):
 class Work:
     """An operation under way. `wait` is ours; everything else is asked of torch's own object."""
 
-    __slots__ = ("_call", "_finish", "_handle", "_is_done", "_timing", "_watch")
+    __slots__ = ("_call", "_finish", "_handle", "_is_done", "_lap", "_timing", "_watch")
 
-    def __init__(self, watch: Watch, call: Call, handle: Handle, timing: Timing | None) -> None:
+    def __init__(self, watch: Watch, call: Call, handle: Handle, timing: Timing | None, lap: Lap | None = None) -> None:
         self._watch = watch
         self._call = call
         self._handle = handle
         self._timing = timing
+        self._lap = lap
         self._finish: Callable[[], None] | None = None
         self._is_done = False
 
@@ -59,9 +61,13 @@ class Work:
         """Return when the result may be used: on a CPU when it is there, on a device when the stream will have it."""
         if self._is_done:
             return True
+        if self._lap is not None:
+            self._lap.waits()
         limit = timeout or self._call.request.timeout
         self._watch.wait(self._call, self._handle, limit.total_seconds() if limit else None)
         self._is_done = True
+        if self._lap is not None:
+            self._lap.stop()
         if self._finish is not None:
             self._finish()
         if self._timing is not None:
@@ -118,6 +124,9 @@ class Communicator:
         self.meshes: dict[Any, Any] = {}
         """The meshes of this job, by layout: `comm.mesh` keeps them here, so that they go with the job."""
 
+        self.exposure: Exposure | None = None
+        """What measures how long this rank waits, where somebody wants to know."""
+
     def group(self, handle: Any, operation: str) -> Group | None:
         """Who is in a group, or a word of warning to a rank that is not."""
         group = self.backend.group(handle)
@@ -140,8 +149,9 @@ class Communicator:
         call = self.watch.begin(request, group)
         try:
             timing = self._timing(request, group, extras)
+            lap = self._lap(request, group)
             self._compare(extras.get("tag"), call, handle, is_awaited=is_awaited)
-            return Work(self.watch, call, self.backend.issue(request, handle), timing)
+            return Work(self.watch, call, self.backend.issue(request, handle), timing, lap)
         except CommError as error:
             call.fail(str(error))
             raise
@@ -149,6 +159,13 @@ class Communicator:
             if (failure := self.watch.refuse(call, error)) is None:
                 raise
             raise failure from error
+
+    def _lap(self, request: Request, group: Group) -> Lap | None:
+        if self.exposure is None or len(group.ranks) == 1:
+            return None
+        return self.exposure.lap(
+            group.name, on_device=bool(request.payload) and request.payload[0].device.type != "cpu"
+        )
 
     def _timing(self, request: Request, group: Group, extras: LogExtras) -> Timing | None:
         log: CommLog | None = AMBIENT.comm_log

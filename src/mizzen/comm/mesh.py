@@ -165,6 +165,15 @@ class Mesh:
         self.layout.size(name)
         return self.layout.coordinates(self.rank)[name]
 
+    def titles(self) -> dict[str, str]:
+        """The names of the groups of several ranks, with the axes that they are; the fewest where they are the same."""
+        titles: dict[str, str] = {}
+        for axes in sorted(self._meshes, key=len):
+            group = current().backend.group(self._meshes[axes].get_group())
+            if group is not None and len(group.ranks) > 1:
+                titles.setdefault(group.name, "_".join(axes))
+        return titles
+
     def ranks(self, *names: str) -> tuple[int, ...]:
         """The global ranks of the group along these axes, in its order."""
         return self.layout.ranks_along(names, self.rank)

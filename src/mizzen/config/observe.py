@@ -1,7 +1,7 @@
 """What a run tells about itself: timers, profilers, the communication log, and the places where numbers are written."""
 
 from mizzen.config.section import Section, no_effect, section
-from mizzen.config.values import Count, Flag, FromMinusOne, Name, NotNegative, Positive, Text
+from mizzen.config.values import Count, Flag, FromMinusOne, Name, NotNegative, Positive, Text, Whole
 
 
 class CommsLoggerConfig(Section):
@@ -41,7 +41,7 @@ class FlopsProfilerConfig(Section):
     enabled: Flag = False
     """Profile one step and print the result."""
     profile_step: Count = 1
-    """The step to profile."""
+    """Steps to take before the one that is profiled."""
     module_depth: FromMinusOne = -1
     """Depth of modules in the summary; -1 means the innermost ones."""
     top_modules: Count = 1
@@ -52,6 +52,55 @@ class FlopsProfilerConfig(Section):
     """File for the result; absent prints it."""
     recompute_fwd_factor: NotNegative = 0.0
     """Share of the forward pass that is computed again in the backward pass."""
+
+
+class TraceConfig(Section):
+    """What torch.profiler sees in some steps, as files for Perfetto or chrome://tracing."""
+
+    enabled: Flag = False
+    """Write them."""
+    start_step: Whole = 2
+    """Steps to take before the first one that is traced."""
+    steps: Count = 2
+    """Steps in a trace."""
+    ranks: tuple[Whole, ...] = (0,)
+    """Ranks that write one; empty means all."""
+    output_path: Text = "traces"
+    """Folder for the files."""
+    shapes: Flag = False
+    """Record the shapes of operands."""
+    stacks: Flag = False
+    """Record the lines of Python that started each operation; slow."""
+    memory: Flag = False
+    """Record what each operation allocates."""
+
+
+class SnapshotConfig(Section):
+    """Every allocation of some steps, with its stack, as a file for torch's memory viewer. CUDA devices only."""
+
+    enabled: Flag = False
+    """Write it."""
+    start_step: Whole = 2
+    """Steps to take before the first one that is recorded."""
+    steps: Count = 1
+    """Steps in a snapshot."""
+    ranks: tuple[Whole, ...] = (0,)
+    """Ranks that write one; empty means all."""
+    output_path: Text = "snapshots"
+    """Folder for the files."""
+    max_entries: Count = 100000
+    """Allocations that are kept at most, the latest ones."""
+
+
+class ProfileConfig(Section):
+    """Where time and memory of a step go, beyond what `flops_profiler` and `wall_clock_breakdown` say."""
+
+    trace: TraceConfig = section(TraceConfig)
+    """What torch.profiler sees."""
+    memory_snapshot: SnapshotConfig = section(SnapshotConfig)
+    """What the allocator sees."""
+    peak_tflops: Positive | None = None
+    """The most that a device of this run can do, for the share of it that is used; absent takes it from a table."""
 
 
 class TensorboardConfig(Section):

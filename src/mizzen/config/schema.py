@@ -19,6 +19,7 @@ from mizzen.config.observe import (
     CsvConfig,
     FlopsProfilerConfig,
     JsonlConfig,
+    ProfileConfig,
     ProgressConfig,
     TensorboardConfig,
     TimersConfig,
@@ -172,6 +173,8 @@ class Config(Section):
     """A record of every collective."""
     flops_profiler: FlopsProfilerConfig = section(FlopsProfilerConfig)
     """Operations and time of each module."""
+    profile: ProfileConfig = section(ProfileConfig)
+    """Traces, memory snapshots, and the peak of the device."""
     tensorboard: TensorboardConfig = section(TensorboardConfig)
     """Numbers as TensorBoard events."""
     wandb: WandbConfig = section(WandbConfig)

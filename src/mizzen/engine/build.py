@@ -22,11 +22,13 @@ from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Vote
 from mizzen.monitor.report import Observer
+from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.guard import Guard
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import MakeRunner
 from mizzen.precision.arithmetic import Arithmetic
 from mizzen.precision.scaler import LossScaler
+from mizzen.profiler.build import build_instruments
 from mizzen.progress import get_progress
 
 
@@ -64,7 +66,9 @@ def build_engine(
         optimizer=optimizer,
         scheduler=scheduler,
     )
-    phases = Phases(get_accelerator() if config.wall_clock_breakdown else None)
+    accelerator, is_written = get_accelerator(), monitor_of(observers).enabled
+    instruments = build_instruments(resolved, run_state.module, mesh, accelerator, is_written=is_written)
+    phases = Phases(accelerator if config.wall_clock_breakdown else None, instruments.around)
     get_progress().set_hang_timeout(config.hang_timeout)
     phases.at_step(0)  # from now on there is something to save
     runner = make_runner(Running(parts, mesh, surroundings.device, phases, surroundings.stream, arithmetic, changes))
@@ -80,8 +84,10 @@ def build_engine(
             stopping=stopping,
         )
     saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside))
-    observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
-    engine = make(Driving(run_state, runner, updater, phases, saving, stopping, observers), surroundings)
+    followers = (observer for part in parts for observer in part.observers)
+    observers = (*observers, *instruments.observers, *followers, saving)
+    driving = Driving(run_state, runner, updater, phases, saving, stopping, observers, instruments.meters)
+    engine = make(driving, surroundings)
     _own(engine, arithmetic.scaler)
     if config.checkpoint.dir is not None:
         preflight(run_state, folder_of(config.checkpoint, None))

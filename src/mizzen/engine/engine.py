@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from mizzen.engine.update import Updater
 from mizzen.engine.vote import Decision
 from mizzen.errors import StepError, UsageError
 from mizzen.log import warn_once
-from mizzen.monitor.report import ACCUMULATING, Observer, StepReport
+from mizzen.monitor.report import ACCUMULATING, Meter, Observer, StepReport
 from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.stepping import Stepper
 from mizzen.precision.scaler import LossScaler
@@ -36,6 +36,7 @@ class Driving:
     saving: Saving
     stopping: Stopping
     observers: tuple[Observer, ...] = ()
+    meters: tuple[Meter, ...] = ()
 
 
 class Engine(Face):
@@ -49,6 +50,7 @@ class Engine(Face):
         self.saving = driving.saving
         self.stopping = driving.stopping
         self.observers = driving.observers
+        self.meters = driving.meters
         self.monitor = monitor_of(driving.observers)
         if self.updater is not None:
             self.optimizer = EngineOptimizer(
@@ -189,7 +191,7 @@ class Engine(Face):
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
         super().destroy()
-        self.updater = None
+        self.updater, self.meters = None, ()
 
     # What both end with
 
@@ -212,9 +214,9 @@ class Engine(Face):
             self.skipped_steps += 1
             self._consecutive_skips += not (outcome.has_overflowed and updater.scaler.may_cure(outcome.loss))
         self.phases.at_step(self.applied_steps)
-        report = self.last_step = self._report(
-            outcome.applied, outcome.reason, outcome, samples=samples, rates=rates, momentum=momentum
-        )
+        report = self._report(outcome.applied, outcome.reason, outcome, samples=samples, rates=rates, momentum=momentum)
+        measures = {name: value for meter in self.meters for name, value in meter.read(report).items()}
+        report = self.last_step = replace(report, measures=measures)
         self.window.close()
         if outcome.applied:
             self._stepper.advance(self.lr_scheduler, lr_kwargs or {})

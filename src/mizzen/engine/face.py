@@ -37,6 +37,8 @@ from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.plan.parts import Parts, Store
+from mizzen.profiler.step import tree_of
+from mizzen.profiler.tree import Branch
 from mizzen.rewrite.compile import compile_blocks
 from mizzen.rewrite.layer_drop import theta_of
 from mizzen.rewrite.standing import restore
@@ -557,8 +559,13 @@ class Face(nn.Module):
         self.moved()
         return loaded.folder, loaded.client
 
+    @property
+    def flops_profile(self) -> Branch | None:
+        """What `flops_profiler` has counted, module by module; None before its step."""
+        return tree_of(self.observers)
+
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds per phase of the last step, with `wall_clock_breakdown`."""
+        """Milliseconds per phase of the latest step that the device has finished, with `wall_clock_breakdown`."""
         phases = self.last_step.phases if self.last_step is not None else {}
         return {name: 1e3 * seconds for name, seconds in phases.items()}
 

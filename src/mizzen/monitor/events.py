@@ -13,6 +13,7 @@ def events_of(report: StepReport, *, has_loss_scale: bool, has_rate: bool) -> li
         "samples_per_sec": report.samples / report.seconds if has_rate and report.seconds > 0 else None,
     }
     values |= {f"elapsed_time_ms_{phase}": seconds * 1e3 for phase, seconds in report.phases.items()}
+    values |= report.measures
     return [
         (f"Train/Samples/{name}", value, report.global_samples) for name, value in values.items() if value is not None
     ]

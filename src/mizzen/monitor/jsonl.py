@@ -56,6 +56,7 @@ def _record(report: StepReport) -> dict[str, Any]:
         "seconds": report.seconds,
         "skipped_steps": report.skipped_steps,
         "phases": report.phases,
+        "measures": dict(report.measures),
     }
 
 

@@ -80,6 +80,8 @@ class Printer(Observer):
         if self._lines.rate:
             for unit, rate in self._stretch.rates().items():
                 yield f"{unit}_per_sec", f"{rate:.2f}"
+            if (mfu := self._stretch.mfu()) is not None:
+                yield "mfu", f"{mfu:.1%}"
         yield "memory", gib(memory.allocated)
 
 

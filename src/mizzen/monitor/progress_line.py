@@ -62,6 +62,8 @@ class ProgressLine(Observer):
         if self._has_rate and (rates := self._stretch.rates()):
             unit, rate = list(rates.items())[-1]  # tokens, where they are known: 80 columns have no room for both
             parts.append(f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s")
+        if self._has_rate and (mfu := self._stretch.mfu()) is not None:
+            parts.append(f"MFU {mfu:.1%}")
         parts.append(gib(self._memory().allocated))
         if (left := self._seconds_left(report.step)) is not None:
             parts.append(f"[dim]{timedelta(seconds=round(left))} left[/]")

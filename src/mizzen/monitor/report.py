@@ -1,6 +1,6 @@
 """What happened in one optimizer step. Values on the device are read when they are asked for, not before."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol
@@ -42,7 +42,9 @@ class StepReport:
     skipped_steps: int = 0
     """Steps skipped so far because a gradient was not finite."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds per phase, with `wall_clock_breakdown`."""
+    """Seconds per phase of the latest step that the device has finished, with `wall_clock_breakdown`."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by name, read without a wait for the device; `monitor/measures.py` has the names."""
     read_loss: Lazy = field(default=_nothing, repr=False)
     read_norm: Lazy = field(default=_nothing, repr=False)
 
@@ -78,6 +80,14 @@ class StepReport:
 
 
 ACCUMULATING = "accumulating"
+
+
+class Meter(Protocol):
+    """Adds numbers to the report of a step. Called on the engine's thread, on every rank; it never waits."""
+
+    def read(self, report: StepReport) -> Mapping[str, float]:
+        """Its numbers by name; one that is not known in this step is left out."""
+        ...
 
 
 class Observer(Protocol):

@@ -8,16 +8,18 @@ class Stretch:
 
     def __init__(self, *, is_first: bool = False) -> None:
         self._skips_one = is_first
-        self._steps = 0
         self._timed_steps = 0
         self._samples = 0
         self._tokens: int | None = 0
         self._seconds = 0.0
         self._phases: dict[str, float] = {}
+        self._phased_steps = 0
+        self._used = self._known = 0.0
+        """Seconds at the device's peak that the model's operations took, and those of the steps that know them."""
 
     def add(self, report: StepReport) -> None:
         """One more step."""
-        self._steps += 1
+        self._phased_steps += bool(report.phases)
         for phase, seconds in report.phases.items():
             self._phases[phase] = self._phases.get(phase, 0.0) + seconds
         if self._skips_one:
@@ -27,6 +29,9 @@ class Stretch:
         self._samples += report.samples
         self._tokens = None if self._tokens is None or report.tokens is None else self._tokens + report.tokens
         self._seconds += report.seconds
+        if (mfu := report.measures.get("mfu")) is not None:
+            self._used += mfu * report.seconds
+            self._known += report.seconds
 
     def step_seconds(self) -> float | None:
         """Mean seconds of a step; None before one was timed."""
@@ -39,9 +44,13 @@ class Stretch:
         rates = {"samples": self._samples / self._seconds}
         return rates | {"tokens": self._tokens / self._seconds} if self._tokens else rates
 
+    def mfu(self) -> float | None:
+        """The share of the device's peak that the model's operations took, in the steps that know it."""
+        return self._used / self._known if self._known > 0 else None
+
     def phases(self) -> dict[str, float]:
         """Mean milliseconds of each phase of a step."""
-        return {phase: seconds * 1e3 / self._steps for phase, seconds in self._phases.items()}
+        return {phase: seconds * 1e3 / self._phased_steps for phase, seconds in self._phases.items()}
 
 
 def gib(size: float | None) -> str:

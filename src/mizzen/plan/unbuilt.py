@@ -69,7 +69,6 @@ UNBUILT: Final = (
     Unbuilt("data_efficiency", "data efficiency", _ON),
     Unbuilt("curriculum_learning", "curriculum learning", _ON),
     Unbuilt("aio", "NVMe offload"),
-    Unbuilt("flops_profiler", "the flops profiler", _ON),
     Unbuilt("autotuning", "autotuning", _ON),
 )
 

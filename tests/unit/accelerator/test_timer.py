@@ -59,3 +59,17 @@ def test_wrong_order_is_said(timer):
     timer.start()
     with pytest.raises(UsageError, match="twice"):
         timer.start()
+
+
+def test_a_split_never_waits_and_starts_the_timer_again(timer):
+    timer.start()
+    timer.stop()
+    laps = list(timer._laps)
+    split = timer.split()
+    with timer:
+        pass
+    assert split.seconds() is None
+    for event in laps[0]:
+        event.synchronize()
+    assert split.seconds() == pytest.approx(0.001)
+    assert timer.read() == pytest.approx(0.001)

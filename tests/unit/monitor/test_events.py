@@ -21,3 +21,12 @@ def test_what_is_not_there_is_left_out(step):
         ("Train/Samples/train_loss", 2.5, 8),
         ("Train/Samples/grad_norm", 1.5, 8),
     ]
+
+
+def test_measures_are_events_under_their_names(step):
+    report = step(1, lr=(), norm=None, measures={"mfu": 0.4, "samples_per_sec": 16.0})
+    assert events_of(report, has_loss_scale=False, has_rate=True) == [
+        ("Train/Samples/train_loss", 2.5, 8),
+        ("Train/Samples/samples_per_sec", 16.0, 8),
+        ("Train/Samples/mfu", 0.4, 8),
+    ]

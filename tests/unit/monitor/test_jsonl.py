@@ -23,7 +23,7 @@ def lines(tmp_path):
 
 
 def test_a_step_is_one_line_with_everything(sink, step, tmp_path):
-    report = step(3, tokens=4096, skipped_steps=1, phases={"forward": 0.25})
+    report = step(3, tokens=4096, skipped_steps=1, phases={"forward": 0.25}, measures={"mfu": 0.4})
     sink().write(events_of(report, has_loss_scale=False, has_rate=True), report)
     [line] = lines(tmp_path)
     assert datetime.fromisoformat(line.pop("time")).tzinfo is not None
@@ -41,6 +41,7 @@ def test_a_step_is_one_line_with_everything(sink, step, tmp_path):
         "seconds": 0.5,
         "skipped_steps": 1,
         "phases": {"forward": 0.25},
+        "measures": {"mfu": 0.4},
         "memory": {"allocated": 2 * 2**30, "reserved": 3 * 2**30, "peak": None},
     }
 

@@ -109,3 +109,11 @@ def test_the_configuration_is_dumped_on_rank_0_when_asked_without_keys_to_servic
     assert "comet.enabled" in found and "secret" not in "".join(lines)
     dump_state(config(), World())
     assert said() == []
+
+
+def test_the_share_of_the_device_is_printed_where_it_is_known(printer, said, step):
+    lines = printer(every=1)
+    lines.on_step(step(1, measures={"mfu": 0.9}))  # not timed
+    lines.on_step(step(2, measures={"mfu": 0.4123}))
+    first, second = said()
+    assert "mfu" not in first and "samples_per_sec=16.00, mfu=41.2%, memory" in second

@@ -118,3 +118,11 @@ def test_it_stays_also_when_a_program_just_ends(terminal):
     environment = {"PYTHONPATH": ":".join(sys.path), "TERM": "xterm", "COLUMNS": "100"}
     subprocess.run([sys.executable, "-c", ENDS], stderr=sys.stderr, env=environment, check=True)
     assert seen().endswith("0.00 GiB\r\r\n")
+
+
+def test_the_share_of_the_device_is_shown_where_it_is_known(line, terminal, step):
+    seen = terminal()
+    shown = line(total=2)
+    shown.on_step(step(1))
+    shown.on_step(step(2, tokens=2048, measures={"mfu": 0.4123}))
+    assert drawn(seen())[-1].startswith("step 2/2  loss 2.5000  lr 0.001  4,096 tokens/s  MFU 41.2%  2.00 GiB")

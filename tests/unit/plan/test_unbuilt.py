@@ -60,7 +60,6 @@ ASKED = {
     "data_efficiency.enabled": {"data_efficiency": {"enabled": True}},
     "curriculum_learning.enabled": {"curriculum_learning": CURRICULUM},
     "aio": {"aio": {"block_size": 4096}},
-    "flops_profiler.enabled": {"flops_profiler": {"enabled": True}},
     "autotuning.enabled": {"autotuning": {"enabled": True}},
 }
 """For every path that can be refused, a configuration that asks for it and for nothing else."""
@@ -115,7 +114,7 @@ INERT = {
         },
         "weight_quantization": {"enabled": False},
     },
-    "the rest, off": {name: {"enabled": False} for name in ("hybrid_engine", "data_efficiency", "flops_profiler")},
+    "the rest, off": {name: {"enabled": False} for name in ("hybrid_engine", "data_efficiency")},
 }
 
 
