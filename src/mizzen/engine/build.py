@@ -80,7 +80,7 @@ def build_engine(
             changes=changes,
             stopping=stopping,
         )
-    saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside))
+    saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside), told=observers)
     observers = (*observers, *(observer for part in parts for observer in part.observers), saving)
     engine = make(Driving(run_state, runner, updater, phases, saving, stopping, observers), surroundings)
     _own(engine, arithmetic.scaler)
