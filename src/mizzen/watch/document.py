@@ -7,6 +7,7 @@ JSON in which no tag can begin or end.
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -27,38 +28,35 @@ def charts() -> str:
     return (Path(str(package.__file__)).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
-def served(nonce: str) -> tuple[str, str]:
-    """The page and its policy. Charts come from beside it; everything else is inside, under the nonce."""
+def served(nonce: str, bundle: str) -> tuple[str, str]:
+    """The page and its policy. The bundle comes from beside it; everything else is inside, under the nonce."""
     scripts = f'<script nonce="{nonce}" src="plotly.js"></script>\n<script nonce="{nonce}">{_part("page.js")}</script>'
-    page = _filled(style=f'<style nonce="{nonce}">{_part("page.css")}</style>', data="", scripts=scripts, policy="")
+    page = _filled(
+        style=f'<style nonce="{nonce}">{_part("page.css")}</style>', charts=_unstyled(bundle), scripts=scripts
+    )
     allowed = f"'nonce-{nonce}'"
     policy = POLICY.format(scripts=allowed, styles=allowed, connect="'self'")
-    return _plotly_style(page, nonce), f"{policy}; frame-ancestors 'none'"
+    return page, f"{policy}; frame-ancestors 'none'"
 
 
 def exported(data: Mapping[str, Any]) -> str:
     """One file that needs nothing else, with the policy inside: only scripts and styles of these very bytes."""
     scripts, style = (charts(), _part("page.js")), _part("page.css")
-    policy = POLICY.format(
-        scripts=" ".join(map(_hash, scripts)), styles=f"{_hash(style)} {_hash(_PLOTLY_RULES)}", connect="'none'"
-    )
-    page = _filled(
+    policy = POLICY.format(scripts=" ".join(map(_hash, scripts)), styles=_hash(style), connect="'none'")
+    return _filled(
+        policy=f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         style=f"<style>{style}</style>",
+        charts=_unstyled(scripts[0]),
         data=_inert(data),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
-        policy=f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
     )
-    return _plotly_style(page, None)
 
 
-_PLOTLY_RULES: Final = ".js-plotly-plot .plotly .cursor-crosshair{cursor:crosshair}"
-
-
-def _plotly_style(page: str, nonce: str | None) -> str:
-    """What keeps plotly from making a style element of its own, which the policy would refuse."""
-    mark = f' nonce="{nonce}"' if nonce else ""
-    element = f'<style id="plotly.js-style-global" class="no-inline-styles"{mark}>{_PLOTLY_RULES}</style>'
-    return page.replace("<!--charts-->", element)
+def _unstyled(bundle: str) -> str:
+    """What keeps plotly from adding styles that the policy would refuse: it adds none where it finds these elements."""
+    names = dict.fromkeys(re.findall(r'getElementById\("([0-9a-f]{64})"\)', bundle))
+    elements = ('<template id="plotly.js-style-global" class="no-inline-styles"></template>',)
+    return "".join((*elements, *(f'<template id="{name}"></template>' for name in names)))
 
 
 def _inert(data: Mapping[str, Any]) -> str:
@@ -74,10 +72,8 @@ def _part(name: str) -> str:
 
 
 def _filled(**parts: str) -> str:
-    page = _part("page.html")
-    for name, text in parts.items():
-        page = page.replace(f"<!--{name}-->", text, 1)
-    return page
+    """The page with each `<!--name-->` replaced, in one pass: what is put in is not looked at again."""
+    return re.sub(r"<!--(\w+)-->", lambda found: parts.get(found[1], ""), _part("page.html"))
 
 
 def _hash(text: str) -> str:

@@ -45,6 +45,11 @@ class Series:
         columns = {"from": start, "time": time, "step": step, "last": last}
         return columns if self.width == 1 else {**columns, "low": low, "high": high}
 
+    def step_at(self, time: float) -> float:
+        """The step of the last bucket that ends before a moment; 0 where there is none."""
+        before = int(np.searchsorted(self._buckets[TIME, : self._used], time))
+        return float(self._buckets[STEP, before - 1]) if before else 0.0
+
     @property
     def last(self) -> list[float]:
         """The last value of each bucket, for a small drawing."""

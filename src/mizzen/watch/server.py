@@ -8,6 +8,7 @@ known by the name in its Host header. Nothing is ever written: there is no reque
 
 import json
 import secrets
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,9 +37,14 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, watcher: Watcher, port: int = 0) -> None:
         self.watcher = watcher
-        self.charts = charts().encode()
+        self.charts = charts()
         self.token = secrets.token_urlsafe(24)
         super().__init__((LOOPBACK, port), Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
@@ -74,11 +80,11 @@ class Handler(BaseHTTPRequestHandler):
             return False
 
     def _page(self, _: str) -> None:
-        page, policy = served(secrets.token_urlsafe(16))
+        page, policy = served(secrets.token_urlsafe(16), self.server.charts)
         self._send(page.encode(), "text/html; charset=utf-8", {"Content-Security-Policy": policy})
 
     def _charts(self, _: str) -> None:
-        self._send(self.server.charts, "text/javascript; charset=utf-8", {"Cache-Control": "private, max-age=86400"})
+        self._send(self.server.charts.encode(), "text/javascript; charset=utf-8", {"Cache-Control": "private, max-age=86400"})
 
     def _data(self, query: str) -> None:
         since = parse_qs(query).get("since", ["0"])[0]

@@ -10,6 +10,7 @@
   const MARKS = {start: "--info", restart: "--info", save: "--good", skip: "--warn", end: "--bad"};
   const WORDS = {start: "start", restart: "restart", load: "resume", save: "checkpoint", skip: "skipped", end: "ended"};
   const MOST_RANK_LINES = 16;
+  const CONFIG = {displayModeBar: false, responsive: true, showTips: false};
   const find = id => document.getElementById(id);
   const runs = [];
   let revision = 0, axis = "";
@@ -27,7 +28,10 @@
   // Plotly reads a little markup in its texts; these are texts and nothing else.
   const plain = text => String(text).slice(0, 80).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const isBytes = name => name.startsWith("memory");
-  const bytes = value => value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(2)} GiB` : `${(value / 2 ** 20).toFixed(0)} MiB`;
+  const bytes = value => {
+    const power = Math.max(0, Math.min(4, Math.floor(Math.log2(value || 1) / 10)));
+    return `${+(value / 2 ** (10 * power)).toPrecision(4)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  };
   const number = (name, value) => {
     if (typeof value !== "number") return value === undefined || value === null ? "–" : String(value);
     if (isBytes(name)) return bytes(value);
@@ -38,7 +42,10 @@
   const ago = seconds => seconds < 90 ? `${seconds.toFixed(0)} s ago` : seconds < 5400
     ? `${(seconds / 60).toFixed(0)} min ago` : `${(seconds / 3600).toFixed(1)} h ago`;
   const label = name => Object.hasOwn(LABELS, name) ? LABELS[name] : name.replaceAll("_", " ");
-  const order = name => { const at = FIRST.findIndex(word => name.startsWith(word)); return at < 0 ? FIRST.length : at; };
+  const order = name => {
+    const at = FIRST.indexOf(name.includes("exposed") ? "exposed" : name);
+    return at < 0 ? FIRST.length + !name.startsWith("memory per") : at;
+  };
 
   // What the server says
 
@@ -238,12 +245,12 @@
       if (!isFirst) more.hidden = false;
       if (!isFirst && !more.open) continue;
       const unit = isBytes(name) ? {yaxis: {...common.yaxis, tickformat: ".3s"}} : {};
-      Plotly.react(place(name, make("h3", label(name)), isFirst ? find("charts") : more.querySelector(".charts")), lines(name), {...common, ...unit}, {displayModeBar: false, responsive: true});
+      Plotly.react(place(name, make("h3", label(name)), isFirst ? find("charts") : more.querySelector(".charts")), lines(name), {...common, ...unit}, CONFIG);
     }
     if (runs.some(run => run.ranked.size)) {
       const title = make("h3", "memory per rank ");
-      title.append(make("small", "GiB"));
-      Plotly.react(place("memory per rank", title, find("charts")), memoryLines(), common, {displayModeBar: false, responsive: true});
+      title.append(make("small", "GiB, a line for each rank"));
+      Plotly.react(place("memory per rank", title, find("charts")), memoryLines(), common, CONFIG);
     }
     find("charts-section").hidden = !plots.size && more.hidden;
   };
