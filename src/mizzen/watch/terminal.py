@@ -53,8 +53,10 @@ def _run(run: Run, told: Mapping[str, Any]) -> Panel:
     latest = [("step", told["step"])] + [
         (title, told["latest"][name]) for name, title in FIGURES.items() if name in told["latest"]
     ]
+    exposed = [value for name, value in told["latest"].items() if name.startswith("comm_exposed_ms")]
+    latest += [("exposed ms", sum(value for value in exposed if not isinstance(value, str)))] if exposed else []
     figures.add_row(*(Text(title, style="dim") for title, _ in latest))
-    figures.add_row(*(Text(_figure(value)) for _, value in latest))
+    figures.add_row(*(Text(_figure(title, value)) for title, value in latest))
     parts: list[RenderableType] = [head, figures]
     if "loss" in run.series:
         parts.append(Text.assemble(("loss  ", "dim"), sparkline(run.series["loss"].last)))
@@ -96,8 +98,10 @@ def sparkline(values: list[float], width: int = 60) -> str:
     return "".join(BARS[round((value - low) / (high - low) * 7) if high > low else 0] for value in shown)
 
 
-def _figure(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+def _figure(title: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.1%}" if title == "MFU" else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
 
 
 def _plain(text: str) -> str:

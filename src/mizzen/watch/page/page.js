@@ -35,13 +35,15 @@
   const number = (name, value) => {
     if (typeof value !== "number") return value === undefined || value === null ? "–" : String(value);
     if (isBytes(name)) return bytes(value);
+    if (name === "mfu") return `${(100 * value).toFixed(1)} %`;
     if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
     return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(5));
   };
   const clock = time => new Date(time * 1000).toLocaleString("sv");
   const ago = seconds => seconds < 90 ? `${seconds.toFixed(0)} s ago` : seconds < 5400
     ? `${(seconds / 60).toFixed(0)} min ago` : `${(seconds / 3600).toFixed(1)} h ago`;
-  const label = name => Object.hasOwn(LABELS, name) ? LABELS[name] : name.replaceAll("_", " ");
+  const label = name => Object.hasOwn(LABELS, name) ? LABELS[name]
+    : name.replace(/^comm_exposed_ms_/, "exposed communication, ms: ").replaceAll("_", " ");
   const order = name => {
     const at = FIRST.indexOf(name.includes("exposed") ? "exposed" : name);
     return at < 0 ? FIRST.length + !name.startsWith("memory per") : at;
@@ -189,11 +191,16 @@
 
   const start = run => Math.min(...[...run.drawn.values()].map(columns => columns.time[0]));
   const across = (run, columns) => axis === "step" ? columns.step
-    : axis === "time" ? columns.time.map(time => new Date(time * 1000))
-    : columns.time.map(time => (time - run.began) / 60);
+    : columns.time.map(time => time === null ? null : axis === "time" ? new Date(time * 1000) : (time - run.began) / 60);
+  // A run that went back to a checkpoint begins a new line there.
+  const broken = columns => {
+    const cuts = columns.step.flatMap((step, at) => at && step < columns.step[at - 1] ? [at] : []);
+    const parted = values => values.flatMap((value, at) => cuts.includes(at) ? [null, value] : [value]);
+    return cuts.length ? Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, parted(values)])) : columns;
+  };
   const lines = name => runs.flatMap((run, index) => {
-    const columns = run.drawn.get(name);
-    if (!columns) return [];
+    if (!run.drawn.has(name)) return [];
+    const columns = broken(run.drawn.get(name));
     const x = across(run, columns), main = colour(colourOf(index)), shared = {x, type: "scatter", hoverinfo: "skip", line: {width: 0}};
     const last = {x, y: columns.last, type: "scatter", mode: columns.last.length === 1 ? "markers" : "lines", line: {width: 1.6, color: main},
       marker: {color: main}, hovertemplate: `%{y:.6~g}<extra>${runs.length > 1 ? plain(run.name) : ""}</extra>`};
@@ -202,7 +209,8 @@
   });
   const memoryLines = () => runs.flatMap((run, index) => {
     const fullest = [...run.ranked].sort((a, b) => b[1].last.at(-1) - a[1].last.at(-1)).slice(0, MOST_RANK_LINES);
-    return fullest.sort((a, b) => a[0] - b[0]).map(([rank, columns]) => {
+    return fullest.sort((a, b) => a[0] - b[0]).map(([rank, known]) => {
+      const columns = broken(known);
       const main = colour(colourOf(runs.length > 1 ? index : Number(rank)));
       return {x: across(run, columns), y: columns.last.map(value => value === null ? null : value / 2 ** 30), type: "scatter", mode: "lines+markers",
         line: {width: 1.4, color: main}, marker: {size: 3, color: main},
@@ -244,7 +252,8 @@
       const isFirst = order(name) < FIRST.length;
       if (!isFirst) more.hidden = false;
       if (!isFirst && !more.open) continue;
-      const unit = isBytes(name) ? {yaxis: {...common.yaxis, tickformat: ".3s"}} : {};
+      const format = isBytes(name) ? ".3s" : name === "mfu" ? ".1%" : "";
+      const unit = format ? {yaxis: {...common.yaxis, tickformat: format}} : {};
       Plotly.react(place(name, make("h3", label(name)), isFirst ? find("charts") : more.querySelector(".charts")), lines(name), {...common, ...unit}, CONFIG);
     }
     if (runs.some(run => run.ranked.size)) {
