@@ -7,19 +7,19 @@ known by the name in its Host header. Nothing is ever written: there is no reque
 """
 
 import json
+import re
 import secrets
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
-from urllib.parse import parse_qs, urlsplit
 
 from mizzen.watch.document import charts, served
 from mizzen.watch.watcher import Watcher
 
 LOOPBACK: Final = "127.0.0.1"
-OUR_NAMES: Final = ("127.0.0.1", "localhost")
+OUR_NAMES: Final = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
 """Names by which a browser may call us; any port, since ssh may bring it here from another one."""
 HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -62,22 +62,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or say that there is nothing: without the token nothing is there."""
-        url = urlsplit(self.path)
-        token, _, name = url.path.removeprefix("/").partition("/")
+        path, _, query = self.path.partition("?")
+        token, _, name = path.removeprefix("/").partition("/")
         answers: dict[str, Callable[[str], None]] = {"": self._page, "data": self._data, "plotly.js": self._charts}
-        if not self._is_ours() or not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self.send_error(HTTPStatus.NOT_FOUND)
-        elif name not in answers:
-            self.send_error(HTTPStatus.NOT_FOUND)
+        is_called_by_name = OUR_NAMES.fullmatch(self.headers.get("Host", "")) is not None
+        has_token = secrets.compare_digest(token.encode(), self.server.token.encode())
+        if is_called_by_name and has_token and name in answers:
+            answers[name](query)
         else:
-            answers[name](url.query)
-
-    def _is_ours(self) -> bool:
-        host = urlsplit(f"//{self.headers.get('Host', '')}")
-        try:
-            return host.hostname in OUR_NAMES and (host.port is None or host.port > 0)
-        except ValueError:
-            return False
+            self.send_error(HTTPStatus.NOT_FOUND)
 
     def _page(self, _: str) -> None:
         page, policy = served(secrets.token_urlsafe(16), self.server.charts)
@@ -87,8 +80,8 @@ class Handler(BaseHTTPRequestHandler):
         self._send(self.server.charts.encode(), "text/javascript; charset=utf-8", {"Cache-Control": "private, max-age=86400"})
 
     def _data(self, query: str) -> None:
-        since = parse_qs(query).get("since", ["0"])[0]
-        if not since.isascii() or not since.isdigit():
+        since = query.removeprefix("since=")
+        if not re.fullmatch("[0-9]{1,15}", since):
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
         changes = self.server.watcher.since(int(since))
