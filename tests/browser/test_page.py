@@ -1,6 +1,7 @@
 """The page of `mizzen watch` in a real browser, on runs of real ranks."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -33,7 +34,10 @@ def test_every_number_comes_from_the_events(visit, finished, dark, width):
         [speed] = seen.drawn("tokens_per_sec")
         measured = [step["measures"]["tokens_per_sec"] for step in steps[1:] if "measures" in step]
         assert speed["y"] == (measured or [step["tokens"] / step["seconds"] for step in steps[1:]])
-        for name, values in (("lr", [step["lr"][0] for step in steps]), ("grad_norm", [step["grad_norm"] for step in steps])):
+        for name, values in (
+            ("lr", [step["lr"][0] for step in steps]),
+            ("grad_norm", [step["grad_norm"] for step in steps]),
+        ):
             assert seen.drawn(name)[0]["y"] == [None if isinstance(value, str) else value for value in values]
         figures = seen.figures()
         assert figures["step"] == "40" and figures["skipped_steps"] == "1"
@@ -118,11 +122,20 @@ def test_one_file_shows_the_same_without_a_server(visit, finished, tmp_path):
     seen.check(out.as_uri())
 
 
-def test_the_end_of_the_server_is_said(visit, finished):
-    with serving(finished) as server:
-        seen = first_run(visit, server.address)
-    seen.page.wait_for_selector("#link.gone")
-    assert seen.figures()["step"] == "40"
+def test_the_command_says_where_the_page_is_and_the_page_says_when_it_ends(visit, finished):
+    words = [sys.executable, "-m", "mizzen.cli", "watch", str(finished)]
+    job = subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env={**environment(), "PYTHONPATH": ":".join(sys.path)}
+    )
+    try:
+        seen = first_run(visit, job.stdout.readline().strip())
+        assert seen.texts("#link") == ["live"]
+        job.send_signal(signal.SIGINT)
+        assert job.wait(30) == 130
+        seen.page.wait_for_selector("#link.gone")
+        assert seen.figures()["step"] == "40"
+    finally:
+        job.kill()
 
 
 EVIL = [

@@ -25,7 +25,9 @@ def configure(parser: Parser) -> None:
         "mizzen watch logs/run --tui",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="file of events, or folder of several")
-    parser.add_argument("--port", type=whole, default=0, metavar="N", help="port of the page; default: one that is free")
+    parser.add_argument(
+        "--port", type=whole, default=0, metavar="N", help="port of the page; default: one that is free"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--export", metavar="FILE.html", help="write the page with its data into one file, and leave")
     form.add_argument("--tui", action="store_true", help="show the essentials in the terminal")

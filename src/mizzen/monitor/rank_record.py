@@ -26,7 +26,7 @@ from mizzen.progress import announce_run, get_progress
 
 def ranks_folder(events: Path) -> Path:
     """Where the ranks of a run keep their records: beside the run's events, `logs/run.ranks` for `logs/run.jsonl`."""
-    return events.with_suffix(".ranks")
+    return events.parent / f"{events.stem}.ranks"
 
 
 class RankRecord(Observer):

@@ -291,7 +291,7 @@ def find_runs(given: list[str]) -> list[Run]:
     files: list[Path] = []
     for word in given:
         path = Path(word)
-        beside = path.with_name(f"{path.name}.jsonl") if path.name else path
+        beside = path.parent / f"{path.name}.jsonl"
         if path.is_dir() and not beside.is_file():
             found = sorted(path.glob("*.jsonl"))
             if not found:
@@ -306,7 +306,7 @@ def find_runs(given: list[str]) -> list[Run]:
             )
     files = list(dict.fromkeys(files))
     stems = [path.stem for path in files]
-    return [Run(path, path.stem if stems.count(path.stem) == 1 else str(path.with_suffix(""))) for path in files]
+    return [Run(path, path.stem if stems.count(path.stem) == 1 else str(path.parent / path.stem)) for path in files]
 
 
 def _one(line: bytes) -> Any:

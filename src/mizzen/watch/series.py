@@ -84,7 +84,7 @@ class Series:
 
     def _join(self, revision: int) -> None:
         """Two full buckets become one."""
-        first, second = self._buckets[:, 0 :: 2], self._buckets[:, 1 :: 2]
+        first, second = self._buckets[:, 0::2], self._buckets[:, 1::2]
         joined = second.copy()
         joined[LOW], joined[HIGH] = np.fmin(first[LOW], second[LOW]), np.fmax(first[HIGH], second[HIGH])
         self._used //= 2

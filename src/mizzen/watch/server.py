@@ -77,7 +77,9 @@ class Handler(BaseHTTPRequestHandler):
         self._send(page.encode(), "text/html; charset=utf-8", {"Content-Security-Policy": policy})
 
     def _charts(self, _: str) -> None:
-        self._send(self.server.charts.encode(), "text/javascript; charset=utf-8", {"Cache-Control": "private, max-age=86400"})
+        self._send(
+            self.server.charts.encode(), "text/javascript; charset=utf-8", {"Cache-Control": "private, max-age=86400"}
+        )
 
     def _data(self, query: str) -> None:
         since = query.removeprefix("since=")

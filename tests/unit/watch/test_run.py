@@ -130,7 +130,11 @@ def test_a_line_that_is_none_of_ours_is_passed_over(written, line):
 
 
 def test_strange_values_do_no_harm(written):
-    huge = {"world": "inf", "heartbeat": "nan", "plan": {"text": 7, "layout": {"dp": "nan"}, "cost": [1], "x": float("nan")}}
+    huge = {
+        "world": "inf",
+        "heartbeat": "nan",
+        "plan": {"text": 7, "layout": {"dp": "nan"}, "cost": [1], "x": float("nan")},
+    }
     written.write("rank-0", kind="start", rank=0, host=None, **huge)
     written.write("rank-0", kind="beat", step="inf", phase=[1], memory={"allocated": "inf"})
     written.step(1, loss=10**400, lr=[], grad_norm=True, memory=[None])

@@ -55,7 +55,9 @@ def test_the_data_since_a_revision(server):
         assert ask(server, f"/{server.token}/data?{wrong}")[0].status == 400
 
 
-@pytest.mark.parametrize("path", ["/", "/data", "/wrong/", "/plotly.js", "/../", "//", "/%2e%2e/etc/passwd", "//[::", "/%"])
+@pytest.mark.parametrize(
+    "path", ["/", "/data", "/wrong/", "/plotly.js", "/../", "//", "/%2e%2e/etc/passwd", "//[::", "/%"]
+)
 def test_without_the_token_nothing_is_there(server, path):
     assert ask(server, path)[0].status == 404
 
@@ -65,7 +67,9 @@ def test_with_the_token_nothing_else_is_there(server):
         assert ask(server, f"/{server.token}/{path}")[0].status == 404
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::", "a:b:c", "localhost:x"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::", "a:b:c", "localhost:x"]
+)
 def test_another_name_is_refused(server, host):
     assert ask(server, f"/{server.token}/", Host=host)[0].status == 404
 

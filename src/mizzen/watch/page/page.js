@@ -287,18 +287,12 @@
     find("link").className = isGone ? "gone" : "";
   };
   const ask = async () => {
-    try {
-      const answer = await fetch(`data?since=${revision}`);
-      if (!answer.ok) throw new Error(answer.status);
-      take(await answer.json());
-      draw();
-      say("live");
-    } catch (error) {
-      if (!(error instanceof TypeError)) throw error;
-      say("mizzen watch has ended: this is the last that it said", true);
-    } finally {
-      setTimeout(ask, PERIOD);
-    }
+    const answer = await fetch(`data?since=${revision}`).then(answer => answer.ok ? answer.json() : null, () => null);
+    setTimeout(ask, PERIOD);
+    if (!answer) return say("mizzen watch has ended: this is the last that it said", true);
+    take(answer);
+    draw();
+    say("live");
   };
   find("axis").addEventListener("change", event => { choose(event.target.value); drawCharts(); });
   find("more").addEventListener("toggle", drawCharts);
