@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from browser.conftest import TRAIN, packages, serving
 
+from browser.conftest import TRAIN, packages, serving
 from launches import COMMAND, environment
 
 

@@ -1,7 +1,7 @@
 """The page as one text: served with its data to come, or exported with its data inside.
 
-No text of a run ever becomes markup. The page's own script puts it in as text; in an exported file it lies in a block of
-JSON in which no tag can begin or end.
+No text of a run ever becomes markup. The page's own script puts it in as text; in an exported file it lies in a block
+of JSON in which no tag can begin or end.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""The essentials of some runs in a terminal, drawn with rich. A text of a run is shown without its control characters."""
+"""The essentials of some runs in a terminal, drawn with rich. Texts of a run are shown without control characters."""
 
 import time
 from collections.abc import Mapping

@@ -12,9 +12,9 @@ from parity.programs import Case, build, micro_batches
 
 def train(folder: str, beside: bool) -> None:
     section = {"enabled": True, "output_path": folder, "job_name": "run", "heartbeat": 0.05}
-    engine, *_ = mizzen.initialize(model=build(Case()), config=Case(2, 1).config | {"jsonl_monitor": section})
+    engine, *_ = mizzen.initialize(model=build(Case()), config=Case(2, 2).config | {"jsonl_monitor": section})
     for step in range(4):
-        engine.backward(engine(micro_batches(Case(2, 1), step, engine.global_rank)[0]))
+        engine.backward(engine(micro_batches(Case(2, 2), step, engine.global_rank)[0]))
         engine.step()
     engine.save_checkpoint(f"{folder}/checkpoints", async_save=beside)
     engine.load_checkpoint(f"{folder}/checkpoints")

@@ -72,7 +72,8 @@ from mizzen.accelerator import Memory
 from mizzen.config.observe import JsonlConfig
 from mizzen.environment import World
 from mizzen.monitor.rank_record import RankRecord
-record = RankRecord(JsonlConfig(output_path=sys.argv[1], job_name="run.v1", heartbeat=5), World(), lambda: Memory(1, 1, 1))
+section = JsonlConfig(output_path=sys.argv[1], job_name="run.v1", heartbeat=5)
+record = RankRecord(section, World(), lambda: Memory(1, 1, 1))
 if os.fork() == 0:
     sys.exit(0)  # the end of a child is not that of the rank
 os.wait()
