@@ -42,10 +42,9 @@ class RankRecord(Observer):
         self._world, self._memory, self._pid = world, memory, os.getpid()
         self._guard = Guard(f"jsonl_monitor, the record of rank {world.rank}")
         self._is_over = threading.Event()
-        self._file: LineFile | None = None
+        folder = ranks_folder(Path(config.output_path) / f"{config.job_name}.jsonl")
+        self._path = folder / f"rank-{world.rank}.jsonl"
         with self._guard:
-            folder = ranks_folder(Path(config.output_path) / f"{config.job_name}.jsonl")
-            self._file = LineFile(folder / f"rank-{world.rank}.jsonl")
             announce_run(folder)
         facts = {"rank": world.rank, "world": world.size, "host": socket.gethostname(), "pid": self._pid}
         self._write("start", **facts, heartbeat=config.heartbeat, **({"plan": plan} if plan is not None else {}))
@@ -75,9 +74,6 @@ class RankRecord(Observer):
         self._is_over.set()
         error = vars(sys).get("last_value")  # what the interpreter has printed a traceback of, when it ends by one
         self._write("end", error=f"{type(error).__name__}: {error}" if error is not None else "", **self._where())
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
     def _beat(self, interval: float) -> None:
         while True:
@@ -92,8 +88,10 @@ class RankRecord(Observer):
         return {**place, "memory": asdict(self._memory())}
 
     def _write(self, kind: str, **facts: Any) -> None:
-        file = self._file
-        if file is not None and self._guard.is_open:
+        """Add a line. The file is not kept open: a save beside training may end after the engine that began it."""
+        if self._guard.is_open:
             with self._guard:
                 time = datetime.now(UTC).isoformat(timespec="milliseconds")
+                file = LineFile(self._path)
                 file.append(json.dumps({"time": time, "kind": kind, **facts}))
+                file.close()

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -116,8 +116,9 @@ class Run:
             if at is None:
                 self.unreadable += 1
                 continue
-            self.heard = max(self.heard, at)
-            for name, value in self._numbers(line, at, revision):
+            if at > self.heard:
+                self.heard = at
+            for name, value in _event(line) if "event" in line else self._step(line, at, revision):
                 columns[name].append((at, self.step, value))
         for name, points in columns.items():
             if name not in self.series:
@@ -128,16 +129,11 @@ class Run:
             self.series[name].extend(points, revision)
             self.latest[name] = points[-1][2]
 
-    def _numbers(self, line: Mapping[str, Any], at: float, revision: int) -> Iterator[tuple[str, float]]:
-        if "event" in line:
-            value = _number(line.get("value"))
-            if value is not None:
-                yield _short(line["event"]), value
-            return
+    def _step(self, line: Mapping[str, Any], at: float, revision: int) -> Iterable[tuple[str, float]]:
         step = _number(line.get("step"))
         if step is None or not math.isfinite(step):
             self.unreadable += 1
-            return
+            return ()
         self.step = int(step)
         if line.get("applied") is False:
             self._mark(at, "skip", _short(line.get("reason")), revision, step)
@@ -146,7 +142,7 @@ class Run:
         if tokens and seconds and not self._is_first_step:  # the time of the first one includes the start of the run
             named.setdefault("tokens_per_sec", tokens / seconds)
         self._is_first_step = False
-        yield from named.items()
+        return named.items()
 
     # Ranks
 
@@ -320,6 +316,12 @@ def _listed(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.jsonl"))
 
 
+def _event(line: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """The one number of a line that a user has written."""
+    value = _number(line.get("value"))
+    return ((_short(line["event"]), value),) if value is not None else ()
+
+
 def _flat(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Every number of a step by its name; those of `measures` have names of their own."""
     for key, value in line.items():
@@ -348,6 +350,8 @@ def _plan(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> float | None:
     """A number, also one that is written as the text "nan" or "inf"; None for all else."""
+    if type(value) is float:  # nearly always, and there may be many millions
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -370,7 +374,7 @@ def _moment(value: Any) -> float | None:
 
 
 def _short(value: Any) -> str:
-    return str(value)[:LONGEST_TEXT] if value is not None else ""
+    return value[:LONGEST_TEXT] if isinstance(value, str) else str(value)[:LONGEST_TEXT] if value is not None else ""
 
 
 def _as_json(value: float) -> float | str:

@@ -1,6 +1,6 @@
 """A file that grows by lines, read as it grows."""
 
-import os
+import stat
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -32,9 +32,12 @@ class Tail:
     def read(self) -> list[bytes]:
         """The next whole lines, a chunk of them at most; none when there is nothing new."""
         try:
+            found = self.path.stat()
+            self.size = found.st_size
+            if self.size == self.offset or not stat.S_ISREG(found.st_mode):  # a pipe would keep us waiting
+                return []
             with self.path.open("rb") as file:
-                self.size = os.fstat(file.fileno()).st_size
-                if self.size == self.offset or not self._is_same(file):
+                if not self._is_same(file):
                     return []
                 file.seek(self.offset)
                 data = file.read(CHUNK)

@@ -30,15 +30,17 @@ MOST_RANKS: Final = 16
 def show(watcher: Watcher, console: Console | None = None) -> None:
     """Draw until the user interrupts; where no person is looking, once."""
     console = console or Console()
-    watcher.read_all()
     if not console.is_terminal:
+        watcher.read_all()
         console.print(picture(watcher))
         return
-    with Live(picture(watcher), console=console, auto_refresh=False, screen=True) as live:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
-            time.sleep(PERIOD)
-            watcher.look()
+            until = time.monotonic() + PERIOD
+            while watcher.look() and time.monotonic() < until:
+                pass
             live.update(picture(watcher), refresh=True)
+            time.sleep(max(0.0, until - time.monotonic()))
 
 
 def picture(watcher: Watcher) -> RenderableType:

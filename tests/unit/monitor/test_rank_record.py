@@ -25,12 +25,12 @@ def lines(tmp_path, rank=0):
 
 
 def test_a_life_in_lines(record, tmp_path):
-    record_ = record(plan={"text": "words"})
-    record_.on_load(7)
-    record_.on_save("global_step8", 8, 0.5)
-    record_.close()
-    record_.close()
-    start, load, save, end = lines(tmp_path)
+    first = record(plan={"text": "words"})
+    first.on_load(7)
+    first.close()
+    first.close()
+    first.on_save("global_step8", 8, 0.5)  # beside training, and longer than that
+    start, load, end, save = lines(tmp_path)
     assert (start["kind"], start["rank"], start["world"], start["plan"]) == ("start", 0, 2, {"text": "words"})
     assert (load["kind"], load["step"]) == ("load", 7)
     assert (save["kind"], save["tag"], save["step"], save["seconds"]) == ("save", "global_step8", 8, 0.5)

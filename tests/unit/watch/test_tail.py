@@ -38,6 +38,12 @@ def test_a_copy_that_was_refreshed_is_read_on(tmp_path):
     assert tail.read() == [b"three"]
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a")
+    tail = Tail(tmp_path / "a")
+    assert tail.read() == []
+
+
 def test_a_line_without_end_is_passed_over(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"x" * (2 * CHUNK + 5) + b"\nafter\n")

@@ -189,7 +189,7 @@
 
   // Charts
 
-  const start = run => Math.min(...[...run.drawn.values()].map(columns => columns.time[0]));
+  const start = run => Math.min(...[...run.drawn.values()].map(columns => columns.time[0]), run.allMarks[0]?.time ?? run.heard);
   const across = (run, columns) => axis === "step" ? columns.step
     : columns.time.map(time => time === null ? null : axis === "time" ? new Date(time * 1000) : (time - run.began) / 60);
   // A run that went back to a checkpoint begins a new line there.
@@ -248,6 +248,7 @@
     for (const run of runs) run.began = start(run);
     const names = [...new Set(runs.flatMap(run => [...run.drawn.keys()]))].sort((a, b) => order(a) - order(b) || a.localeCompare(b));
     const common = layout(), more = find("more");
+    find("charts-section").hidden = !names.length && runs.every(run => !run.ranked.size); // first: plotly measures its place
     for (const name of names) {
       const isFirst = order(name) < FIRST.length;
       if (!isFirst) more.hidden = false;
@@ -258,10 +259,9 @@
     }
     if (runs.some(run => run.ranked.size)) {
       const title = make("h3", "memory per rank ");
-      title.append(make("small", "GiB, a line for each rank"));
+      title.append(make("small", "GiB; a line for each rank, a point for each heartbeat"));
       Plotly.react(place("memory per rank", title, find("charts")), memoryLines(), common, CONFIG);
     }
-    find("charts-section").hidden = !plots.size && more.hidden;
   };
 
   const draw = () => {
