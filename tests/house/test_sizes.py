@@ -9,7 +9,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 PARAMETERS = 8
 METHODS = 20
-TOTAL_LINES = 42_000
+TOTAL_LINES = 43_200
 """Raised in the commit that needs it, never in advance."""
 
 

@@ -166,7 +166,7 @@
     const total = Object.values(plan.cost).reduce((sum, value) => sum + value, 0);
     let x = 0;
     const top = 20 + rows * (high + 4) + 24;
-    if (total) svg.append(shape("text", {x: 0, y: top - 8, class: "soft"}, `one rank holds ${bytes(total)}, without activations`));
+    if (total) svg.append(shape("text", {x: 0, y: top - 8, class: "soft"}, `the fullest rank holds ${bytes(total)}, without activations`));
     Object.entries(plan.cost).forEach(([name, value], index) => {
       if (!total) return;
       const wide = width * value / total;
