@@ -10,7 +10,7 @@ OTHER := .venvs/torch-$(VERSION)
 CLIENTS := .venv-clients/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-torch test-cluster test-clients client-tests docs faults faults-checkpoint \
+.PHONY: help demo test lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
   faults-launcher faults-engines bench bench-cpu bench-checkpoint clean
 
 help: ## list the targets
@@ -65,6 +65,10 @@ test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERS
 test-cluster: .venv/ready ## every back end on hosts made of network namespaces; installs what it needs when it is root
 	sh tests/cluster/install.sh
 	CLUSTER=1 $(BIN)/python -m pytest -rs tests/cluster
+
+test-browser: .venv/ready ## the page of `mizzen watch` in headless Chromium, which it installs when it is root; in about four minutes
+	sh tests/browser/install.sh
+	BROWSER=1 $(BIN)/python -m pytest -rs tests/browser $(ARGS)
 
 test-clients: .venv-clients/ready ## HF Trainer, Accelerate, Lightning, TRL and PEFT, unmodified, on two ranks; in about five minutes
 	CLIENTS=1 $(CLIENTS)/python -m pytest -n 2 --dist loadfile -rs --durations=8 tests/clients tests/unit/rewrite/test_head.py $(ARGS)

@@ -114,7 +114,7 @@ def initialize(
         surroundings,
         optimizer=chosen,
         scheduler=choose_scheduler(lr_scheduler, plan.resolved.config, chosen),
-        observers=observers_of(plan.resolved.config, world),
+        observers=observers_of(plan, world),
         make_runner=plan.runner or Accumulate,
         make=make_engine,
     )

@@ -189,6 +189,20 @@ def stacks_path(folder: Path, local_rank: int) -> Path:
     return folder / f"stacks-{local_rank}"
 
 
+def announce_run(folder: Path) -> None:
+    """Tell the launcher where this run keeps its records, so that it can note there how an attempt ended."""
+    if (attempt := Switches.read(environ()).progress) is not None:
+        (Path(attempt) / "run").write_text(str(folder.absolute()))
+
+
+def announced_run(attempt: Path) -> Path | None:
+    """Where the ranks of this attempt keep their records; None when none of them has said."""
+    try:
+        return Path((attempt / "run").read_text())
+    except FileNotFoundError:
+        return None
+
+
 def get_progress() -> Progress:
     """The record of this process: in the launcher's folder when it gave one, otherwise in private memory."""
     if AMBIENT.progress is None:

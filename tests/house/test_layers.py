@@ -17,7 +17,7 @@ ROWS = [
     {"monitor"},
     {"launcher", "model", "kernels"},
     {"comm"},
-    {"optim", "precision", "data", "profiler", "diagnose"},
+    {"optim", "precision", "data", "profiler", "diagnose", "watch"},
     {"plan", "offload", "checkpoint"},
     {"parallel", "rewrite"},
     {"order"},

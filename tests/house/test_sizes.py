@@ -9,7 +9,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 PARAMETERS = 8
 METHODS = 20
-TOTAL_LINES = 43_000
+TOTAL_LINES = 45_000
 """Raised in the commit that needs it, never in advance."""
 
 

@@ -37,6 +37,7 @@ GROUPS: Final = (
         "a job",
         (
             Command("run", "start it on this machine or on many, and see it through", "mizzen.cli.run"),
+            Command("watch", "see it while it runs, or afterwards: as a page, or in the terminal", "mizzen.cli.watch"),
             Command("ssh", "run a command on all hosts of a hostfile", "mizzen.cli.ssh"),
         ),
     ),

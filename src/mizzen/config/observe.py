@@ -170,6 +170,8 @@ class JsonlConfig(Section):
     """Folder for the file; empty means the working directory."""
     job_name: Text = "mizzen"
     """Name of the file, without its ending."""
+    heartbeat: NotNegative = 10.0
+    """Seconds between two lines of the record that each rank keeps beside the file; 0 leaves starts, saves and ends."""
 
 
 class ProgressConfig(Section):

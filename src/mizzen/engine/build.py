@@ -83,7 +83,7 @@ def build_engine(
             changes=changes,
             stopping=stopping,
         )
-    saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside))
+    saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside), told=observers)
     followers = (observer for part in parts for observer in part.observers)
     observers = (*observers, *instruments.observers, *followers, saving)
     driving = Driving(run_state, runner, updater, phases, saving, stopping, observers, instruments.meters)

@@ -33,6 +33,7 @@ from mizzen.parallel.zero.full.early import make_whole
 from mizzen.parallel.zero.full.staying import Staying
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.plan.build import Plan
+from mizzen.plan.explain import facts_of
 from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy
 
@@ -319,12 +320,12 @@ def choose_scheduler(given: Any, config: Config, optimizer: Optimizer | None) ->
     raise UsageError(f"lr_scheduler= has a step() or is a callable that makes one; this is a {type(given).__name__}")
 
 
-def observers_of(config: Config, world: World) -> tuple[Observer, ...]:
-    """What is told of each step. Rank 0 alone writes anywhere; what keeps it from that is raised on every rank."""
+def observers_of(plan: Plan, world: World) -> tuple[Observer, ...]:
+    """What is told of each step. Rank 0 alone writes numbers; what keeps it from that is raised on every rank."""
     observers: tuple[Observer, ...] = ()
     said: list[MizzenError | None] = [None]
     try:
-        observers = build_observers(config, world)
+        observers = build_observers(plan.resolved.config, world, facts_of(plan))
     except MizzenError as error:
         said = [error]
     if world.size > 1:

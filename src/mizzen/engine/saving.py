@@ -44,6 +44,8 @@ class Saving(Observer):
     settings: CheckpointConfig
     team: Team
     background: Background
+    told: tuple[Observer, ...] = ()
+    """Who hears of each checkpoint that is committed."""
     run: str = field(default_factory=lambda: os.urandom(8).hex())
 
     def on_step(self, report: StepReport) -> None:
@@ -178,6 +180,8 @@ def _save(
             seconds = time.perf_counter() - started
             speed = manifest.nbytes / max(seconds, 1e-9) / 1e9
             log_dist(f"saved {ticket.folder}: {manifest.nbytes:,} bytes in {seconds:.2f} s ({speed:.2f} GB/s)")
+            for observer in saving.told:
+                observer.on_save(tag, found.facts["counters"]["global_steps"], seconds)
 
     if beside:
         saving.background.start(finish)

@@ -1,10 +1,16 @@
-"""How an attempt ended, and what follows from it. Pure."""
+"""How an attempt ended, what follows from it, and the note of it that the run's own records get."""
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Literal
 
 from mizzen.launcher.failure import Failure
 from mizzen.launcher.stops import SAVED, UNSAVED
+from mizzen.monitor.append import LineFile
+from mizzen.progress import announced_run
 
 Kind = Literal["done", "saved", "unsaved", "stopped", "changed", "failed", "lost"]
 
@@ -59,3 +65,16 @@ def _after(failure: Failure, is_ours: bool, *, max_restarts: int, was_asked: boo
         code, words = None, f"{failure}; restart {failure.number} of {max_restarts}"
     # The node whose rank it was speaks for all.
     return Move(code, words, failure.trace) if is_ours else Move(code)
+
+
+def note_ending(attempt: Path, host: str, move: Move) -> None:
+    """Write how an attempt ended beside the records of its ranks, for `mizzen watch`; without any of them, nowhere."""
+    folder = announced_run(attempt)
+    if folder is None or not move.words:
+        return
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = json.dumps({"time": time, "kind": "ending", "host": host, "code": move.code, "text": move.words})
+    with suppress(OSError):  # how a job ends does not depend on a note of it
+        file = LineFile(folder / f"launcher-{host.replace('/', '_')}.jsonl")
+        file.append(line)
+        file.close()

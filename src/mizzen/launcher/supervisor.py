@@ -19,7 +19,7 @@ from mizzen.launcher.cores import domains, numactl, physical, shares
 from mizzen.launcher.crew import TICK, Crew, Order
 from mizzen.launcher.devices import find_devices
 from mizzen.launcher.drop_in import with_drop_in
-from mizzen.launcher.ending import Ending, decide
+from mizzen.launcher.ending import Ending, decide, note_ending
 from mizzen.launcher.failure import Failure, first_of
 from mizzen.launcher.hang import Sighting, culprits, is_hung, sentence
 from mizzen.launcher.job import Job
@@ -137,6 +137,7 @@ class Supervisor:
                 was_asked=bool(self._signals.received),
                 is_elastic=self._job.is_elastic,
             )
+            note_ending(folder, self._seat.host.name, move)
             if move.code is not None:
                 return self._leave(move.code, move.words, move.trace)
             if move.words and self._tells(logging.WARNING):

@@ -1,6 +1,7 @@
 """From the configuration to the observers of a run: the only place that knows them all."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from mizzen.accelerator import Memory, get_accelerator
 from mizzen.config.schema import Config
@@ -11,6 +12,7 @@ from mizzen.monitor.guard import Guard
 from mizzen.monitor.jsonl import JsonlSink
 from mizzen.monitor.printer import Lines, Printer
 from mizzen.monitor.progress_line import ProgressLine
+from mizzen.monitor.rank_record import RankRecord
 from mizzen.monitor.report import Observer
 from mizzen.monitor.screen import Screen
 from mizzen.monitor.sinks import Monitor, Sink
@@ -21,14 +23,22 @@ from mizzen.monitor.wandb import WandbSink
 Make = Callable[[], Sink]
 
 
-def build_observers(config: Config, world: World) -> tuple[Observer, ...]:
-    """What this rank tells of each step. Only rank 0 writes; the others have at most a monitor without sinks."""
+def build_observers(config: Config, world: World, plan: Mapping[str, Any] | None = None) -> tuple[Observer, ...]:
+    """What this rank tells of each step. Only rank 0 writes numbers; others have a monitor without sinks, if any.
+
+    Beside the numbers of `jsonl_monitor` every rank keeps a record of its own; that of rank 0 shows the plan.
+    """
     asked = _asked(config)
     if world.rank != 0:
-        return (Monitor({}, enabled=True),) if asked else ()
+        return (Monitor({}, enabled=True), *_records(config, world, None)) if asked else ()
     screen = Screen()
     monitors = [_monitor(config, asked)] if asked else []
-    return (SkippedSteps(screen), *_progress(config, screen), *monitors)
+    return (SkippedSteps(screen), *_progress(config, screen), *monitors, *_records(config, world, plan))
+
+
+def _records(config: Config, world: World, plan: Mapping[str, Any] | None) -> list[Observer]:
+    section = config.jsonl_monitor
+    return [RankRecord(section, world, _memory, plan)] if section.enabled else []
 
 
 def _memory() -> Memory:

@@ -100,6 +100,10 @@ class Observer(Protocol):
         """The engine goes on after this step: a checkpoint was loaded. Most have nothing to do."""
         return
 
+    def on_save(self, tag: str, step: int, seconds: float) -> None:
+        """A checkpoint is committed; a save beside training says so from its own thread. Most have nothing to do."""
+        return
+
     def close(self) -> None:
         """The engine goes away."""
 

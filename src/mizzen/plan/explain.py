@@ -1,5 +1,8 @@
 """A plan in words, for people: layout, batch, the transforms in their order, and the bytes of one rank."""
 
+from dataclasses import asdict
+from typing import Any
+
 from mizzen.config.batch import TRIAD
 from mizzen.config.clients import OPEN_BATCH, is_batch_open
 from mizzen.model.sketch import count_of
@@ -35,3 +38,11 @@ def explain(plan: Plan) -> str:
         if step.cost != Cost() and plan.sketch.parameters:
             lines.append(f"     memory {step.cost}")
     return "\n".join(lines)
+
+
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """The whole plan as text, and the numbers that a picture of it is drawn from."""
+    layout = plan.resolved.layout
+    degrees = {"pp": layout.pp, "dp": layout.dp, "sp": layout.sp, "tp": layout.tp}
+    cost = asdict(plan.cost) if plan.sketch.parameters else {}
+    return {"text": explain(plan), "layout": degrees, "cost": cost}

@@ -50,7 +50,7 @@ def test_what_is_asked_for_is_written(world, tmp_path):
     first, second = world(2).run(write_everything, str(tmp_path), expect_failure=True)
     assert first.error_type is None, first.traceback
     assert second.output == ""
-    (lines,) = tmp_path.rglob("*.jsonl")
+    (lines,) = tmp_path.glob("*.jsonl")
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["applied"] and row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)

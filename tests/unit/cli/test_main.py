@@ -30,7 +30,7 @@ def test_without_a_command_the_help_is_printed(mizzen):
 
 def test_commands_that_do_not_exist_yet_are_not_listed(mizzen):
     words = mizzen().out.split()
-    assert not {"tune", "watch"} & set(words)
+    assert "tune" not in words
 
 
 @pytest.mark.parametrize("name", NAMES)

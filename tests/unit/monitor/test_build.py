@@ -78,17 +78,18 @@ def test_keys_about_speed_and_scale_reach_lines_and_sinks(config, step, capsys, 
     assert (tmp_path / "job" / "Train_Samples_loss_scale.csv").read_text() == "step,loss_scale\n8,1.0\n16,1.0\n"
 
 
-def test_other_ranks_write_nothing_but_agree_on_whether_there_is_a_monitor(config, tmp_path, step):
+def test_other_ranks_write_only_their_own_record_but_agree_on_whether_there_is_a_monitor(config, tmp_path, step):
     settings = config(jsonl_monitor={"enabled": True, "output_path": str(tmp_path)}, steps_per_print=1)
     others = [build_observers(settings, World(rank=rank, size=4)) for rank in range(1, 4)]
     for observers in others:
         run(observers, [step(1)])
         monitor_of(observers).write_events([("x", 1.0, 8)])
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["mizzen.ranks"]
+    assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == [f"rank-{rank}.jsonl" for rank in (1, 2, 3)]
     first = build_observers(settings, FIRST)
     assert [monitor_of(each).enabled for each in (first, *others)] == [True] * 4
     run(first, [step(1)])
-    assert [path.name for path in tmp_path.iterdir()] == ["mizzen.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mizzen.jsonl", "mizzen.ranks"]
     assert [monitor_of(build_observers(config(), World(rank=rank))).enabled for rank in (0, 1)] == [False, False]
 
 
