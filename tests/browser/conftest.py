@@ -60,12 +60,14 @@ class Visit:
             self.page.wait_for_timeout(100)
 
     def texts(self, selector):
-        return [each.inner_text() for each in self.page.query_selector_all(selector)]
+        return self.page.eval_on_selector_all(selector, "all => all.map(each => each.innerText)")
 
     def figures(self, run=0):
         """What the card of a run says, by the name of the number."""
-        card = self.page.query_selector_all(".run")[run]
-        return {each.get_attribute("data-name"): each.inner_text() for each in card.query_selector_all("dd")}
+        pairs = (
+            "all => all.map(card => [...card.querySelectorAll('dd')].map(each => [each.dataset.name, each.innerText]))"
+        )
+        return dict(self.page.eval_on_selector_all(".run", pairs)[run])
 
     def drawn(self, name):
         """Horizontal and vertical values of the lines of a chart, as plotly holds them."""

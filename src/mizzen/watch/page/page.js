@@ -23,6 +23,12 @@
     if (kind) element.className = kind;
     return element;
   };
+  // What has not changed stays, so that an error can be selected and copied while the page goes on.
+  const fill = (place, elements) => {
+    const next = make("div");
+    next.append(...elements);
+    if (next.innerHTML !== place.innerHTML) place.replaceChildren(...elements);
+  };
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const colourOf = index => `--run${index % 6}`;
   // Plotly reads a little markup in its texts; these are texts and nothing else.
@@ -76,7 +82,7 @@
 
   // Summaries
 
-  const drawRuns = () => find("runs").replaceChildren(...runs.map((run, index) => {
+  const drawRuns = () => fill(find("runs"), runs.map((run, index) => {
     const card = make("article", undefined, `card run is-${run.state}`);
     card.style.setProperty("--colour", `var(${colourOf(index)})`);
     const line = make("div");
@@ -102,7 +108,7 @@
 
   const drawRanks = () => {
     find("ranks-section").hidden = runs.every(run => !run.ranks.length);
-    find("ranks").replaceChildren(...runs.filter(run => run.ranks.length).map(run => {
+    fill(find("ranks"), runs.filter(run => run.ranks.length).map(run => {
       const group = make("div", undefined, "ranks");
       const most = Math.max(...run.ranks.map(rank => rank.memory ?? 0));
       group.append(...run.ranks.map(rank => {
