@@ -182,9 +182,11 @@ def look_at_all(seen, name):
         assert evil in "".join(seen.texts("#marks li"))
     assert "".join(EVIL) in seen.texts(".plan pre")[0]
     seen.until("document.querySelectorAll('#more .plot .main-svg').length > 6")
-    box = seen.page.query_selector('.plot[data-name="loss"]').bounding_box()
-    for share in (0.3, 0.6, 0.9):  # plotly draws the name of a run when the mouse comes by
-        seen.page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+    # What plotly draws when the mouse comes by: the name of the run.
+    seen.page.eval_on_selector(
+        '.plot[data-name="loss"]', "box => Plotly.Fx.hover(box, [{curveNumber: 0, pointNumber: 0}])"
+    )
+    seen.until("document.querySelector('.hoverlayer').textContent.includes('onerror')")
     found = "document.querySelectorAll('main img, main a, main script, main iframe, main b, main svg[onload]').length"
     assert seen.page.evaluate(found) == 0
     assert seen.page.evaluate("({}).x === undefined && Object.keys(Object.prototype).length === 0")
