@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from drop_in import programs
+from mizzen.comm.mesh import Mesh
+from mizzen.config.layout import Layout
 from mizzen.errors import ConfigError, LaunchError, NotBuilt, UsageError
 
 
@@ -210,6 +212,27 @@ def test_a_runner_gives_the_command_of_mizzen_s_launcher(package, monkeypatch, k
     assert command[0] == RUNNERS[kind] and "--more" in command
     assert [(host.name, host.slots) for host in job.hosts] == [("a", (0, 1)), ("b", (3,))]
     assert job.program.arguments == ("--name", "a b") and job.environment["COLOUR"] == "light blue"
+
+
+def groups_of_a_mesh():
+    groups = programs.deepspeed().utils.groups
+    Mesh.build(Layout(dp_shard=2, tp=2), device_type="cpu")
+    return (
+        groups._get_data_parallel_group_ranks(),
+        groups._get_data_parallel_rank(),
+        groups._get_model_parallel_rank(),
+        groups._get_model_parallel_world_size(),
+        groups.get_tensor_model_parallel_src_rank(),
+    )
+
+
+def test_groups_answer_from_the_mesh_of_the_engine_that_was_made_last(world):
+    assert world(4).run(groups_of_a_mesh) == [
+        ([0, 2], 0, 0, 2, 0),
+        ([1, 3], 0, 1, 2, 0),
+        ([0, 2], 1, 0, 2, 2),
+        ([1, 3], 1, 1, 2, 2),
+    ]
 
 
 def test_groups_are_of_data_parallel_ranks(world):

@@ -3,6 +3,7 @@
 from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
+from torch import nn
 
 from mizzen.config.load import load
 from mizzen.errors import ConfigError, LayoutError, PlanError
@@ -91,3 +92,20 @@ def test_the_plan_holds_what_was_resolved():
     plan = build(load({**CONFIG, "gradient_accumulation_steps": 2}), 4, SKETCH, ORDER)
     assert (plan.resolved.batch.micro, plan.resolved.layout.dp, plan.sketch) == (2, 4, SKETCH)
     assert plan.resolved.config.train_micro_batch_size_per_gpu == 2
+
+
+class Plain(nn.Module):
+    def forward(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"progressive_layer_drop": {"enabled": True}}, "Plain.forward does not take pld_theta"),
+        ({"compile": {"enabled": True, "backend": "no such thing"}}, "torch has no 'no such thing'"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_before_it_is_touched(keys, words):
+    with pytest.raises(PlanError, match=words):
+        build(load({**CONFIG, **keys}), 1, Sketch.of(Plain()), ORDER)

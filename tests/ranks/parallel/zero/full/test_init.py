@@ -1,6 +1,7 @@
 """Models that are sharded while they are built have the weights of the plain build, and train alike."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -259,3 +260,29 @@ def test_gathered_parameters_may_be_touched_by_one_rank_alone_before_there_is_an
     assert first == second == {
         "sharded": [True] * 4, "after": (48.0, [0.0, 1.0, 2.0, 3.0]), "local": 0.0, "kept": 48.0,
     }  # fmt: skip
+
+
+def build_for_mpu(named: bool) -> torch.Tensor:
+    """Two pairs of ranks build different models, as stages of a pipeline do."""
+    rank = torch.distributed.get_rank()
+    pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    mpu = SimpleNamespace(get_data_parallel_group=lambda: pairs[rank // 2]) if named else SimpleNamespace()
+    torch.manual_seed(rank // 2)
+    with zero.Init(mpu=mpu):
+        model = nn.Linear(16, 16)
+    with zero.GatheredParameters(list(model.parameters())):
+        return model.weight.detach().clone()
+
+
+def test_ranks_of_an_mpu_share_what_they_build_among_themselves(world):
+    found = world(4).run(build_for_mpu, True)
+    for pair in (0, 1):
+        torch.manual_seed(pair)
+        expected = nn.Linear(16, 16).weight
+        assert all(torch.equal(found[2 * pair + at], expected) for at in (0, 1))
+
+
+def test_an_mpu_that_knows_no_data_parallel_ranks_is_refused(world):
+    for outcome in world(4).run(build_for_mpu, False, expect_failure=True):
+        assert outcome.error_type == "UsageError"
+        assert "has no get_data_parallel_group()" in outcome.traceback
