@@ -103,21 +103,20 @@ def spoil(rank: int, *case) -> tuple:
     """One rank meets a NaN, in the gradient of a parameter that it alone has, or as a copy."""
     engine = start(*case)
     (name, parameter), *_ = (
-        (name, p) for name, p in engine.module.named_parameters() if "experts" in name or ".up.weight" in name
+        (name, p)
+        for name, p in engine.module.named_parameters()
+        if ("experts" in name and engine.mesh.layout.ep > 1) or ".up.weight" in name
     )
     if engine.global_rank == rank:
         parameter.register_hook(lambda gradient: gradient * float("nan"))
-    report = None
-    for tokens in shares(engine, 0):
-        engine.backward(engine(tokens))
-        report = engine.step()
+    report = engine.train_batch(iter(shares(engine, 0)))
     return report.applied, report.reason, name
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_and_is_named(world, stage):
+@pytest.mark.parametrize(("stage", "plan"), [(0, (2, 2, 1)), (2, (2, 1, 2)), (3, (2, 2, 1)), (1, (1, 2, 2))])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_and_is_named(world, stage, plan):
     for rank in (0, 3):
-        outcomes = world(4).run(spoil, rank, stage, "AdamW", 1.0, 1, 2, 2)
+        outcomes = world(4).run(spoil, rank, stage, "AdamW", 1.0, 1, *plan)
         assert not any(applied for applied, *_ in outcomes)
         name = outcomes[rank][2]
         for _, reason, _ in outcomes:
@@ -133,24 +132,21 @@ def asked_to_stop(*case) -> tuple:
         for step in range(STEPS):
             if engine.global_rank == 1 and step == 1:
                 get_progress().ask_self_to_stop()
-            for tokens in shares(engine, step):
-                engine.backward(engine(tokens))
-                engine.step()
+            engine.train_batch(iter(shares(engine, step)))
             steps = engine.global_steps
     except SystemExit as stop:
         return steps, stop.code
     return steps, None
 
 
-def test_a_request_to_stop_ends_all_after_the_same_step(world):
-    assert set(world(4).run(asked_to_stop, 1, "AdamW", 1.0, 1, 2, 2)) == {(2, UNSAVED)}
+@pytest.mark.parametrize("plan", [(2, 2, 1), (2, 1, 2)])
+def test_a_request_to_stop_ends_all_after_the_same_step(world, plan):
+    assert set(world(4).run(asked_to_stop, 1, "AdamW", 1.0, 1, *plan)) == {(2, UNSAVED)}
 
 
 def bytes_held(*case) -> tuple:
     engine = start(*case)
-    for tokens in shares(engine, 0):
-        engine.backward(engine(tokens))
-        engine.step()
+    engine.train_batch(iter(shares(engine, 0)))
     buckets = [bucket for store in engine.stores for bucket in store.buckets]
     states = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
     apart = [b.master for b in buckets if b.master.data_ptr() != b.mine(b.values).data_ptr()]
@@ -161,15 +157,15 @@ def bytes_held(*case) -> tuple:
     )
 
 
-@pytest.mark.parametrize("plan", [(4, 2, 1), (4, 4, 1), (4, 1, 4), (4, 2, 2), (8, 2, 2), (8, 4, 1)])
+@pytest.mark.parametrize("plan", [(4, 2, 1, 1), (4, 1, 4, 1), (4, 2, 2, 1), (4, 2, 1, 2), (8, 2, 2, 2), (8, 4, 1, 2)])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, plan, stage):
     monkeypatch.setattr("mizzen.plan.build.refusals", lambda config: ())
-    size, tp, ep = plan
+    size, tp, ep, pp = plan
     planned = mizzen.plan.build.build(
-        load(config(stage, "AdamW", 0.0, 1, tp, ep)), size, Sketch.of(Toy()), (Halves(), Columns(), Flock(), *ORDER)
+        load(config(stage, "AdamW", 0.0, 1, tp, ep, pp)), size, Sketch.of(Toy()), (Halves(), Columns(), Flock(), *ORDER)
     )
-    held = world(size).run(bytes_held, stage, "AdamW", 0.0, 1, tp, ep)
+    held = world(size).run(bytes_held, stage, "AdamW", 0.0, 1, tp, ep, pp)
     for each in planned.classes:
         for rank in each.ranks:
             assert held[rank] == (each.cost.parameters, each.cost.masters, each.cost.states), (each.title, rank)
