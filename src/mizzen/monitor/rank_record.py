@@ -42,6 +42,8 @@ class RankRecord(Observer):
         self._world, self._memory, self._pid = world, memory, os.getpid()
         self._guard = Guard(f"jsonl_monitor, the record of rank {world.rank}")
         self._is_over = threading.Event()
+        self._turn = threading.Lock()
+        """Whoever writes of where the rank is: nothing may come after its end."""
         folder = ranks_folder(Path(config.output_path) / f"{config.job_name}.jsonl")
         self._path = folder / f"rank-{world.rank}.jsonl"
         with self._guard:
@@ -73,11 +75,15 @@ class RankRecord(Observer):
             return
         self._is_over.set()
         error = vars(sys).get("last_value")  # what the interpreter has printed a traceback of, when it ends by one
-        self._write("end", error=f"{type(error).__name__}: {error}" if error is not None else "", **self._where())
+        with self._turn:
+            self._write("end", error=f"{type(error).__name__}: {error}" if error is not None else "", **self._where())
 
     def _beat(self, interval: float) -> None:
         while True:
-            self._write("beat", **self._where())
+            with self._turn:
+                if self._is_over.is_set():
+                    return
+                self._write("beat", **self._where())
             if self._is_over.wait(interval) or not self._guard.is_open:
                 return
 
