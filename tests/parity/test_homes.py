@@ -40,10 +40,10 @@ def config(stage, optimizer, clip, accumulation, tp, ep, pp=1) -> dict:
     }
 
 
-def start(*case):
+def start(*case, **more):
     mizzen.api.ORDER = (Halves(), Columns(), Flock(), *ORDER)
     mizzen.plan.build.refusals = lambda config: ()
-    engine, *_ = mizzen.initialize(model=Toy(), config=config(*case))
+    engine, *_ = mizzen.initialize(model=Toy(), config=config(*case) | more)
     return engine
 
 
@@ -299,3 +299,25 @@ def test_the_norms_of_lamb_are_those_of_whole_parameters_on_any_homes(world):
     for size, stage, tp, ep, pp in ((4, 1, 2, 2, 1), (8, 2, 2, 2, 2), (4, 3, 2, 1, 1)):
         for losses in world(size).run(train_lamb, stage, "Lamb", 0.0, 1, tp, ep, pp):
             assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def count_operations(*case) -> dict:
+    """Operations of each module in forward, as the profiler sees them on this rank."""
+    profiler = {"enabled": True, "profile_step": 1, "output_file": os.devnull}
+    engine = start(*case, flops_profiler=profiler)
+    for step in range(2):
+        engine.train_batch(iter(shares(engine, step)))
+    found, left = {}, [engine.flops_profile]
+    while left:
+        branch = left.pop()
+        found[branch.path] = branch.forward
+        left += branch.inside
+    return found
+
+
+def test_the_profiler_counts_what_a_rank_computes_of_a_cut_layer(world):
+    alone = world(1).run(count_operations, 0, "SGD", 0.0, 1, 1, 1)[0]
+    for found in world(2).run(count_operations, 1, "SGD", 0.0, 1, 2, 1):
+        assert found["head"] == alone["head"] > 0
+        for cut in ("blocks.0.up", "blocks.2.down"):
+            assert 2 * found[cut] == alone[cut] > 0

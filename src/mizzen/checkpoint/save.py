@@ -203,7 +203,7 @@ def write(ticket: Ticket, items: Sequence[Item], team: Team, known: Sequence[Ten
 
 
 @dataclass(frozen=True, slots=True)
-class Vote:
+class Contribution:
     """What a rank brings to a commit."""
 
     written: Written | None
@@ -223,12 +223,12 @@ def commit(
     *,
     own: Mapping[str, Any] | None = None,
 ) -> Manifest | None:
-    """Vote, and make the checkpoint exist if all is well; returns its manifest on the rank that commits.
+    """Contribution, and make the checkpoint exist if all is well; returns its manifest on the rank that commits.
 
     `facts` are those of the rank that commits. `own` is what each rank knows of the model, whose parts may be on
     different ranks: dicts and lists that are merged. The weights in its list `names` have to have been written.
     """
-    vote = Vote(written, failure, pack_facts(own or {}))
+    vote = Contribution(written, failure, pack_facts(own or {}))
     votes = (team.everyone if ticket.nodes else team.first)(vote, CALL)
     leads = _leads(ticket, team)
     manifest = None
@@ -259,7 +259,7 @@ def give_up(ticket: Ticket, team: Team) -> None:
 
 def _make_it_exist(
     ticket: Ticket,
-    votes: Sequence[Vote],
+    votes: Sequence[Contribution],
     facts: Mapping[str, Any],
     team: Team,
     terms: Terms,

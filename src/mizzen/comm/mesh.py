@@ -32,17 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from mizzen.backport import set_timeout
 from mizzen.comm.communicator import current
 from mizzen.comm.groups import new_group
-from mizzen.config.layout import AXES, EXPERT_AXES, Layout, Partition
+from mizzen.config.layout import AXES, DATA_AXES, EXPERT_AXES, SAMPLE_AXES, Layout, Partition
 from mizzen.errors import LayoutError, UsageError
 
-SAMPLES: Final = ("dp_replicate", "dp_shard")
-"""The axes along which ranks see different samples."""
-SAME_MODEL: Final = (*SAMPLES, "sp")
-"""The axes along which ranks compute with the same part of the model: gradients are averaged over them."""
 PRODUCTS: Final = (
-    SAMPLES,
+    SAMPLE_AXES,
     ("dp_shard", "sp"),  # one copy of the sharded state
-    SAME_MODEL,
+    DATA_AXES,
     ("pp", "tp"),  # one copy of the model
     AXES,
 )
@@ -183,7 +179,7 @@ class Mesh:
     @property
     def same_model(self) -> tuple[int, ...]:
         """The ranks that compute with the same part of the model as this one, itself among them."""
-        return self.ranks(*SAME_MODEL)
+        return self.ranks(*DATA_AXES)
 
     @property
     def same_piece(self) -> tuple[int, ...]:
@@ -193,12 +189,12 @@ class Mesh:
     @property
     def same_model_group(self) -> ProcessGroup:
         """The process group of `same_model`."""
-        return self.group(*SAME_MODEL)
+        return self.group(*DATA_AXES)
 
     @property
     def data_rank(self) -> int:
         """The place of this rank among those that see different samples."""
-        return self.ranks(*SAMPLES).index(self.rank)
+        return self.ranks(*SAMPLE_AXES).index(self.rank)
 
     @property
     def sequence_group(self) -> ProcessGroup:
@@ -225,7 +221,7 @@ class Mesh:
     @property
     def drawing(self) -> tuple[int, ...]:
         """The place of this rank among those that draw different random numbers: those of a matrix draw the same."""
-        return tuple(self.coordinate(axis) for axis in ("pp", *SAME_MODEL))
+        return tuple(self.coordinate(axis) for axis in ("pp", *DATA_AXES))
 
 
 @dataclass(frozen=True, slots=True)

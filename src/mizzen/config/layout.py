@@ -23,6 +23,12 @@ from mizzen.errors import LayoutError
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Slowest first."""
 EXPERT_AXES: Final = ("ep", "edp")
+SAMPLE_AXES: Final = ("dp_replicate", "dp_shard")
+"""Along these, ranks see different samples."""
+DATA_AXES: Final = (*SAMPLE_AXES, "sp")
+"""Along these, ranks compute with the same part of the model: on different samples, or on different tokens of one."""
+SHARD_AXES: Final = ("dp_shard", "sp")
+"""Along these, ranks share one copy of what is sharded; the expert view numbers the same ranks by its two axes."""
 Partition = tuple[tuple[int, ...], ...]
 """Groups of ranks that have no rank in common."""
 

@@ -106,7 +106,7 @@ ShareOf = Callable[[bool, bool, bool], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StepTerms:
     """What the norm and the factor of a step follow from, beside what is summed. The same on every rank."""
 
     share_of: ShareOf
@@ -185,7 +185,7 @@ class Decision:
         return not math.isfinite(self.norm)
 
 
-def decide(values: Tensor, terms: Terms) -> Decision:
+def decide(values: Tensor, terms: StepTerms) -> Decision:
     """What follows from the sums over all ranks, and from the norm and factor that stand behind them. On the host."""
     *numbers, norm, factor = values.tolist()
     total = Sums(*numbers)
@@ -210,7 +210,7 @@ def decide(values: Tensor, terms: Terms) -> Decision:
     )
 
 
-def _refusal(total: Sums, seen: Seen, terms: Terms) -> str:
+def _refusal(total: Sums, seen: Seen, terms: StepTerms) -> str:
     """What is wrong with how the step was used; empty if nothing is."""
     if 0 < total.counted < total.losses:
         return MANY_KINDS
@@ -224,7 +224,7 @@ def _refusal(total: Sums, seen: Seen, terms: Terms) -> str:
 class Poll:
     """A vote under way: the sums are on the device, and on their way to the host."""
 
-    def __init__(self, sums: Sums, guess: Seen, terms: Terms) -> None:
+    def __init__(self, sums: Sums, guess: Seen, terms: StepTerms) -> None:
         self.sums = sums
         self.terms = terms
         self.norm, self.factor = terms.judge(sums, guess, _or_nan(terms, guess))
@@ -256,14 +256,14 @@ class Vote:
         self._last = Seen(has_losses=True, is_counted=False, has_strangers=False, has_scaled=False)
         """What the ranks with losses saw in the last step."""
 
-    def terms(self, share_of: ShareOf, *, scale: float = 1.0, max_norm: float = 0.0) -> Terms:
+    def terms(self, share_of: ShareOf, *, scale: float = 1.0, max_norm: float = 0.0) -> StepTerms:
         """The terms of the next step."""
         is_for_all = self.role.speakers == self.ranks
-        return Terms(
+        return StepTerms(
             share_of, self.gain, scale, max_norm, self.ranks, self.role.speakers, None if is_for_all else self._last
         )
 
-    def call(self, mine: Sums, terms: Terms) -> Poll:
+    def call(self, mine: Sums, terms: StepTerms) -> Poll:
         """Add up what all ranks say: the one reduction of a step. Numbers get to the device without a copy."""
         guess = Seen.of(mine) if self.role.speaks else self._last
         values = [
@@ -303,7 +303,7 @@ def _counts(sums: Sums) -> tuple[Any, Any, Any, Any]:
     return sums.losses, sums.counted, sums.strangers, sums.scaled
 
 
-def _or_nan(terms: Terms, guess: Seen) -> float:
+def _or_nan(terms: StepTerms, guess: Seen) -> float:
     """The share for what this rank has seen; where there is none, the step is not taken by it."""
     try:
         return terms.share(guess)

@@ -11,28 +11,18 @@ number of its own, because an expert's gradient is summed over fewer ranks than 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from mizzen.config.layout import AXES, EXPERT_AXES, Layout
+from mizzen.config.layout import AXES, DATA_AXES, EXPERT_AXES, SHARD_AXES, Layout
 from mizzen.errors import PlanError
 from mizzen.model.box import Box, Interval, Shape, boxes_of_range, chunk, window
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-DATA_AXES: Final = ("dp_replicate", "dp_shard", "sp")
-"""The axes along which ranks see different samples, or different tokens of one."""
-SHARD_AXES: Final = ("dp_shard", "sp")
-"""Those of them that share one copy of what is sharded."""
-PLACES: Final[Mapping[str, frozenset[str]]] = {
-    "ep": frozenset({"dp_shard", "sp"}),
-    "edp": frozenset({"dp_shard", "sp"}),
-}
-"""Axes of the expert view, with those of the other view that number the same ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +151,10 @@ class Home:
         others = self._along(axes, layout, rank)
         return tuple(other for other in others if any(held.contains(box) for held in self.boxes(shape, layout, other)))
 
+    def is_first(self, layout: Layout, rank: int) -> bool:
+        """Whether the ranks that add up with this one count what they hold, and save it; else others, with the same."""
+        return min(self.holders(layout, rank)) in self.adders(layout, rank)
+
     def counts(self, shape: Sequence[int], layout: Layout, rank: int) -> tuple[Box, ...]:
         """The boxes that this rank counts for all, so that each element is counted by one of its adders alone.
 
@@ -267,10 +261,11 @@ def classes(homes: Iterable[Home], layout: Layout) -> dict[str, tuple[int, ...]]
 
 def _without(axis: str, names: Sequence[str]) -> tuple[str, ...]:
     """The other axes, in the view that this one belongs to: beside an expert axis dp_shard and sp are ep and edp."""
-    same = PLACES.get(axis, frozenset())
-    kept = tuple(name for name in names if name != axis and name not in same)
-    is_other_left = bool(same) and same <= {*names}
-    return (*kept, "edp" if axis == "ep" else "ep") if is_other_left else kept
+    if axis not in EXPERT_AXES:
+        return tuple(name for name in names if name != axis)
+    kept = tuple(name for name in names if name not in (*SHARD_AXES, axis))
+    (other,) = (name for name in EXPERT_AXES if name != axis)
+    return (*kept, other) if {*SHARD_AXES} <= {*names} else kept
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ CLAIMED: Final = "mizzen.profiler"
 
 
 @dataclass(slots=True)
-class Cost:
+class ModuleCost:
     """What was counted of one module itself, without the modules inside of it; its time is with them."""
 
     forward: int = 0
@@ -45,7 +45,7 @@ class Count:
 
     model: nn.Module
     accelerator: Accelerator
-    costs: dict[str, Cost] = field(default_factory=dict)
+    costs: dict[str, ModuleCost] = field(default_factory=dict)
     """By the path of the module; the model as a whole has the empty one."""
     _counter: FlopCounterMode | None = None
     _booked: int = 0
@@ -73,7 +73,7 @@ class Count:
             for hook in hooks:
                 hook.remove()
 
-    def read(self) -> dict[str, Cost]:
+    def read(self) -> dict[str, ModuleCost]:
         """All costs, with the times."""
         for cost in self.costs.values():
             if cost.timer is not None:
@@ -81,7 +81,7 @@ class Count:
         return self.costs
 
     def _follow(self, path: str, module: nn.Module) -> Sequence[Any]:
-        self.costs.setdefault(path, Cost())
+        self.costs.setdefault(path, ModuleCost())
         return (
             module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True, prepend=True),
             module.register_forward_hook(partial(self._leave, path), always_call=True),

@@ -7,7 +7,7 @@ from typing import Final
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from mizzen.profiler.count import Cost
+from mizzen.profiler.count import ModuleCost
 
 BACKWARD: Final = 2
 """Operations of a backward for each of its forward, where no backward was seen."""
@@ -59,7 +59,7 @@ class Branch:
 
 def grow(
     model: nn.Module,
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, ModuleCost],
     *,
     left_out: Collection[type[nn.Module]] = (),
 ) -> Branch:
@@ -69,7 +69,7 @@ def grow(
 
 def _grow(
     module: nn.Module,
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, ModuleCost],
     left_out: tuple[type[nn.Module], ...],
     path: str,
     seen: set[nn.Module],
@@ -83,7 +83,7 @@ def _grow(
         for name, child in children.items()
         if not isinstance(child, left_out)
     )
-    cost = costs.get(path, Cost())
+    cost = costs.get(path, ModuleCost())
     return Branch(
         path=path,
         kind=_kind(module),

@@ -13,7 +13,7 @@ from mizzen.checkpoint.manifest import FileEntry, TensorEntry
 from mizzen.checkpoint.merge import flaws, merge_facts, pack_facts, unwritten
 from mizzen.checkpoint.parts import Part, Parts
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.save import Terms, Vote
+from mizzen.checkpoint.save import Contribution, Terms
 from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.write import Item, Written, write_items
 from mizzen.errors import CheckpointError
@@ -112,7 +112,7 @@ def save(root, tensors, shapes, tag="tag"):
         ]
         path = ticket.folder / data_name(ticket.id, rank)
         written.append(write_items(path, _apart(items), entries))
-    others = Ranks([Vote(each, None, pack_facts({})) for each in written[1:]])
+    others = Ranks([Contribution(each, None, pack_facts({})) for each in written[1:]])
     return protocol.commit(ticket, written[0], None, {"counters": {"global_steps": 1}}, others, TERMS)
 
 

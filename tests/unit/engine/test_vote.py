@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mizzen.engine.vote import MANY_KINDS, NO_GRADIENT, NOT_FINITE, SOME_SCALED, Seen, Sums, Terms, Vote, decide
+from mizzen.engine.vote import MANY_KINDS, NO_GRADIENT, NOT_FINITE, SOME_SCALED, Seen, StepTerms, Sums, Vote, decide
 from mizzen.errors import UsageError
 
 
@@ -17,7 +17,7 @@ def share_of(has_losses: bool, has_strangers: bool, has_scaled: bool) -> float:
 
 
 SCALED = Seen(has_losses=True, is_counted=False, has_strangers=False, has_scaled=True)
-FOUR = Terms(share_of, gain=1.0, scale=1.0, max_norm=0.0, ranks=4, speakers=4)
+FOUR = StepTerms(share_of, gain=1.0, scale=1.0, max_norm=0.0, ranks=4, speakers=4)
 TWO_SPEAK = replace(FOUR, speakers=2, expected=Seen(True, False, False, False))
 USUAL = Sums(
     squares=16.0,
@@ -35,7 +35,7 @@ USUAL = Sums(
 )
 
 
-def decision(terms: Terms = FOUR, guess: Seen = SCALED, **changes: float):
+def decision(terms: StepTerms = FOUR, guess: Seen = SCALED, **changes: float):
     """What is decided where this rank has judged by a guess, as `Poll` does."""
     sums = Sums(*(torch.tensor(float(value), dtype=torch.float64) for value in USUAL._replace(**changes)))
     try:

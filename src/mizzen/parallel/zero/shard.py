@@ -8,10 +8,10 @@ from typing import Literal
 from torch import nn
 
 from mizzen.comm.mesh import Mesh
-from mizzen.config.layout import Layout, Partition
+from mizzen.config.layout import DATA_AXES, Layout, Partition
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
-from mizzen.model.home import DATA_AXES, Site, pieces_at
+from mizzen.model.home import Site, pieces_at
 from mizzen.model.sketch import Drafts, ParameterSketch, Sketch, bytes_per_element
 from mizzen.parallel.zero.reduce import Reduction
 from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
@@ -25,7 +25,7 @@ Stage = Literal[0, 1, 2]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class FlatSettings:
     """What a configuration says of flat buffers and of the sums in them."""
 
     stage: Stage
@@ -45,7 +45,7 @@ class Terms:
     """Whether gradients may be divided as they are copied."""
 
     @classmethod
-    def of(cls, config: Config, stage: Stage, *, overlap: bool) -> "Terms":
+    def of(cls, config: Config, stage: Stage, *, overlap: bool) -> "FlatSettings":
         """Read a configuration."""
         zero = config.zero_optimization
         return cls(
@@ -96,46 +96,46 @@ class Family:
     """All names of each parameter, of which its piece may know but one."""
 
 
-def families(draft: Sketch, terms: Terms, layout: Layout, rank: int) -> tuple[Family, ...]:
+def families(draft: Sketch, flat: FlatSettings, layout: Layout, rank: int) -> tuple[Family, ...]:
     """The trained parameters that a rank holds of a draft, by home; those on several pipeline stages come last."""
     trained = [p for p in draft.parameters if p.is_trained and p.home.is_at(layout, rank)]
     kinds = dict.fromkeys(p.home.key(layout) for p in trained)
     alike = [[p for p in trained if p.home.key(layout) == kind] for kind in kinds]
-    found = [_family(parameters, terms, layout, rank) for parameters in alike]
+    found = [_family(parameters, flat, layout, rank) for parameters in alike]
     return tuple(sorted(found, key=lambda family: any(site.is_far for site in family.sites.values())))
 
 
-def _family(parameters: Sequence[ParameterSketch], terms: Terms, layout: Layout, rank: int) -> Family:
+def _family(parameters: Sequence[ParameterSketch], flat: FlatSettings, layout: Layout, rank: int) -> Family:
     sites = {p.name: Site(p.shape, p.home, layout, rank) for p in parameters}
     home = parameters[0].home
-    adders, holders = home.adders(layout, rank), home.holders(layout, rank)
+    adders = home.adders(layout, rank)
     ranks = len(adders)
     tenants = [
         Tenant(
             p.name,
             sites[p.name].local_shape,
-            terms.policy.held(p.dtype),
+            flat.policy.held(p.dtype),
             p.group or 0,
-            is_sparse=terms.sparse and p.is_embedding,
+            is_sparse=flat.sparse and p.is_embedding,
             is_whole=p.is_whole,
         )
         for p in parameters
     ]
-    stage: Stage = terms.stage if ranks > 1 else 0
-    asked = min(terms.reduce_elements, terms.gather_elements) if stage else terms.reduce_elements
+    stage: Stage = flat.stage if ranks > 1 else 0
+    asked = min(flat.reduce_elements, flat.gather_elements) if stage else flat.reduce_elements
     limit = bucket_limit(sum(tenant.numel for tenant in tenants), asked)
     holding = Holding(
         stage,
-        terms.mean(ranks, early=terms.early),
-        terms.policy,
+        flat.mean(ranks, early=flat.early),
+        flat.policy,
         # Ranks on other pipeline stages run their backward at another time: nobody waits for them in the middle of one.
-        overlap=terms.overlap and ranks > 1 and not next(iter(sites.values())).is_far,
+        overlap=flat.overlap and ranks > 1 and not next(iter(sites.values())).is_far,
         weight=ranks / home.divisor,
-        gain=float(ranks) if terms.is_sum else ranks / home.divisor,
+        gain=float(ranks) if flat.is_sum else ranks / home.divisor,
     )
     return Family(
         ranks=adders,
-        counts=min(holders) in adders,
+        counts=home.is_first(layout, rank),
         holding=holding,
         buffers=lay_out(tenants, chunks=ranks, bucket_elements=limit),
         sites=sites,
@@ -157,7 +157,7 @@ class ZeroChoice:
     """How the trained parameters of every piece are held in flat buffers."""
 
     asked: int
-    terms: Terms
+    flat: FlatSettings
     drafts: Drafts
     layout: Layout
     states: tuple[int, ...] = (2, 2)
@@ -166,7 +166,7 @@ class ZeroChoice:
     def families(self, rank: int) -> Iterator[tuple[Family, ...]]:
         """What a rank holds, for each of its pieces."""
         for piece in pieces_at(rank, self.layout, len(self.drafts)):
-            yield families(self.drafts[piece], self.terms, self.layout, rank)
+            yield families(self.drafts[piece], self.flat, self.layout, rank)
 
     def __str__(self) -> str:
         held = [family for piece in self.families(0) for family in piece]
@@ -176,8 +176,8 @@ class ZeroChoice:
         buckets = [bucket for family in held for buffer in family.buffers for bucket in buffer.buckets]
         owned = sum(bucket.is_whole for bucket in buckets)
         words = f" in {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}" if buckets else ""
-        words += f", {owned} of them with one owner each" if owned and self.terms.stage else ""
-        return f"ZeRO stage {self.asked} over dp={ranks}{words}, sums in {self.terms.policy.wire or 'float32'}"
+        words += f", {owned} of them with one owner each" if owned and self.flat.stage else ""
+        return f"ZeRO stage {self.asked} over dp={ranks}{words}, sums in {self.flat.policy.wire or 'float32'}"
 
 
 class ZeroShard(Transform):
@@ -196,7 +196,7 @@ class ZeroShard(Transform):
             return None
         return ZeroChoice(
             asked=zero.stage,
-            terms=Terms.of(config, 0 if zero.stage == 3 else zero.stage, overlap=zero.overlap_comm),
+            flat=FlatSettings.of(config, 0 if zero.stage == 3 else zero.stage, overlap=zero.overlap_comm),
             drafts=drafts,
             layout=layout,
             states=tuple(states_per_parameter(config, is_whole=is_whole) for is_whole in (False, True)),

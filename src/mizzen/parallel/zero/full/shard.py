@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mizzen.comm.mesh import Mesh
-from mizzen.config.layout import Layout, Partition
+from mizzen.config.layout import DATA_AXES, SHARD_AXES, Layout, Partition
 from mizzen.config.schema import Config
 from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
-from mizzen.model.home import DATA_AXES, SHARD_AXES, Site, classes, pieces_at
+from mizzen.model.home import Site, classes, pieces_at
 from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
 from mizzen.parallel.zero.full.assemble import FullHolding, Ranks
 from mizzen.parallel.zero.full.frozen import is_packed, packed_bytes
@@ -18,7 +18,7 @@ from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.units import Division, Unit, divide, shard_dim
 from mizzen.parallel.zero.full.wrap import Wrapping
-from mizzen.parallel.zero.shard import Family, Terms, check, families, partitions, price_of, store_of
+from mizzen.parallel.zero.shard import Family, FlatSettings, check, families, partitions, price_of, store_of
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store
 from mizzen.plan.transform import Transform
@@ -42,7 +42,7 @@ class FullPart:
 class FullChoice:
     """How the units of every piece are held, and the flat buffers of what stays whole."""
 
-    terms: Terms
+    flat: FlatSettings
     zero: ZeroConfig
     wrapping: Wrapping
     quantizing: Quantizing
@@ -57,37 +57,36 @@ class FullChoice:
             yield self._part(self.drafts[piece], rank)
 
     def _part(self, draft: Sketch, rank: int) -> FullPart:
-        layout, terms = self.layout, self.terms
+        layout, flat = self.layout, self.flat
         local = draft.local(layout, rank)
         sharing, copies = layout.size(*SHARD_AXES), layout.dp_replicate
-        usual = tuple(axis for axis in DATA_AXES if layout.size(axis) > 1)
-        elsewhere = {p.name for p in local.parameters if p.is_trained and p.home.key(layout)[1] != usual}
-        units = {p.name for p in local.parameters} - elsewhere
-        division = divide(local.having(units), self.zero, terms.policy, sharing)
-        _refuse_mixed(division, self.zero, terms.policy)
-        whole = elsewhere | {p.name for p in division.whole}
         data = layout.ranks_along(DATA_AXES, rank)
+        elsewhere = {p.name for p in local.parameters if p.is_trained and p.home.adders(layout, rank) != data}
+        units = {p.name for p in local.parameters} - elsewhere
+        division = divide(local.having(units), self.zero, flat.policy, sharing)
+        _refuse_mixed(division, self.zero, flat.policy)
+        whole = elsewhere | {p.name for p in division.whole}
         return FullPart(
             division=division,
             holding=FullHolding(
-                terms.mean(sharing),
-                terms.mean(copies),
-                terms.policy,
+                flat.mean(sharing),
+                flat.mean(copies),
+                flat.policy,
                 self.wrapping,
-                float(sharing * copies) if terms.is_sum else 1.0,
+                float(sharing * copies) if flat.is_sum else 1.0,
                 self.quantizing,
                 choose_owners((p for unit in division.units for p in unit.parameters), sharing),
             ),
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
-            families=families(draft.having(whole), terms, layout, rank),
+            families=families(draft.having(whole), flat, layout, rank),
             sites={p.name: Site(p.shape, p.home, layout, rank) for p in draft.parameters if not p.home.is_whole},
-            uncounted=frozenset(p.name for p in local.parameters if min(p.home.holders(layout, rank)) not in data),
+            uncounted=frozenset(p.name for p in local.parameters if not p.home.is_first(layout, rank)),
         )
 
     def __str__(self) -> str:
         sharing, copies = self.layout.size(*SHARD_AXES), self.layout.dp_replicate
-        dtype = self.terms.policy.wire or "float32"
+        dtype = self.flat.policy.wire or "float32"
         over = f"dp={sharing}" if copies == 1 else f"{sharing} ranks in {copies} copies"
         part = next(self.parts(0))
         named = part.division.units[0].parameters or len(part.division.units) > 1
@@ -120,7 +119,7 @@ class ZeroFull(Transform):
         _refuse(config, sharing)
         policy = Policy.of(config)
         choice = FullChoice(
-            Terms.of(config, 2, overlap=False),
+            FlatSettings.of(config, 2, overlap=False),
             zero,
             Wrapping(
                 accumulation=policy.accumulation,
