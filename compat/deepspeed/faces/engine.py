@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from deepspeed import __version__
 from deepspeed.faces import engine_optimizers, leaf, parameters
@@ -26,6 +25,7 @@ from mizzen.engine.saving import folder_of
 from mizzen.environment import World, environ
 from mizzen.errors import CheckpointError, NotBuilt
 from mizzen.log import get_logger
+from mizzen.parallel.zero.full.sharded_parameter import find_record
 
 SAID: Final = f"DeepSpeed info: version={__version__}, git-hash=mizzen, git-branch=mizzen"
 """The line that programs look for in a log."""
@@ -327,5 +327,5 @@ def empty_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
     They look for tensors that share memory, on one rank alone; with a shard, torch would wait for the others there.
     """
     for name, value in state_dict.items():
-        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+        if (record := find_record(value)) is not None and record.parameter is not value:
             state_dict[name] = torch.empty(0, dtype=value.dtype, device=value.device)

@@ -19,10 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from mizzen.engine.access import owner_of
 from mizzen.errors import UsageError
-from mizzen.parallel.zero.full.early import Early
-from mizzen.parallel.zero.full.facts import facts_of
-from mizzen.parallel.zero.full.live import local
-from mizzen.parallel.zero.full.sharded import WAYS, Elsewhere, Moved, Sharded
+from mizzen.parallel.zero.full.sharded_parameter import WAYS, ShardedParameter, facts_of, find_record, is_sharded
 from mizzen.zero import GatheredParameters as gather
 
 MARK: Final = "_is_at_stage_3"
@@ -56,16 +53,15 @@ class DeepSpeedTensorOverride(Enum):
 
 
 def _status(parameter: Tensor) -> ZeroParamStatus:
-    is_sharded = facts_of(parameter).status == "sharded"
-    if isinstance(parameter, Early) and (bench := type(parameter).bench) is not None:
-        is_sharded = id(parameter) not in bench.held
-    elif vars(parameter).get(BUILT, False):
-        is_sharded = not vars(parameter).get(HELD, 0)
-    return ZeroParamStatus.NOT_AVAILABLE if is_sharded else ZeroParamStatus.AVAILABLE
+    is_away = facts_of(parameter).status == "sharded"
+    if not is_sharded(parameter) and vars(parameter).get(BUILT, False):
+        is_away = not vars(parameter).get(HELD, 0)
+    return ZeroParamStatus.NOT_AVAILABLE if is_away else ZeroParamStatus.AVAILABLE
 
 
 def _shard(parameter: Tensor) -> Tensor:
-    return local(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    record = find_record(parameter)
+    return parameter.detach() if record is None else record.shard
 
 
 def _number(parameter: Any) -> int:
@@ -76,7 +72,7 @@ def _number(parameter: Any) -> int:
 
 def _all_gather(parameter: Tensor) -> Callable[..., None]:
     def all_gather(*_: Any, **__: Any) -> None:
-        if isinstance(parameter, Sharded) and not isinstance(parameter, Elsewhere):
+        if isinstance(parameter, ShardedParameter):
             raise UsageError(
                 f"all_gather() of a parameter of shape {list(parameter.shape)}: {WAYS.replace('mizzen.', 'deepspeed.')}"
             )
@@ -123,7 +119,7 @@ def is_zero_param(parameter: Any) -> bool:
     if not isinstance(parameter, nn.Parameter):
         return False
     owner = owner_of(parameter)
-    is_known = isinstance(parameter, Sharded | Early | Moved) or (owner is not None and owner.stage == 3)
+    is_known = is_sharded(parameter) or (owner is not None and owner.stage == 3)
     return is_known or MARK in vars(parameter) or BUILT in vars(parameter)
 
 
@@ -139,7 +135,9 @@ def install(module: nn.Module | None = None) -> None:
 
 def mark_parameter(parameter: Any, dtype: torch.dtype | None) -> None:
     """Note that `zero.Init` has built a parameter, and give it its dtype."""
-    if isinstance(parameter, nn.Parameter) and not isinstance(parameter, UninitializedParameter | DTensor):
+    if isinstance(parameter, nn.Parameter) and not (
+        isinstance(parameter, UninitializedParameter | DTensor) or is_sharded(parameter)
+    ):
         if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
         vars(parameter)[BUILT] = True

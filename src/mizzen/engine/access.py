@@ -21,7 +21,7 @@ from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import CheckpointError, UsageError, expect
 from mizzen.model.piece import Piece, copy_overlap, piece_of_boxes, piece_of_whole
 from mizzen.parallel.zero.full.early import held
-from mizzen.parallel.zero.full.sharded import Gone
+from mizzen.parallel.zero.full.sharded_parameter import ShardedParameter
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 from mizzen.rewrite.standing import restore
@@ -48,8 +48,6 @@ def owner_of(parameter: nn.Parameter) -> Owner | None:
     found = AMBIENT.owners.get(parameter)
     if isinstance(found, Owner) and found.name in found.store.everything:  # one that has given it back may still live
         return found
-    if isinstance(parameter, Gone):
-        raise parameter.refusal()
     return None
 
 
@@ -220,7 +218,7 @@ def _check_value(owner: Owner, value: Any) -> None:
     wanted = owner.store.everything[owner.name]
     if not isinstance(value, Tensor):
         given = f"a {type(value).__name__}"
-    elif isinstance(value, DTensor):
+    elif isinstance(value, DTensor | ShardedParameter):
         given = "a shard, of which full_tensor() is the whole"
     elif value.is_meta or (value.is_complex() and not wanted.is_complex()):
         given = f"one of {value.dtype} on {value.device}"
@@ -262,7 +260,7 @@ def load_state_dict(module: nn.Module, owners: Iterable[Owner], state: Any, *, s
         raise CheckpointError(f"the state dict does not fit the model: {error}") from error
     for owner in owners:
         value = state.get(owner.name)
-        if not isinstance(value, Tensor) or isinstance(value, DTensor):  # shards are masters already
+        if not isinstance(value, Tensor) or isinstance(value, DTensor | ShardedParameter):  # shards are masters already
             continue
         if owner.name in owner.store.parameters:
             set_full_value(owner.store.parameters[owner.name], value)

@@ -7,7 +7,6 @@ it has now. What nobody would train, or would train wrongly, is refused by name.
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mizzen.ambient import AMBIENT
@@ -16,6 +15,7 @@ from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import UsageError
 from mizzen.model.tree import Tree, joined, named
 from mizzen.optim.guard import Members, Sides
+from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.plan.parts import Store
 
 
@@ -120,7 +120,7 @@ class Changes:
 
 
 def _sums(store: Store) -> dict[str, str]:
-    whole = {name: each for name, each in store.parameters.items() if not isinstance(each, DTensor)}
+    whole = {name: each for name, each in store.parameters.items() if not is_sharded(each)}
     return {f"the values of '{name}'": str(int(sum_of_bits(each))) for name, each in whole.items()}
 
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.tensors import bytes_of, header_of
@@ -21,6 +20,7 @@ from mizzen.engine.saving import Given, Saving, folder_of
 from mizzen.errors import NotBuilt, UsageError
 from mizzen.files import commit_chunks, make_folder
 from mizzen.model.sketch import Sketch
+from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.plan.parts import Store
 
 SAFETENSORS: Final = ".safetensors"
@@ -37,7 +37,7 @@ class Contents:
     def of(cls, module: nn.Module, stores: Sequence[Store], skip: frozenset[str]) -> "Contents":
         """Everything in the state dict that is not to be skipped, each tensor under its first name."""
         sharded = {
-            name for store in stores for name, value in store.everything.items() if isinstance(value, DTensor)
+            name for store in stores for name, value in store.everything.items() if is_sharded(value)
         } - skip
         aliases = {alias for each in Sketch.of(module).parameters for alias in each.aliases}
         own = module.state_dict(keep_vars=True)
@@ -61,9 +61,8 @@ class Contents:
         for name, value in self.plain.items():
             yield name, value.dtype, list(value.shape)
         for store, names in self.bundles:
-            held = {name: other.dtype for other, name in store.replaced if type(other) is nn.Parameter}
             for name in names:
-                yield name, held[name], list(store.everything[name].shape)
+                yield name, store.everything[name].dtype, list(store.everything[name].shape)
 
 
 def whole_state_dict(

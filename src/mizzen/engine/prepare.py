@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mizzen.accelerator import get_accelerator
@@ -30,7 +29,8 @@ from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups, tell_slips
 from mizzen.optim.rules import is_known, whole_groups
 from mizzen.parallel.zero.full.early import make_whole
-from mizzen.parallel.zero.full.staying import Staying
+from mizzen.parallel.zero.full.runtime import UnitModule
+from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.plan.build import Plan
 from mizzen.plan.explain import facts_of
@@ -55,7 +55,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
         kind = next((kind for kind in kinds if kind in WRAPPERS), None)
-        if kind is not None and not isinstance(module, Staying):  # that one is ours, of an earlier engine
+        if kind is not None and not isinstance(module, UnitModule):  # that one is ours, of an earlier engine
             place = f"'{name}' in the model is" if name else "model= is"
             raise UsageError(
                 f"{place} wrapped: it is of {kind.rpartition('.')[2]}, which sums gradients or shards parameters "
@@ -159,7 +159,7 @@ def check_equal(model: nn.Module, mesh: Mesh, elsewhere: Collection[str] = ()) -
     tensors = [
         (name, tensor)
         for name, tensor in tensors
-        if not isinstance(tensor, DTensor) and name not in elsewhere  # shards differ
+        if not is_sharded(tensor) and name not in elsewhere  # shards differ
     ]
     sums = {name: sum_of_bits(tensor) for name, tensor in tensors}
     values = torch.stack(list(sums.values())).tolist() if sums else []

@@ -5,7 +5,6 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mizzen.model.sketch import Sketch
 
@@ -32,7 +31,6 @@ class Tree:
             (module._parameters, name, parameter)
             for module in modules
             for name, parameter in module._parameters.items()
-            if not isinstance(parameter, DTensor)
         ]
         self._tables: list[dict[str, Any]] = [table for table, _, _ in places]
         self._names = [name for _, name, _ in places]

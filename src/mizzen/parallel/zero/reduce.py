@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives, groups
 from mizzen.comm.communicator import Work
+from mizzen.comm.tags import Tag
 from mizzen.parallel.zero.stock import Stock
 
 Finish = Callable[[], None]
@@ -63,21 +64,29 @@ class Reducer:
         return finish
 
     def to_owner(
-        self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None, title: str = ""
+        self,
+        bucket: Tensor,
+        chunk: Tensor,
+        *,
+        add: bool,
+        owner: int | None = None,
+        title: str = "",
+        tag: Tag | None = None,
     ) -> Finish:
         """The sum of this rank's chunk of the bucket, put into `chunk` or added to it; the bucket itself is kept.
 
         A bucket that has one owner goes to that rank, and the chunks of the others are empty. By the title a reducer
-        may remember something of a chunk from step to step.
+        may remember something of a chunk from step to step. The ranks compare the tag, if there is one.
         """
         sent = self._sent(bucket)
         if self.reduction.in_rank_order or bucket.device.type == "cpu":
             # gloo's reduce-scatter takes longer than an exchange of chunks and a local sum, and its order of
             # summation depends on the place in the buffer.
-            received, rows, work = self._exchanged(sent, chunk, owner)
+            received, rows, work = self._exchanged(sent, chunk, owner, tag)
         elif owner is None:
             received = chunk if not add and chunk.dtype == sent.dtype else sent.new_empty(chunk.numel())
-            rows, work = [received], collectives.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
+            work = collectives.reduce_scatter_tensor(received, sent, group=self.group, async_op=True, tag=tag)
+            rows = [received]
         else:
             received = sent.clone() if sent is bucket else sent
             rows, work = [received], collectives.reduce(received, group_dst=owner, group=self.group, async_op=True)
@@ -106,27 +115,33 @@ class Reducer:
 
         return finish
 
-    def _exchanged(self, sent: Tensor, chunk: Tensor, owner: int | None) -> tuple[Tensor, list[Tensor], Work | None]:
+    def _exchanged(
+        self, sent: Tensor, chunk: Tensor, owner: int | None, tag: Tag | None
+    ) -> tuple[Tensor, list[Tensor], Work | None]:
         """What is received; and, once the work is done, every rank's share of this rank's chunk, in their order."""
         ranks = self.reduction.ranks
         if ranks == 2 and owner is None:
-            return self._swapped(sent)
+            return self._swapped(sent, tag)
         received = self.stock.take(chunk.numel() * ranks, sent.dtype)
         incoming = outgoing = None
         if owner is not None:
             outgoing = [sent.numel() if rank == owner else 0 for rank in range(ranks)]
             incoming = [chunk.numel()] * ranks
-        work = collectives.all_to_all_single(received, sent, incoming, outgoing, group=self.group, async_op=True)
+        work = collectives.all_to_all_single(
+            received, sent, incoming, outgoing, group=self.group, async_op=True, tag=tag
+        )
         return received, list(received.view(ranks, -1)), work
 
-    def _swapped(self, sent: Tensor) -> tuple[Tensor, list[Tensor], Work | None]:
+    def _swapped(self, sent: Tensor, tag: Tag | None) -> tuple[Tensor, list[Tensor], Work | None]:
         """The same between two ranks, where what is sent lies in one piece without the share that stays here."""
         rows = list(sent.chunk(2))
         other = 1 - groups.get_rank(self.group)
         sizes = [0, 0]
         sizes[other] = rows[other].numel()
         received = self.stock.take(sizes[other], sent.dtype)
-        work = collectives.all_to_all_single(received, rows[other], sizes, sizes, group=self.group, async_op=True)
+        work = collectives.all_to_all_single(
+            received, rows[other], sizes, sizes, group=self.group, async_op=True, tag=tag
+        )
         rows[other] = received
         return received, rows, work
 

@@ -1,36 +1,35 @@
 """From a plain model to sharded units: values of the first rank, masters in one flat tensor for each share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from mizzen.comm import collectives
 from mizzen.model.sketch import ParameterSketch
-from mizzen.parallel.zero.full.early import Early, recut, take_out
-from mizzen.parallel.zero.full.frozen import is_packed
-from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, local, up
+from mizzen.parallel.zero.full.early import EarlyShard, early_shard
+from mizzen.parallel.zero.full.frozen import Packed, is_packed
 from mizzen.parallel.zero.full.owners import Owners
-from mizzen.parallel.zero.full.quantized import Quantizing
-from mizzen.parallel.zero.full.sharded import carry, move
-from mizzen.parallel.zero.full.units import Unit
-from mizzen.parallel.zero.full.wrap import (
-    Wrapping,
-    pack_frozen,
-    padded,
-    put_back,
-    rehouse,
-    sharded,
-    share_second_mesh,
-    wrap,
+from mizzen.parallel.zero.full.quantized import Quantizing, gather_quantized, gather_rows
+from mizzen.parallel.zero.full.sharded_parameter import RECORD, ShardedParameter, find_record
+from mizzen.parallel.zero.full.unit import (
+    LiveUnit,
+    Message,
+    Share,
+    UnitParameter,
+    UnitRanks,
+    chunk,
+    padded_length,
+    up,
+    whole_view,
 )
+from mizzen.parallel.zero.full.units import Unit
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
 from mizzen.parallel.zero.stock import Stock, Sums
 from mizzen.precision.policy import Policy, wider
+
+Places = Mapping[int, Sequence[tuple[nn.Module, str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,125 +41,166 @@ class FullHolding:
     between: Reduction
     """Over the copies, where there are several."""
     policy: Policy
-    wrapping: Wrapping
+    ahead: int = 1
+    """Elements that are gathered before they are needed, in whole units; 0 is none."""
     gain: float = 1.0
     quantizing: Quantizing = Quantizing()
     owners: Owners = ()
     """Who steps the parameters that their rule needs whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Who shares what with whom."""
-
-    mesh: DeviceMesh
-    """The ranks that share one copy of the parameters."""
-    sharers: ProcessGroup
-    """The same as a group."""
-    copies: ProcessGroup | None
-    """The ranks that hold the same shards; None where nobody else does."""
-    everyone: ProcessGroup
-    """All over which gradients are averaged."""
-
-
 def assemble(
-    model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: Ranks, stock: Stock
-) -> tuple[tuple[LiveUnit, ...], list[tuple[Tensor, str]]]:
-    """Shard the units of a model; also the objects that were its parameters, with their names."""
-    modules = dict(model.named_modules())
-    moved: list[tuple[Tensor, str]] = []
-    first: nn.Module | None = None
-    for unit in units:
-        module, keeps = modules[unit.path], holding.wrapping.keeps if unit.path else 0
-        moved += _wrap(model, unit, module, holding, ranks, second=keeps if first is None else 0)
-        if keeps and first is not None:
-            share_second_mesh(first, module)
-        first = first or (module if keeps else None)
-    return tuple(_live(model, unit, modules[unit.path], holding.policy, stock) for unit in units), moved
+    model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: UnitRanks, stock: Stock
+) -> tuple[LiveUnit, ...]:
+    """Shard the units of a model."""
+    modules, places = dict(model.named_modules()), _places(model)
+    return tuple(_live(model, unit, modules[unit.path], holding, ranks, stock, places) for unit in units)
 
 
-def _wrap(
-    model: nn.Module, unit: Unit, module: nn.Module, holding: FullHolding, ranks: Ranks, *, second: int
-) -> list[tuple[Tensor, str]]:
-    """Give a unit's parameters the first rank's values and the dtype of their masters, and shard them."""
+def _places(model: nn.Module) -> Places:
+    """For every parameter the modules that have it, with its name there."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append((module, leaf))
+    return found
+
+
+def _live(
+    model: nn.Module,
+    unit: Unit,
+    module: nn.Module,
+    holding: FullHolding,
+    ranks: UnitRanks,
+    stock: Stock,
+    places: Places,
+) -> LiveUnit:
     own = dict(model.named_parameters())
-    wanted = {each.name: own[each.name] for each in unit.parameters}
-    early = {name: parameter for name, parameter in wanted.items() if isinstance(parameter, Early)}
-    for name, stand_in in take_out(model, early).items():
-        wanted[name] = stand_in
-    device = torch.device(ranks.mesh.device_type)
+    trained: dict[int, list[ParameterSketch]] = {}
+    frozen: dict[tuple[torch.dtype, bool], list[ParameterSketch]] = {}
     for each in unit.parameters:
-        parameter = wanted[each.name]
-        dtype = _dtype(each, unit, holding.policy)
-        if each.name in early:
-            continue
-        parameter.data = parameter.data.to(device, dtype, non_blocking=True).contiguous()
-        collectives.broadcast(parameter.data, group=ranks.everyone, group_src=0)
-    wrap(unit, module, list(wanted.values()), ranks.mesh, holding.wrapping, second=second)
-    facts = {each.name: each for each in unit.parameters}
-    shards = {
-        name: local(recut(parameter, ranks.mesh)).to(_dtype(facts[name], unit, holding.policy))
-        for name, parameter in early.items()
-    }
-    put_back(model, module, shards, ranks.mesh)
-    if holding.quantizing.frozen:
-        pack_frozen(model, module, {each.name for each in unit.parameters if is_packed(each, ranks.mesh.size())})
-    there = dict(model.named_parameters())
-    for name, parameter in (wanted | early).items():
-        carry(parameter, there[name])
-        move(parameter, name)
-    return [(parameter, name) for name, parameter in (wanted | early).items()]
-
-
-def _dtype(parameter: ParameterSketch, unit: Unit, policy: Policy) -> torch.dtype:
-    """That of a master, or that in which a frozen parameter is held."""
-    if parameter.is_trained and unit.master is not None:
-        return torch_dtype(unit.master)
-    return torch_dtype(policy.held(parameter.dtype))
-
-
-def _live(model: nn.Module, unit: Unit, module: nn.Module, policy: Policy, stock: Stock) -> LiveUnit:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    facts = {each.name: each for each in unit.parameters}
-    found: dict[str, DTensor] = {}
-    trained: dict[int, list[Trained]] = {}
-    sizes: dict[int, int] = {}
-    place = 0
-    for parameter, length in zip(sharded(module), padded(module), strict=True):
-        if not isinstance(parameter, DTensor):
-            raise AssertionError(f"FSDP2 holds a {type(parameter).__name__}")
-        name = names[id(parameter)]
-        found[name] = parameter
-        if facts[name].is_trained:
-            group = facts[name].group or 0
-            offset = sizes.get(group, 0)
-            trained.setdefault(group, []).append(Trained(name, parameter, place, length, offset))
-            sizes[group] = offset + length
-            place += length
-    device = next((local(each).device for each in found.values()), torch.device("cpu"))
-    dtype = torch_dtype(wider(policy.accumulation, unit.held)) if unit.held else torch.float32
+        if each.is_trained:
+            trained.setdefault(each.group or 0, []).append(each)
+        else:
+            packs = holding.quantizing.frozen and is_packed(each, ranks.mesh.size())
+            frozen.setdefault((torch_dtype(holding.policy.held(each.dtype)), packs), []).append(each)
+    count = 0
+    shares, flats, found = [], [], list[UnitParameter]()
+    master = torch_dtype(unit.master or "float32")
+    held = torch_dtype(unit.gathers_as or unit.master or "float32")
+    for group, sketches in trained.items():
+        flat, inside = _cut(sketches, own, places, ranks, stock.device, (master, held))
+        for each in inside:
+            each.start, count = count, count + each.length
+        stepped = flat.new_empty(0, dtype=torch_dtype(wider(holding.policy.states, unit.master or "float32")))
+        is_whole = sketches[0].is_whole
+        if not is_whole:
+            stepped = flat.to(stepped.dtype)
+        shares.append(Share(group, tuple(inside), flat, stepped, is_whole))
+        flats.append(flat[: sum(each.length for each in inside)])
+        found += inside
+    messages = [Message(tuple(found), tuple(flats), held)] if found else []
+    for (dtype, packs), sketches in frozen.items():
+        flat, inside = _cut(sketches, own, places, ranks, stock.device, (dtype, dtype), is_trained=False)
+        if packs:
+            messages.append(_packed(inside))
+        elif messages and messages[0].dtype == dtype:
+            first = messages[0]
+            messages[0] = Message((*first.parameters, *inside), (*first.flats, _exact(flat, inside)), dtype)
+        else:
+            messages.append(Message(tuple(inside), (_exact(flat, inside),), dtype))
+        found += inside
+    accumulation = torch_dtype(wider(holding.policy.accumulation, unit.held)) if unit.held else torch.float32
     return LiveUnit(
         plan=unit,
         module=module,
-        parameters=found,
-        shares=tuple(
-            _share(unit, module, group, each, policy, is_whole=facts[each[0].name].is_whole)
-            for group, each in trained.items()
-        ),
-        sums=Sums(stock, place, dtype, padding=up(place) - place),
-        device=device,
+        parameters={each.name: each for each in found},
+        shares=tuple(shares),
+        messages=tuple(messages),
+        sums=Sums(stock, count, accumulation, padding=up(count) - count),
+        ranks=ranks,
+        stock=stock,
+        gather_rows=gather_quantized if holding.quantizing.weights else gather_rows,
     )
 
 
-def _share(
-    unit: Unit, module: nn.Module, group: int, trained: Sequence[Trained], policy: Policy, *, is_whole: bool
-) -> Share:
-    """Move the shards of a group into one tensor."""
-    first = local(trained[0].parameter)
-    master = first.new_zeros(up(trained[-1].offset + trained[-1].length))
-    for each in trained:
-        rehouse(module, each.parameter, master[each.offset : each.offset + each.length])
-    states = wider(policy.states, unit.master or "float32")
-    dtype = torch_dtype(states)
-    stepped = master.new_empty(0, dtype=dtype) if is_whole else master.to(dtype)
-    return Share(group, tuple(trained), master, stepped, is_whole)
+def _exact(flat: Tensor, parameters: Iterable[UnitParameter]) -> Tensor:
+    return flat[: sum(each.length for each in parameters)]
+
+
+def _cut(
+    sketches: Sequence[ParameterSketch],
+    own: Mapping[str, nn.Parameter],
+    places: Places,
+    ranks: UnitRanks,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    is_trained: bool = True,
+) -> tuple[Tensor, list[UnitParameter]]:
+    """Move this rank's shards of some parameters into one flat tensor, and empty the parameters.
+
+    The first rank's values count. The dtypes are those of the shards and of what is gathered.
+    """
+    kept, held = dtypes
+    size = ranks.mesh.size()
+    lengths = [padded_length(torch.Size(each.shape), size) for each in sketches]
+    flat = torch.zeros(up(sum(lengths)), dtype=kept, device=device)
+    found: list[UnitParameter] = []
+    offset = 0
+    for each, length in zip(sketches, lengths, strict=True):
+        parameter, shape = own[each.name], torch.Size(each.shape)
+        memory = torch.empty(length * size, dtype=held, device=device)
+        made = UnitParameter(
+            name=each.name,
+            parameter=parameter,
+            shape=shape,
+            mesh=ranks.mesh,
+            is_trained=is_trained,
+            shard=flat,
+            places=tuple(places[id(parameter)]),
+            memory=memory,
+            offset=offset,
+            kind=nn.Parameter if isinstance(parameter, ShardedParameter) else type(parameter),
+        )
+        first, last = chunk(shape[made.dim], ranks.mesh)
+        sizes = [last - first if dim == made.dim else extent for dim, extent in enumerate(shape)]
+        made.shard = flat[offset : offset + torch.Size(sizes).numel()].view(sizes)
+        made.shard.copy_(_values(parameter, made, ranks, kept))
+        _empty(made)
+        found.append(made)
+        offset += length
+    return flat, found
+
+
+def _values(parameter: nn.Parameter, made: UnitParameter, ranks: UnitRanks, dtype: torch.dtype) -> Tensor:
+    """This rank's part of a parameter, as the first rank has it."""
+    early = find_record(parameter)
+    if isinstance(early, EarlyShard):
+        return early_shard(early, ranks.mesh)
+    whole = parameter.detach().to(made.memory.device, dtype, copy=True).contiguous()
+    collectives.broadcast(whole, group=ranks.everyone, group_src=0)
+    first, last = chunk(made.shape[made.dim], ranks.mesh)
+    return whole.narrow(made.dim, first, last - first)
+
+
+def _empty(made: UnitParameter) -> None:
+    """Let a parameter have the memory that it is gathered into, and shard it."""
+    parameter = made.parameter
+    parameter.__class__ = made.kind
+    parameter.grad = None
+    parameter.data = whole_view(made.memory, made.shape)
+    parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
+    vars(parameter)[RECORD] = made
+    made.is_gathered = True
+    made.show_shard()
+
+
+def _packed(parameters: Sequence[UnitParameter]) -> Message:
+    """Let frozen shards rest, and travel, in blocks."""
+    for each in parameters:
+        padded = each.shard.new_zeros(each.length)
+        padded[: each.shard.numel()] = each.shard.reshape(-1)
+        each.shard = Packed.of(padded, each.shard.shape)
+    held = tuple(each.shard.held for each in parameters if isinstance(each.shard, Packed))
+    return Message(tuple(parameters), held, torch.uint8, is_packed=True)

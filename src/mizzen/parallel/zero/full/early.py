@@ -5,18 +5,19 @@ part of another module, or at the end. What is then written to them, by nn.init 
 gathered parameter, which is cut again when the next one is touched. So the weights are those of the plain build, at any
 number of ranks, and a rank never holds more than the module it is building and one parameter beside its shards.
 
-No function of torch is replaced: torch's own hooks see parameters and modules arrive, and an `Early` parameter answers
-for itself.
+No function of torch is replaced: torch's own hooks see parameters and modules arrive, and a `ShardedParameter` asks its
+record what to do.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -29,47 +30,80 @@ from mizzen.comm import collectives
 from mizzen.errors import UsageError
 from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in
-from mizzen.parallel.zero.full.live import gather_shards, local
-from mizzen.parallel.zero.full.sharded import CALLS, FACTS, Moved, carry, move, property_of
+from mizzen.parallel.zero.full.sharded_parameter import (
+    PROPERTIES,
+    RECORD,
+    ShardedParameter,
+    find_record,
+    is_sharded,
+    record_of,
+)
+from mizzen.parallel.zero.full.unit import chunk, gather_shards
 from mizzen.parallel.zero.full.units import shard_dim
 
 
-class Early(DTensor):
-    """A parameter of which this rank holds a shard, in a model that no engine has yet."""
+@dataclass(slots=True, eq=False)
+class EarlyShard:
+    """The record of a parameter that no engine has yet."""
 
-    bench: ClassVar["Bench | None"] = None
-    """Where it is gathered when it is touched."""
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    dim: int
+    mesh: DeviceMesh
+    shard: Tensor
+    bench: "Bench"
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Let everything but facts work on the whole parameter."""
-        kwargs = kwargs or {}
-        name = property_of(func)
-        if (name in FACTS and len(args) == 1) or name in CALLS - {"detach"} or name in ("grad", "requires_grad"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a context holds it whole."""
+        return id(self) in self.bench.held
 
-        bench = next(type(value).bench for value in tensors_in((args, kwargs)) if isinstance(value, Early))
-        if bench is None:
-            raise AssertionError("an early parameter without a bench")
-        if name == "detach" and id(args[0]) not in bench.held:  # so that a state dict holds shards, not the whole model
-            with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args)
-            found.__class__ = type(args[0])
-            return found
-        if name == "__deepcopy__":
-            return bench.copied(*args)
-        if name == "data" and len(args) == 2:
-            bench.replace(args[0], args[1])
-            return None
-        with torch._C.DisableTorchFunctionSubclass():
-            wanted = [value for value in tensors_in((args, kwargs)) if isinstance(value, Early)]
-            bench.clear_but(wanted)
-            args, kwargs = change_tensors((tuple(args), dict(kwargs)), bench.in_place_of)
+    def copy(self) -> Tensor:
+        """Another parameter with its values: cut as it is, or whole while it is held."""
+        self.bench.clear_but()
+        wants = self.parameter.requires_grad
+        if self.is_gathered:
+            return nn.Parameter(self.bench.held[id(self)][1].clone(), requires_grad=wants)
+        made = nn.Parameter(self.shard.new_empty(self.shape), requires_grad=wants)
+        _wear(made, self.name, self.shard.clone(), self.shape, self.bench)
+        return made
+
+    def use(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let everything work on the whole parameter."""
+        bench, first = self.bench, args[0] if args else None
+        if isinstance(first, ShardedParameter):
+            if name in PROPERTIES:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if name == "data" and len(args) == 2:
+                bench.replace(_early(first), args[1])
+                return None
+            if name == "detach" and not self.is_gathered:  # so that a state dict holds shards, not the whole model
+                return _alias(first)
+        wanted = [_early(each) for each in tensors_in((args, kwargs)) if isinstance(each, ShardedParameter)]
+        bench.clear_but(wanted)
+        args, kwargs = change_tensors((args, kwargs), bench.in_place_of)
         found = func(*args, **kwargs)
-        return next((early for early in wanted if found is bench.whole(early)), found)
+        return next((early.parameter for early in wanted if found is bench.whole(early)), found)
+
+
+def _early(parameter: Tensor) -> EarlyShard:
+    record = record_of(parameter)
+    if not isinstance(record, EarlyShard):
+        raise UsageError(
+            f"'{record.name}' belongs to an engine, and cannot be used together with parameters that zero.Init has cut"
+        )
+    return record
+
+
+def _alias(parameter: Tensor) -> Any:
+    """Another object for the same shard."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Any = parameter.detach()
+    found.__class__ = ShardedParameter
+    vars(found)[RECORD] = record_of(parameter)
+    return found
 
 
 class Bench:
@@ -80,35 +114,18 @@ class Bench:
         self.dtype = dtype
         self.device = device
         self.group = mesh.get_group()
-        self.kind: Any = type("Early", (Early,), {"bench": self})
-        self.open: dict[int, tuple[Any, Tensor]] = {}
-        self.held: dict[int, tuple[Any, Tensor]] = {}
+        self.open: dict[int, tuple[EarlyShard, Tensor]] = {}
+        self.held: dict[int, tuple[EarlyShard, Tensor]] = {}
         """What is whole until a context ends, and may be touched by one rank alone meanwhile."""
-        self.known: dict[int, tuple[Tensor, Any]] = {}
-        """What became of parameters that were cut: the emptied object, and the sharded one."""
 
-    def cut(self, parameter: Tensor, label: str) -> Any:
-        """The shard of a parameter of which the first rank's values count; the object itself is emptied."""
-        if id(parameter) in self.known:
-            return self.known[id(parameter)][1]
+    def cut(self, parameter: nn.Parameter, name: str) -> None:
+        """Keep this rank's shard of a parameter, of which the first rank's values count."""
         dtype = self.dtype if self.dtype is not None and parameter.is_floating_point() else parameter.dtype
         whole = parameter.detach().to(self.device, dtype).contiguous()
         collectives.broadcast(whole, group=self.group, group_src=0)
-        dim = shard_dim(whole.shape, self.mesh.size())
-        placements = [Shard(dim)]
-        shard = _chunk(whole, dim, self.mesh).clone()
-        made: Any = DTensor.from_local(
-            shard, self.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-        early = nn.Parameter(made, requires_grad=parameter.requires_grad)
-        carry(parameter, early)
-        early.__class__ = self.kind
-        if isinstance(parameter, nn.Parameter):
-            move(parameter, label, "zero.Init sharded it")
-        self.known[id(parameter)] = parameter, early
-        return early
+        shard_parameter(parameter, name, whole, self)
 
-    def whole(self, early: Any) -> Tensor:
+    def whole(self, early: EarlyShard) -> Tensor:
         """All of a parameter, until another one is touched."""
         if id(early) in self.held:
             return self.held[id(early)][1]
@@ -116,44 +133,33 @@ class Bench:
             self.open[id(early)] = early, gathered(early)
         return self.open[id(early)][1]
 
-    def copied(self, early: Any, memo: dict[int, Any]) -> Any:
-        """Another parameter with its values: cut as it is, or whole while it is held."""
-        if id(early) not in memo:
-            self.clear_but()
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                shard = DTensor.clone(early)
-                made = nn.Parameter(self.held[id(early)][1].clone() if id(early) in self.held else shard)
-                made.requires_grad_(early.requires_grad)
-            if isinstance(made, DTensor):
-                made.__class__ = self.kind
-            memo[id(early)] = made
-        return memo[id(early)]
-
-    def replace(self, early: Any, value: Tensor) -> None:
+    def replace(self, early: EarlyShard, value: Tensor) -> None:
         """Set the data of a parameter, which keeps its shape and dtype."""
         if value.shape != early.shape:
             raise UsageError(
                 f"a parameter that zero.Init has cut has shape {list(early.shape)}; the data given {list(value.shape)}"
             )
-        if value.dtype != early.dtype and self.dtype is None:
-            warn_once(f"parameters that zero.Init has sharded stay {early.dtype}: give zero.Init(dtype={value.dtype})")
+        if value.dtype != early.shard.dtype and self.dtype is None:
+            warn_once(
+                f"parameters that zero.Init has sharded stay {early.shard.dtype}: give zero.Init(dtype={value.dtype})"
+            )
         self.whole(early).copy_(value)
 
     def in_place_of(self, tensor: Tensor) -> Tensor:
-        """The whole one for an early one."""
-        return self.whole(tensor) if isinstance(tensor, Early) else tensor
+        """The whole one for a sharded one."""
+        return self.whole(_early(tensor)) if isinstance(tensor, ShardedParameter) else tensor
 
-    def clear_but(self, kept: Sequence[Any] = ()) -> None:
+    def clear_but(self, kept: Sequence[EarlyShard] = ()) -> None:
         """Cut again what is whole, with the first rank's values."""
         keys = {id(early) for early in kept}
         with torch.no_grad():
             for key in [key for key in self.open if key not in keys]:
                 early, value = self.open.pop(key)
                 collectives.broadcast(value, group=self.group, group_src=0)
-                self._cut_again(early, value)
+                early.shard.copy_(part_of(value, early.dim, self.mesh))
 
     @contextmanager
-    def hold(self, wanted: Sequence[Any], source: int | None) -> Iterator[None]:
+    def hold(self, wanted: Sequence[EarlyShard], source: int | None) -> Iterator[None]:
         """Keep parameters whole; at the end they are cut with the values of the rank `source`, or left as they were."""
         self.clear_but()
         asked = {id(early): early for early in wanted}
@@ -168,10 +174,23 @@ class Bench:
         with torch.no_grad():
             for early, value in mine if source is not None else ():
                 collectives.broadcast(value, source, group=self.group)
-                self._cut_again(early, value)
+                early.shard.copy_(part_of(value, early.dim, self.mesh))
 
-    def _cut_again(self, early: Any, value: Tensor) -> None:
-        local(early).copy_(_chunk(value, early.placements[0].dim, self.mesh))
+
+def shard_parameter(parameter: nn.Parameter, name: str, whole: Tensor, bench: Bench) -> None:
+    """Let a parameter keep its shard of a whole value alone."""
+    dim = shard_dim(whole.shape, bench.mesh.size())
+    _wear(parameter, name, part_of(whole, dim, bench.mesh).clone(), whole.shape, bench)
+
+
+def _wear(parameter: nn.Parameter, name: str, shard: Tensor, shape: torch.Size, bench: Bench) -> None:
+    empty = torch.empty(shape, dtype=shard.dtype, device=shard.device)
+    empty.untyped_storage().resize_(0)
+    parameter.grad = None
+    parameter.data = empty
+    dim = shard_dim(shape, bench.mesh.size())
+    vars(parameter)[RECORD] = EarlyShard(name, parameter, shape, dim, bench.mesh, shard, bench)
+    parameter.__class__ = ShardedParameter
 
 
 class Building:
@@ -201,7 +220,6 @@ class Building:
             self.bench.clear_but()
         self.begun.clear()
         self.done.clear()
-        self.bench.known.clear()
 
     def finish(self, module: nn.Module) -> None:
         """A module is built: cut its parameters, and those of the modules inside."""
@@ -209,29 +227,20 @@ class Building:
             self.begun.pop(id(inner), None)
             self.done[id(inner)] = inner
             for own, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
-                if fits(parameter) or id(parameter) in self.bench.known:
-                    inner.register_parameter(own, self._cut(parameter, f"{name}.{own}".lstrip(".")))
+                if can_be_cut(parameter):
+                    self.bench.cut(parameter, f"{name}.{own}".lstrip("."))
 
     def _module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
             self.finish(child)
 
-    def _parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or not fits(parameter):
-            return None
+    def _parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or not can_be_cut(parameter):
+            return
         if id(module) in self.done:
-            return self._cut(parameter, name)
-        self.begun[id(module)] = module
-        return None
-
-    def _cut(self, parameter: Tensor, label: str) -> Any:
-        """Cut a parameter, also where modules that are not done yet have it."""
-        early = self.bench.cut(parameter, label)
-        for module in list(self.begun.values()):
-            for own, other in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if other is parameter:
-                    module.register_parameter(own, early)
-        return early
+            self.bench.cut(parameter, name)
+        else:
+            self.begun[id(module)] = module
 
 
 @contextmanager
@@ -248,10 +257,11 @@ def built() -> Iterator[None]:
             building.start()
 
 
-def fits(parameter: Tensor) -> bool:
+def can_be_cut(parameter: Tensor) -> bool:
     """Whether a parameter can be cut: it has dimensions and memory, and is whole and nobody's."""
     return bool(
-        not isinstance(parameter, DTensor | Moved | UninitializedParameter)
+        not isinstance(parameter, DTensor | UninitializedParameter)
+        and not is_sharded(parameter)
         and AMBIENT.owners.get(parameter) is None
         and parameter.dim()
         and parameter.numel()
@@ -261,63 +271,42 @@ def fits(parameter: Tensor) -> bool:
 
 @contextmanager
 def held(parameters: Sequence[Tensor], source: int | None) -> Iterator[None]:
-    """Keep those of some parameters whole that are early; all ranks enter and leave."""
-    benches = {id(bench): bench for each in parameters if isinstance(each, Early) and (bench := type(each).bench)}
+    """Keep those of some parameters whole that no engine has yet; all ranks enter and leave."""
+    early = [record for each in parameters if isinstance(record := find_record(each), EarlyShard)]
+    benches = {id(record.bench): record.bench for record in early}
     with ExitStack() as stack:
         for bench in benches.values():
-            stack.enter_context(bench.hold([each for each in parameters if isinstance(each, bench.kind)], source))
+            stack.enter_context(bench.hold([record for record in early if record.bench is bench], source))
         yield
 
 
-def gathered(early: Any) -> Tensor:
+def gathered(early: EarlyShard) -> Tensor:
     """All of a parameter, in a new tensor that wants no gradient."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        mesh, dim = early.device_mesh, early.placements[0].dim
-        return gather_shards(local(early), list(early.shape), dim, mesh.get_group())
+    with torch.no_grad():
+        return gather_shards(early.shard, early.shape, early.dim, early.mesh.get_group())
 
 
 def make_whole(model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
-    """Give a model plain parameters for its early ones, except those of these names."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if isinstance(parameter, Early) and names[id(parameter)] not in keep:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(gathered(parameter), requires_grad=parameter.requires_grad)
-                    carry(parameter, made[id(parameter)])
-                module.register_parameter(own, made[id(parameter)])
+    """Let parameters of a model that `zero.Init` has cut be whole, except those of these names."""
+    for name, parameter in model.named_parameters():
+        early = find_record(parameter)
+        if isinstance(early, EarlyShard) and name not in keep:
+            whole = gathered(early)
+            parameter.__class__ = nn.Parameter
+            parameter.data = whole
+            del vars(parameter)[RECORD]
 
 
-def _chunk(whole: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """This rank's part, by torch.chunk's rule."""
-    each = -(-whole.shape[dim] // mesh.size())
-    start = min(mesh.get_local_rank() * each, whole.shape[dim])
-    return whole.narrow(dim, start, min(each, whole.shape[dim] - start))
+def part_of(whole: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a whole tensor, by torch.chunk's rule."""
+    first, last = chunk(whole.shape[dim], mesh)
+    return whole.narrow(dim, first, last - first)
 
 
-def take_out(model: nn.Module, early: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """Put parameters without memory in the place of early ones, under all their names; returns them by name."""
-    stand_ins = {
-        id(parameter): (name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")))
-        for name, parameter in early.items()
-    }
-    for parameter in early.values():
-        stand_ins[id(parameter)][1].requires_grad_(parameter.requires_grad)
-    for module in model.modules():
-        for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) in stand_ins:
-                module.register_parameter(own, stand_ins[id(parameter)][1])
-    return dict(stand_ins.values())
-
-
-def recut(early: Any, mesh: DeviceMesh) -> DTensor:
-    """The same parameter as it is cut over this mesh: as it is where the ranks are the same."""
-    ranks = [value.mesh.flatten().tolist() for value in (early.device_mesh, mesh)]
+def early_shard(early: EarlyShard, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a parameter as it is cut over a mesh: its shard, where the ranks are the same."""
+    ranks = [value.mesh.flatten().tolist() for value in (early.mesh, mesh)]
     if ranks[0] == ranks[1]:
-        found: DTensor = early
-        return found
+        return early.shard
     whole = gathered(early)
-    dim = shard_dim(whole.shape, mesh.size())
-    shard = _chunk(whole, dim, mesh).clone()
-    return DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return part_of(whole, shard_dim(whole.shape, mesh.size()), mesh)

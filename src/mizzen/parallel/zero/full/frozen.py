@@ -1,7 +1,7 @@
 """Frozen weights at rest in 8-bit blocks: `zero_quantized_nontrainable_weights`, for the base of an adapter.
 
-A shard is kept as the bytes that travel, and comes to life after the gather. FSDP2 asks a shard that is a tensor of
-another kind what to send and what to make of what came; whoever else reads such a shard gets its values.
+A shard is kept as the bytes that travel, and comes to life after the gather. Whoever else reads such a shard gets its
+values.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,23 +99,9 @@ class Packed(Tensor):
             return first
         return found
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """What FSDP2 sends, and what it gives back with what has come."""
-        return (self.held,), None
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], about: Any, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole parameter out of everybody's bytes, which are then given back."""
-        (messages,) = gathered
-        values = unpack(messages.view(-1, self.held.numel()), self.count, BITS).reshape(-1)
-        messages.untyped_storage().resize_(0)
-        if out is None:
-            whole = values.to(dtype)
-            return whole, (whole,)
-        # Under another name: what a backward has saved of the parameter counts writes to it, and this is none.
-        out.data.copy_(values[: out.numel()].view(out.shape))
-        return None
+    def unpacked(self, messages: Tensor) -> Tensor:
+        """The elements of the whole parameter out of everybody's bytes, one row for each rank, padding included."""
+        return unpack(messages.contiguous(), self.count, BITS).reshape(-1)
 
 
 def _is_itself(func: Any, packed: Packed, args: Sequence[Any]) -> bool:

@@ -1,22 +1,27 @@
 """How the gradients of units come to their owners: at once, in every backward, however it was started."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from mizzen.comm.communicator import meet
 from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
-from mizzen.parallel.zero.full.backward import Backward
-from mizzen.parallel.zero.full.live import LiveUnit, Trained
-from mizzen.parallel.zero.full.wires import Place, explained
-from mizzen.parallel.zero.reduce import Finish, Reducer
+from mizzen.log import warn_once
+from mizzen.parallel.zero.full.runtime import Position, explained
+from mizzen.parallel.zero.full.sharded_parameter import use_refusal
+from mizzen.parallel.zero.full.unit import LiveUnit, UnitParameter, gather_shards, rows_of
+from mizzen.parallel.zero.reduce import Finish, Reducer, torch_dtype
 
-IN_FLIGHT = 2
-"""Units on their way that keep the wire busy and bound the memory, where the host waits for them."""
+IN_FLIGHT: Final = 2
+"""Units on their way that keep the wire of CPU ranks busy and bound the memory. On a device one is enough: the host
+waits for none, and the device for the one before."""
 
 
 class UnitGradients:
@@ -35,18 +40,18 @@ class UnitGradients:
         reducer: Reducer,
         replicas: Reducer,
         group: ProcessGroup | None,
-        place: Place,
-        backward: Backward,
+        position: Position,
     ) -> None:
         self.units = tuple(units)
         self.reducer = reducer
         self.replicas = replicas
         self.group = group
         """All ranks that train together."""
-        self.place = place
+        self.position = position
         self.has_arrived = False
         """Whether autograd has put a gradient on any parameter since the last step."""
-        self.backward = backward
+        self.finish_backward: Callable[[], None] = lambda: None
+        """Lets units send gradients that came without their notice."""
         self._is_open = False
         self._is_complete = False
         self._is_last = False
@@ -56,57 +61,95 @@ class UnitGradients:
     @property
     def has_strangers(self) -> bool:
         """Whether gradients came from a backward that nobody announced with `arm`."""
-        return any(unit.has_strangers for unit in self.units)
+        return any(unit.has_unannounced for unit in self.units)
 
-    def see(self, unit: LiveUnit, gradients: Sequence[Tensor | None]) -> None:
+    def reduce_unit(self, unit: LiveUnit) -> None:
+        """Sum the gradients that lie on the parameters of a unit over the ranks; zeros where there is none.
+
+        Without zeros a rank that took another branch inside a unit would send fewer elements than the others.
+        """
+        trained = unit.trained
+        if not trained:
+            return
+        gradients = [each.parameter.grad for each in trained]
+        self._check(unit, trained)
+        self._note_finite(unit, gradients)
+        in_flight = IN_FLIGHT if unit.device.type == "cpu" else 1
+        while len(self._pending) >= in_flight:
+            self._pending.pop(0)()
+        ranks = unit.ranks.mesh.size()
+        rows = unit.stock.take(ranks * unit.count, unit.sums.dtype)
+        table = rows.view(ranks, -1)
+        with torch.no_grad():
+            for each, gradient in zip(trained, gradients, strict=True):
+                part = table[:, each.start : each.start + each.length]
+                if gradient is None:
+                    part.zero_()
+                else:
+                    part.copy_(rows_of(gradient.detach(), ranks, each.length))
+                    each.parameter.grad = None
+            is_first = unit.sums.is_empty
+            self._send(unit, rows, unit.sums.place()[: unit.count], unit.plan.title, add=not is_first)
+
+    def _check(self, unit: LiveUnit, trained: Sequence[UnitParameter]) -> None:
+        changed = [each.name for each in trained if not each.parameter.requires_grad]
+        changed += [
+            each.name for each in unit.parameters.values() if not each.is_trained and each.parameter.requires_grad
+        ]
+        if changed:
+            raise UsageError(
+                f"unit '{unit.plan.title}' has {len(trained)} trained parameters, and requires_grad of '{changed[0]}' "
+                "was changed after initialize; change it back, or make a new engine"
+            )
+
+    def _note_finite(self, unit: LiveUnit, gradients: Sequence[Tensor | None]) -> None:
         """Remember which of this rank's own gradients are finite, before they are laid out for sending and summed."""
-        found = [gradient for gradient in gradients if gradient is not None]
+        found = [gradient.detach() for gradient in gradients if gradient is not None]
         self.has_arrived |= bool(found)
         if not all(is_all_finite(gradient.reshape(-1)) for gradient in found):
             fine = found[0].new_zeros(1)
-            unit.note_finite(are_finite([fine if gradient is None else gradient for gradient in gradients]))
+            flags = [fine if gradient is None else gradient.detach() for gradient in gradients]
+            unit.note_finite(are_finite(flags))
 
-    def take(self, unit: LiveUnit, sent: Tensor) -> None:
-        """Sum the gradients of a unit, laid out as one row of shards for each rank, into this rank's shard."""
-        expected = unit.count * self.reducer.reduction.ranks
-        if sent.numel() != expected:
-            raise UsageError(
-                f"unit '{unit.plan.title}' got gradients for {sent.numel()} elements where {expected} are trained: "
-                "requires_grad of a parameter was changed after initialize; make a new engine"
-            )
-        is_first = unit.sums.is_empty
-        self._send(unit, sent, unit.sums.place()[: unit.count], unit.plan.title, add=not is_first)
-
-    def take_one(self, unit: LiveUnit, one: Trained, sent: Tensor) -> None:
-        """The same for one parameter."""
+    def take_one(self, unit: LiveUnit, one: UnitParameter, rows: Tensor, tag: Tag) -> None:
+        """Sum the gradient of one parameter, which was used outside of its unit."""
         self.has_arrived = True
-        self._send(unit, sent, unit.gradient[one.start : one.start + one.length], one.name, add=True)
+        self._send(unit, rows, unit.gradient[one.start : one.start + one.length], one.name, add=True, tag=tag)
 
-    def _send(self, unit: LiveUnit, sent: Tensor, chunk: Tensor, title: str, *, add: bool) -> None:
+    def _send(
+        self, unit: LiveUnit, rows: Tensor, chunk: Tensor, title: str, *, add: bool, tag: Tag | None = None
+    ) -> None:
         """Sum something of all ranks, and put this rank's share of it into its place or add it there."""
-        unit.has_strangers |= not self._is_open
+        unit.has_unannounced |= not self._is_open
         self._is_complete = unit.is_complete = False
-        finish = self.reducer.to_owner(sent, chunk, add=add, title=title)
-        if sent.device.type != "cpu":
-            finish()  # in the order of the stream; the host does not wait
-            return
-        self._pending.append(finish)
-        if len(self._pending) > IN_FLIGHT:
-            self._pending.pop(0)()
+        was_backward, self.position.is_backward = self.position.is_backward, True
+        try:
+            tag = tag or self.position.tag(unit.plan.title)
+            finish = self.reducer.to_owner(rows, chunk, add=add, title=title, tag=tag)
+        except CommError as error:
+            raise explained(error) from None
+        finally:
+            self.position.is_backward = was_backward
+
+        def arrive() -> None:
+            finish()
+            unit.stock.give(rows)
+
+        self._pending.append(arrive)
 
     def hide(self) -> None:
         """Nothing is on a parameter."""
 
     def arm(self, last: bool | None) -> None:
         """A backward starts. Gradients leave at once whatever comes next: there is no room for whole ones."""
-        self._is_open = self.place.is_backward = True
+        self._is_open = self.position.is_backward = True
         self._is_complete, self._is_last = False, bool(last)
         self._mark(False)
 
     def settle(self) -> None:
         """That backward is over, on every rank: one that is elsewhere is found before anything else is exchanged."""
-        self.backward.finish()
-        self._is_open = self.place.is_backward = False
+        self.finish_backward()
+        self._is_open = self.position.is_backward = False
         self._wait()
         self._meet("the end of backward")
         self._is_complete = self.replicas.reduction.ranks == 1  # so that a rank reads and writes its own part alone
@@ -114,7 +157,7 @@ class UnitGradients:
 
     def collect(self) -> None:
         """Make every owned gradient complete."""
-        self.backward.finish()
+        self.finish_backward()
         if not self._is_complete:
             self._wait()
             self._meet("the end of a step's gradients")
@@ -134,11 +177,11 @@ class UnitGradients:
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, and what was lost on their way where nobody steps with them."""
         self._wait()
-        self.place.step += taken
+        self.position.step += taken
         if not taken and any(not unit.sums.is_empty for unit in self.units):
             self.reducer.forget()
         self.has_arrived = False
-        self._is_open = self._is_complete = self.place.is_backward = False
+        self._is_open = self._is_complete = self.position.is_backward = False
         for unit in self.units:
             unit.forget()
 
@@ -160,6 +203,73 @@ class UnitGradients:
     def _meet(self, phase: str) -> None:
         if self.group is not None and self.units and self.units[0].device.type == "cpu":
             try:
-                meet(Tag(self.place.step, "", phase), self.group, torch.empty(0))
+                meet(Tag(self.position.step, "", phase), self.group, torch.empty(0))
             except CommError as error:
                 raise explained(error) from None
+
+
+@dataclass(frozen=True, slots=True)
+class UseOutside:
+    """Makes a sharded parameter whole where it is used outside of its unit, with a gradient that returns.
+
+    This is how a forward pass may use a parameter of another module, call a block's method instead of the block, or run
+    a part of a model on its own. It costs a gather for every use; a parameter that is registered with
+    `register_external_parameter` belongs to the model itself and is gathered once.
+    """
+
+    unit: LiveUnit
+    gradients: UnitGradients
+
+    def __call__(self, one: UnitParameter, operation: str) -> Tensor:
+        """The whole parameter, as its unit would have it."""
+        position = self.gradients.position
+        if not position.calls and not position.is_backward:
+            raise use_refusal(one.name, operation)
+        if torch.is_grad_enabled() and not position.is_backward:
+            warn_once(
+                f"'{one.name}' is used outside of its unit '{self.unit.plan.title}', and others may be: "
+                "it is gathered for every such use. To gather it once, call mizzen.zero.register_external_parameter("
+                "module, parameter) before initialize, or pin a module around both in zero_optimization.leaf_module",
+                key="used outside of its unit",
+            )
+        found: Tensor = _Whole.apply(one.parameter, one, self)  # type: ignore[no-untyped-call]
+        return found
+
+    def gather(self, one: UnitParameter) -> Tensor:
+        """All shards in one tensor."""
+        dtype = self.unit.plan.gathers_as if one.is_trained else None
+        try:
+            return gather_shards(
+                one.shard,
+                one.shape,
+                one.dim,
+                self.unit.ranks.sharers,
+                dtype=torch_dtype(dtype) if dtype else None,
+                tag=self.gradients.position.tag(f"{one.name} outside of its unit"),
+            )
+        except CommError as error:
+            raise explained(error) from None
+
+    def give(self, one: UnitParameter, gradient: Tensor) -> None:
+        """Send a whole gradient to the owners of its shards."""
+        if not one.is_trained:
+            return
+        rows = rows_of(gradient, one.ranks, one.length, self.unit.sums.dtype).contiguous()
+        others = torch.tensor([each.name != one.name for each in self.unit.trained], device=rows.device)
+        self.unit.note_finite(others | rows.isfinite().all())
+        tag = self.gradients.position.tag(f"{one.name} outside of its unit")
+        self.gradients.take_one(self.unit, one, rows.view(-1), tag)
+
+
+class _Whole(Function):
+    """From a shard to a whole parameter; the gradient goes another way than autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, one: UnitParameter, use: UseOutside) -> Tensor:
+        ctx.one, ctx.use = one, use
+        return use.gather(one)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.use.give(ctx.one, gradient)
+        return None, None, None

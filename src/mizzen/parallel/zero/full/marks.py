@@ -7,16 +7,16 @@ from torch import Tensor, nn
 from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError, expect
 from mizzen.log import warn_once
-from mizzen.parallel.zero.full.sharded import Sharded
+from mizzen.parallel.zero.full.sharded_parameter import find_record
 
 
 def register_use(module: nn.Module, parameter: Tensor) -> None:
     """Note that a module uses a parameter that it does not hold."""
     expect(module, nn.Module, "a module")
     expect(parameter, nn.Parameter, "a parameter")
-    if isinstance(parameter, Sharded):
+    if (record := find_record(parameter)) is not None:
         raise UsageError(
-            f"'{type(parameter).label}' is sharded already: register_external_parameter comes before initialize, best "
+            f"'{record.name}' is sharded already: register_external_parameter comes before initialize, best "
             "in the __init__ of the module that uses it"
         )
     AMBIENT.externals.set(parameter, module)
@@ -30,7 +30,7 @@ def unregister_use(parameter: Tensor) -> None:
 def pin(module: nn.Module, is_pinned: bool = True) -> None:
     """Let a module be one unit of gathering, or not."""
     expect(module, nn.Module, "a module")
-    if any(isinstance(parameter, Sharded) for parameter in module.parameters()):
+    if any(find_record(parameter) is not None for parameter in module.parameters()):
         warn_once("modules that are pinned as units, or no longer, after initialize() are heeded by the next one only")
     if is_pinned:
         AMBIENT.leaves.set(module, module)

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives, groups
 from mizzen.comm.communicator import Work
+from mizzen.comm.tags import Tag
 from mizzen.kernels.quantize import pack, unpack
-from mizzen.parallel.zero.full.wires import Gather, Pending
 from mizzen.parallel.zero.reduce import Finish, Reducer, Reduction, sum_of_rows, wait_for
 from mizzen.parallel.zero.stock import Stock
 
@@ -45,21 +45,29 @@ class Quantizing:
         return " and ".join(word for word, is_on in words.items() if is_on)
 
 
-class QuantizedGather(Gather):
-    """Shards travel as 8-bit blocks."""
+def gather_rows(rows: Tensor, mine: Tensor, group: ProcessGroup, tag: Tag | None) -> Finish:
+    """Start to gather the shards of all ranks as they are."""
+    return _finish_of(collectives.all_gather_into_tensor(rows, mine, group=group, async_op=True, tag=tag))
 
-    def start(self, whole: Tensor, shard: Tensor, group: ProcessGroup) -> Pending | None:
-        """Let it begin; the result is there when it was waited for."""
-        ranks, count = whole.numel() // shard.numel(), shard.numel()
-        message = pack(shard.view(1, -1), WEIGHT_BITS).view(-1)
-        received = message.new_empty(ranks * message.numel())
-        tag = self.place.tag(self.unit)
-        work = collectives.all_gather_into_tensor(received, message, group=group, async_op=True, tag=tag)
 
-        def finish() -> None:
-            whole.view(ranks, -1).copy_(unpack(received.view(ranks, -1), count, WEIGHT_BITS))
+def gather_quantized(rows: Tensor, mine: Tensor, group: ProcessGroup, tag: Tag | None) -> Finish:
+    """Start to gather the shards of all ranks as 8-bit blocks; bytes are blocks already."""
+    if not mine.is_floating_point():
+        return gather_rows(rows, mine, group, tag)
+    ranks, count = rows.numel() // mine.numel(), mine.numel()
+    message = pack(mine.view(1, -1), WEIGHT_BITS).view(-1)
+    received = message.new_empty(ranks * message.numel())
+    finish = _finish_of(collectives.all_gather_into_tensor(received, message, group=group, async_op=True, tag=tag))
 
-        return Pending(work, finish) if work is not None else None
+    def finish_and_unpack() -> None:
+        finish()
+        rows.view(ranks, -1).copy_(unpack(received.view(ranks, -1), count, WEIGHT_BITS))
+
+    return finish_and_unpack
+
+
+def _finish_of(work: Work | None) -> Finish:
+    return lambda: wait_for(work)
 
 
 class QuantizedReducer(Reducer):
@@ -93,7 +101,14 @@ class QuantizedReducer(Reducer):
         self.errors.clear()
 
     def to_owner(
-        self, bucket: Tensor, chunk: Tensor, *, add: bool, owner: int | None = None, title: str = ""
+        self,
+        bucket: Tensor,
+        chunk: Tensor,
+        *,
+        add: bool,
+        owner: int | None = None,
+        title: str = "",
+        tag: Tag | None = None,
     ) -> Finish:
         """The sum of this rank's chunk of the bucket, put into `chunk` or added to it."""
         if owner is not None:
@@ -105,7 +120,7 @@ class QuantizedReducer(Reducer):
             rows = rows * self.reduction.before
         # By receiver: the rows of one place in all nodes lie together.
         rows = rows.view(nodes, self.inside, count).transpose(0, 1).reshape(-1, count)
-        received, work = self._exchange(self._message(rows, title, 0), self._neighbours())
+        received, work = self._exchange(self._message(rows, title, 0), self._neighbours(), tag)
 
         def finish() -> None:
             wait_for(work)
@@ -131,13 +146,15 @@ class QuantizedReducer(Reducer):
         """The ranks of the same place in all nodes."""
         return list(range(groups.get_rank(self.group) % self.inside, self.reduction.ranks, self.inside))
 
-    def _exchange(self, messages: Tensor, ranks: Sequence[int]) -> tuple[Tensor, Work | None]:
+    def _exchange(
+        self, messages: Tensor, ranks: Sequence[int], tag: Tag | None = None
+    ) -> tuple[Tensor, Work | None]:
         """Send some ranks their rows, as many to each, and get theirs."""
         each = messages.numel() // len(ranks)
         sizes = [each if rank in ranks else 0 for rank in range(self.reduction.ranks)]
         received = torch.empty_like(messages)
         work = collectives.all_to_all_single(
-            received.view(-1), messages.view(-1), sizes, sizes, group=self.group, async_op=True
+            received.view(-1), messages.view(-1), sizes, sizes, group=self.group, async_op=True, tag=tag
         )
         return received, work
 

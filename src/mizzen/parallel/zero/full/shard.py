@@ -11,13 +11,13 @@ from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.home import Site, classes, pieces_at
 from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
-from mizzen.parallel.zero.full.assemble import FullHolding, Ranks
+from mizzen.parallel.zero.full.assemble import FullHolding
 from mizzen.parallel.zero.full.frozen import is_packed, packed_bytes
 from mizzen.parallel.zero.full.owners import choose_owners
 from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.store import FullStore
+from mizzen.parallel.zero.full.unit import UnitRanks
 from mizzen.parallel.zero.full.units import Division, Unit, divide, shard_dim
-from mizzen.parallel.zero.full.wrap import Wrapping
 from mizzen.parallel.zero.shard import Family, FlatSettings, check, families, partitions, price_of, store_of
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store
@@ -44,7 +44,10 @@ class FullChoice:
 
     flat: FlatSettings
     zero: ZeroConfig
-    wrapping: Wrapping
+    ahead: int
+    """Elements that are gathered before they are needed, in whole units."""
+    second: int
+    """After forward a unit stays shared out over so many ranks; 0 means over all of them."""
     quantizing: Quantizing
     drafts: Drafts
     layout: Layout
@@ -72,7 +75,7 @@ class FullChoice:
                 flat.mean(sharing),
                 flat.mean(copies),
                 flat.policy,
-                self.wrapping,
+                self.ahead,
                 float(sharing * copies) if flat.is_sum else 1.0,
                 self.quantizing,
                 choose_owners((p for unit in division.units for p in unit.parameters), sharing),
@@ -92,8 +95,7 @@ class FullChoice:
         named = part.division.units[0].parameters or len(part.division.units) > 1
         units = f": {part.division}" if named else ""
         quantized = f", {self.quantizing}" if self.quantizing != Quantizing() else ""
-        keeps = self.wrapping.keeps
-        second = f", a second copy over {keeps} ranks for backward" if keeps else ""
+        second = f", a second copy over {self.second} ranks for backward" if self.second else ""
         owned = f"; {len(part.holding.owners)} are stepped whole, each by one rank" if part.holding.owners else ""
         return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}"
 
@@ -121,11 +123,8 @@ class ZeroFull(Transform):
         choice = FullChoice(
             FlatSettings.of(config, 2, overlap=False),
             zero,
-            Wrapping(
-                accumulation=policy.accumulation,
-                keeps=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0,
-                ahead=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
-            ),
+            zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
+            zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0,
             _quantizing(zero, sharing),
             drafts,
             layout,
@@ -136,8 +135,11 @@ class ZeroFull(Transform):
         return choice
 
     def groups(self, choice: FullChoice) -> Iterable[Partition]:
-        """Wherever gradients are summed."""
-        return partitions(choice.drafts, choice.layout)
+        """Wherever gradients are summed, and the ranks that share a second copy."""
+        yield from partitions(choice.drafts, choice.layout)
+        if choice.second:
+            sharing = {choice.layout.ranks_along(SHARD_AXES, rank) for rank in range(choice.layout.world)}
+            yield tuple(sorted(part for ranks in sharing for part in _parts_of(ranks, choice.second)))
 
     def price(self, choice: FullChoice, rank: int) -> Cost:
         """What sharding saves on one rank at rest, and what is gathered and on its way at most.
@@ -155,12 +157,16 @@ class ZeroFull(Transform):
         """Shard the units of every part, and move what stays whole into flat buffers."""
         copies = mesh.group("dp_replicate") if mesh.size("dp_replicate") > 1 else None
         everyone = mesh.group(*DATA_AXES)
-        ranks = Ranks(mesh.axes(*SHARD_AXES), mesh.group(*SHARD_AXES), copies, everyone)
+        second = None
+        if choice.second:
+            sharing = choice.layout.ranks_along(SHARD_AXES, mesh.rank)
+            second = mesh.group_of(next(each for each in _parts_of(sharing, choice.second) if mesh.rank in each))
+        ranks = UnitRanks(mesh.axes(*SHARD_AXES), mesh.group(*SHARD_AXES), copies, everyone, second)
         return tuple(
             self._apply(part, held, ranks, mesh) for part, held in zip(parts, choice.parts(mesh.rank), strict=True)
         )
 
-    def _apply(self, part: Part, held: FullPart, ranks: Ranks, mesh: Mesh) -> Part:
+    def _apply(self, part: Part, held: FullPart, ranks: UnitRanks, mesh: Mesh) -> Part:
         stores: list[Store] = []
         if any(unit.parameters for unit in held.division.units):
             others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.cut_axes}
@@ -168,6 +174,11 @@ class ZeroFull(Transform):
             stores.append(store)
         stores += [store_of(family, part.module, mesh) for family in held.families]
         return replace(part, stores=(*part.stores, *stores))
+
+
+def _parts_of(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """Neighbours among some ranks, so many together."""
+    return [ranks[at : at + size] for at in range(0, len(ranks), size)]
 
 
 def _refuse(config: Config, sharing: int) -> None:

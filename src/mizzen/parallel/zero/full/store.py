@@ -20,38 +20,15 @@ from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes
 from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
 from mizzen.optim.lamb import Portion
-from mizzen.parallel.zero.full.assemble import FullHolding, Ranks, assemble
-from mizzen.parallel.zero.full.backward import Backward
+from mizzen.parallel.zero.full.assemble import FullHolding, assemble
 from mizzen.parallel.zero.full.frozen import Packed
-from mizzen.parallel.zero.full.gradients import UnitGradients
-from mizzen.parallel.zero.full.live import LiveUnit, Share, ShareLot, Trained, gather_shards, local
-from mizzen.parallel.zero.full.quantized import QuantizedGather, QuantizedReducer
-from mizzen.parallel.zero.full.sharded import (
-    bring_back,
-    carry,
-    carry_hooks,
-    mark,
-    move,
-    set_aside,
-    unmark,
-    write_shard,
-)
-from mizzen.parallel.zero.full.touch import Touch
-from mizzen.parallel.zero.full.units import Unit, shard_dim
+from mizzen.parallel.zero.full.gradients import UnitGradients, UseOutside
+from mizzen.parallel.zero.full.quantized import QuantizedReducer
+from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, check_places, explained, let_go
+from mizzen.parallel.zero.full.sharded_parameter import RECORD
+from mizzen.parallel.zero.full.unit import LiveUnit, Share, ShareLot, UnitParameter, UnitRanks, gather_shards
+from mizzen.parallel.zero.full.units import Unit
 from mizzen.parallel.zero.full.whole import Wholes
-from mizzen.parallel.zero.full.wires import Gather, Place, Scatter, explained
-from mizzen.parallel.zero.full.wrap import (
-    Wires,
-    connect,
-    end_backward,
-    forget,
-    held_open,
-    put_right,
-    recover,
-    start,
-    unwrap,
-    whole,
-)
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.store import part_for
@@ -73,7 +50,7 @@ class ShardedPlaces:
 
     def check(self) -> None:
         """Put a sharded parameter back where something else stands in its module, and say so."""
-        _check_places(unit for unit in self.units if not unit.open)
+        check_places([unit for unit in self.units if not unit.open])
 
     def restore(self) -> None:
         """Nothing was moved."""
@@ -98,7 +75,7 @@ class FullStore:
         model: nn.Module,
         units: Sequence[Unit],
         holding: FullHolding,
-        ranks: Ranks,
+        ranks: UnitRanks,
         sites: Mapping[str, Site] | None = None,
         uncounted: Collection[str] = (),
         others: Mapping[str, ProcessGroup] | None = None,
@@ -116,26 +93,24 @@ class FullStore:
         self.counts = ranks.copies is None or groups.get_rank(ranks.copies) == 0
         """Whether this rank's shards count in a norm, of which each is counted once."""
         self.model: Any = model
-        self.place = Place()
+        self.position = Position()
         self.parted: Tensor | None = None
         """On a device: whether the tags of some collective of this step have differed."""
-        self.scope: AbstractContextManager[None] = self.place
+        self.scope: AbstractContextManager[None] = self.position
         self.replaced: Sequence[tuple[Tensor, str]] = ()
-        """Objects by which a user may know a parameter, beside the sharded one, with its name."""
         self.stock = Stock(torch.device(ranks.mesh.device_type))
-        self.units, moved = assemble(model, units, holding, ranks, self.stock)
-        self.replaced = moved
+        self.units = assemble(model, units, holding, ranks, self.stock)
         self.places = ShardedPlaces(self.units)
         self.parameters: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
         self.everything: Mapping[str, Tensor] = {
-            name: parameter for unit in self.units for name, parameter in unit.parameters.items()
+            name: each.parameter for unit in self.units for name, each in unit.parameters.items()
         }
         self.bundles: Sequence[Sequence[str]] = [tuple(unit.parameters) for unit in self.units]
         self.device = self.units[0].device
         reducer = Reducer(holding.reduction, ranks.sharers, self.stock)
         if holding.quantizing.gradients:
             reducer = QuantizedReducer(
-                holding.reduction, ranks.sharers, self.stock, holding.quantizing, lambda: self.place.step
+                holding.reduction, ranks.sharers, self.stock, holding.quantizing, lambda: self.position.step
             )
         copies = Reducer(holding.between, ranks.copies, self.stock)
         self.wholes = Wholes(self.units, holding.owners, ranks.sharers)
@@ -143,54 +118,19 @@ class FullStore:
         self.shares: Sequence[Share] = tuple(lot.share for lot in lots)
         """What the optimizer steps as it lies here, unit by unit."""
         self.lots: Sequence[Lot] = (*lots, *self.wholes.rounds)
-        self.backward = Backward(partial(end_backward, model))
-        self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.place, self.backward)
-        self._connect()
-
-    def _connect(self) -> None:
+        self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.position)
+        self.runtime = UnitRuntime(self.units, self.position, self.gradients, holding.ahead)
+        self.gradients.finish_backward = self.runtime.finish
         for unit in self.units:
-            kind = QuantizedGather if self.holding.quantizing.weights else Gather
-            gather = kind(unit.plan.title, self.place)
-            scatter = Scatter(unit.plan.title, self.place, partial(self.gradients.take, unit))
-            see, check = partial(self.gradients.see, unit), partial(_check_alone, unit, self.place)
-            connect(unit.module, Wires(gather, scatter, see, check, self.backward))
-        root, *others = self.units
-        device_type = str(self.device.type)
-        modules, sizes = [unit.module for unit in others], [unit.plan.numel for unit in others]
-        start(root.module, modules, sizes, self.holding.wrapping, device_type)
-        root.handles += [
-            root.module.register_forward_pre_hook(self._enter, prepend=True),
-            root.module.register_forward_hook(self._leave, always_call=True),
-            root.module.register_state_dict_pre_hook(self._forget),
-            root.module.register_load_state_dict_pre_hook(self._forget),
-            root.module.register_load_state_dict_post_hook(lambda *_: self.refresh()),
+            for each in unit.parameters.values():
+                each.touch = UseOutside(unit, self.gradients)
+        root = self.units[0].module
+        self.handles: list[RemovableHandle] = [
+            root.register_state_dict_pre_hook(self._forget),
+            root.register_load_state_dict_pre_hook(self._forget),
+            root.register_load_state_dict_post_hook(lambda *_: self.refresh()),
+            *_entrances(self.units, self.runtime),
         ]
-        root.handles += _entrances(self.units, self._enter, self._leave)
-        for unit in self.units:
-            with torch.no_grad(), held_open(unit.module):
-                stand_ins = dict(zip(unit.parameters, whole(unit.module), strict=True))
-            slots = {each.name: each for each in unit.trained}
-            for each in unit.trained:
-                carry_hooks(each.parameter, stand_ins[each.name])
-                hook = each.parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
-                dense = stand_ins[each.name].register_post_accumulate_grad_hook(_dense)  # type: ignore[no-untyped-call]
-                unit.handles += [hook, dense]
-                self.backward.parameters[each.name] = stand_ins[each.name]
-            for name, parameter in unit.parameters.items():
-                self.replaced = (*self.replaced, (stand_ins[name], name))
-                mark(parameter, name, Touch(unit, slots.get(name), self.gradients, self.sharing), stand_ins[name])
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self.place.calls and not self.place.is_backward and recover(self.model):
-            self.gradients.clear()  # what an exception has left is not half of a gradient
-        if not self.place.calls:
-            _check_places(self.units)
-        self.place.__enter__()
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.place.__exit__()
-        if not torch.is_grad_enabled() and not self.place.calls and not self.units[0].open:
-            self.model.reshard()  # nothing of it is needed in a backward
 
     # What the optimizer works on
 
@@ -202,7 +142,7 @@ class FullStore:
         """For each of these tensors, which ranges of it belong to which parameter."""
         return {
             share.stepped: [
-                Portion(each.name, each.offset, each.offset + local(each.parameter).numel()) for each in share.trained
+                Portion(each.name, each.offset, each.offset + each.shard.numel()) for each in share.trained
             ]
             for share in self.shares
         } | self.wholes.portions()
@@ -234,27 +174,25 @@ class FullStore:
     def refresh(self) -> None:
         """Somebody has written to the shards: forget what was gathered of them."""
         self._forget()
-        _check_places(self.units)
+        check_places(self.units)
 
     spread = refresh
     """The masters are the shards: who has written to them has written to these."""
 
     def _forget(self, *_: Any) -> None:
         """Shard again whatever is gathered without need."""
-        for unit in self.units:
-            if not unit.open:
-                forget(unit.module)
+        self.runtime.free()
 
     def follow(self, name: str, value: Tensor) -> None:
-        """A master was written to, which is the parameter itself, unless it rests in another form or is gathered."""
-        parameter = self.everything[name]
-        value = part_for(parameter, value, self.sites.get(name))
+        """A master was written to, which is the shard itself, unless it rests in another form or is gathered."""
         for unit in self.units:
-            if unit.open and name in unit.parameters:
-                with torch.no_grad():
-                    whole(unit.module)[list(unit.parameters).index(name)].copy_(value)
-        if isinstance(parameter, DTensor) and isinstance(local(parameter), Packed):
-            write_shard(parameter, value)
+            if (each := unit.parameters.get(name)) is not None:
+                value = part_for(each.parameter, value, self.sites.get(name))
+                if isinstance(each.shard, Packed):
+                    each.write(value)
+                if unit.open:
+                    with torch.no_grad():
+                        each.parameter.copy_(value)
         self._forget()
 
     def not_finite(self) -> list[str]:
@@ -277,7 +215,7 @@ class FullStore:
     def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
         """What this rank holds, by parameter name; masters of frozen parameters are these themselves."""
         if of == "master":
-            every = (piece_of_tensor(name, _plain(parameter)) for name, parameter in self.everything.items())
+            every = (_piece(each, each.shard) for unit in self.units for each in unit.parameters.values())
             return [self._in_whole(piece) for piece in every]
         found = (_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained)
         return [self._in_whole(piece) for piece in found]
@@ -305,131 +243,54 @@ class FullStore:
         units = [unit for unit in self.units if wanted.intersection(unit.parameters)]
         with ExitStack() as stack:
             for unit in units:
-                stack.enter_context(self._opened(unit))
-            yield {
-                name: parameter
-                for unit in units
-                for name, parameter in zip(unit.parameters, whole(unit.module), strict=True)
-                if name in wanted
-            }
-
-    @contextmanager
-    def _opened(self, unit: LiveUnit) -> Iterator[None]:
-        if unit.open:
-            unit.open += 1
-            try:
-                yield
-            finally:
-                unit.open -= 1
-            return
-        with held_open(unit.module):
-            unit.open = 1
-            for parameter in unit.parameters.values():
-                set_aside(parameter)
-            try:
-                yield
-                _check_places([unit])
-            finally:
-                unit.open = 0
-                for parameter in unit.parameters.values():
-                    bring_back(parameter)
+                stack.enter_context(self.runtime.held_open(unit))
+            yield {name: each.parameter for unit in units for name, each in unit.parameters.items() if name in wanted}
+            check_places(units)
 
     def detach(self) -> None:
         """Give the module its parameters back, whole, on every rank; all ranks do this together."""
         if any(unit.open for unit in self.units):
             raise UsageError("destroy() or another initialize() inside GatheredParameters: leave the context first")
+        for handle in self.handles:
+            handle.remove()
+        self.runtime.free()
         for unit in reversed(self.units):
-            for handle in unit.handles:
-                handle.remove()
-            plain = {
-                name: _gathered(parameter, self.sharing, Tag(self.place.step, name, "giving back"))
-                for name, parameter in unit.parameters.items()
-            }
-            names = {id(parameter): name for name, parameter in unit.parameters.items()}
-            unwrap(unit.module, _replacement(unit, plain, names))
-            for name, parameter in unit.parameters.items():
-                move(parameter, name, "its engine gave it back")
-        self.units = self.gradients.units = self.shares = self.lots = self.wholes.rounds = ()
-        self.backward.parameters.clear()
+            for name, each in unit.parameters.items():
+                tag = Tag(self.position.step, name, "giving back")
+                whole = gather_shards(each.shard, each.shape, each.dim, unit.ranks.sharers, tag=tag)
+                held = torch_dtype(unit.plan.held) if unit.plan.held and each.is_trained else whole.dtype
+                each.parameter.__class__ = each.kind
+                each.parameter.data = whole.to(held)
+                del vars(each.parameter)[RECORD]
+            let_go(unit.module)
+        self.units = self.gradients.units = self.runtime.units = self.shares = self.lots = self.wholes.rounds = ()
         self.parameters, self.everything = {}, {}
-        self.replaced = ()
         self.stock.clear()
 
 
-def _check_alone(unit: LiveUnit, place: Place) -> None:
-    """A unit that runs by itself has not been looked at when its model was entered."""
-    if not place.calls:
-        _check_places([unit])
-
-
-def _check_places(units: Iterable[LiveUnit]) -> None:
-    places = [place for unit in units for place in zip(unit.parameters, put_right(unit.module), strict=True)]
-    if wrong := [name for name, is_there in places if not is_there]:
-        raise UsageError(
-            f"'{wrong[0]}' was replaced in the model, by load_state_dict with assign=True, functional_call or an "
-            "assignment, and nobody would train what came: the sharded parameter is there again. Copy values instead, "
-            "with load_state_dict alone, or into what GatheredParameters(..., modifier_rank=0) has gathered"
-        )
-
-
-def _replacement(
-    unit: LiveUnit, plain: Mapping[str, Tensor], names: Mapping[int, str]
-) -> Callable[[Tensor], nn.Parameter]:
-    def replace(parameter: Tensor) -> nn.Parameter:
-        value = plain[names[id(parameter)]]
-        held = torch_dtype(unit.plan.held) if unit.plan.held and parameter.requires_grad else value.dtype
-        found = nn.Parameter(value.to(held), requires_grad=parameter.requires_grad)
-        carry(parameter, found)
-        return found
-
-    return replace
-
-
-def _dense(parameter: Tensor) -> None:
-    """What an embedding may give as a sparse gradient cannot be sharded."""
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
-
-
-def _entrances(
-    units: Sequence[LiveUnit], enter: Callable[..., None], leave: Callable[..., None]
-) -> list[RemovableHandle]:
+def _entrances(units: Sequence[LiveUnit], runtime: UnitRuntime) -> list[RemovableHandle]:
     """In evaluation a part of the model may be called on its own, as an encoder is before generation."""
     root, *others = units
     inside = {id(module) for unit in others for module in unit.module.modules()}
     parts = [module for module in root.module.modules() if module is not root.module and id(module) not in inside]
+
+    def enter(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            runtime.enter((root,))
+
+    def leave(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            runtime.exit((root,))
+
     return [
         handle
         for part in parts
         for handle in (
-            part.register_forward_pre_hook(_evaluating(enter), prepend=True),
-            part.register_forward_hook(_evaluating(leave), always_call=True),
+            part.register_forward_pre_hook(enter, prepend=True),
+            part.register_forward_hook(leave, always_call=True),
         )
     ]
 
 
-def _evaluating(hook: Callable[..., None]) -> Callable[..., None]:
-    """The same while nothing is differentiated."""
-    return lambda *args: None if torch.is_grad_enabled() else hook(*args)
-
-
-def _drop(parameter: Tensor) -> None:
-    """What torch leaves as a gradient is not where ours are."""
-    parameter.grad = None
-
-
-def _plain(parameter: Tensor) -> Tensor:
-    """The same shard without our class, which answers for itself."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found: Tensor = parameter.detach()
-    return found
-
-
-def _gathered(parameter: DTensor, group: ProcessGroup, tag: Tag) -> Tensor:
-    unmark(parameter)
-    dim = shard_dim(parameter.shape, groups.get_world_size(group))
-    return gather_shards(local(parameter), parameter.shape, dim, group, tag=tag)
-
-
-def _piece(each: Trained, data: Tensor) -> Piece:
-    return Piece(each.name, tuple(each.parameter.shape), boxes_of_dtensor(each.parameter), data)
+def _piece(each: UnitParameter, data: Tensor) -> Piece:
+    return Piece(each.name, tuple(each.shape), each.boxes, data)

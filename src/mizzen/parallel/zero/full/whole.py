@@ -17,7 +17,7 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.tags import Tag
 from mizzen.model.piece import Piece, piece_of_whole
 from mizzen.optim.lamb import Portion
-from mizzen.parallel.zero.full.live import LiveUnit, Share, Trained, joined, rows_of
+from mizzen.parallel.zero.full.unit import LiveUnit, Share, UnitParameter, joined, rows_of
 from mizzen.parallel.zero.full.owners import Owners
 from mizzen.parallel.zero.full.units import shard_dim
 
@@ -31,7 +31,7 @@ class Whole:
 
     unit: LiveUnit
     share: Share
-    slot: Trained
+    slot: UnitParameter
     owner: int
     stepped: Tensor | None
     """Empty between steps; None on all ranks but the owner."""
@@ -49,7 +49,7 @@ class Whole:
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the whole parameter."""
-        return tuple(self.slot.parameter.shape)
+        return tuple(self.slot.shape)
 
 
 class Round:
@@ -157,7 +157,7 @@ class Wholes:
 
     def portions(self) -> dict[Tensor, list[Portion]]:
         """Each of these tensors is a whole parameter."""
-        return {tensor: [Portion(each.slot.name, 0, each.slot.parameter.numel())] for each, tensor in self._owned()}
+        return {tensor: [Portion(each.slot.name, 0, each.slot.shape.numel())] for each, tensor in self._owned()}
 
     def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
         """An optimizer state by parameter name; states of another shape are left out."""

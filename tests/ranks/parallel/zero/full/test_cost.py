@@ -6,9 +6,10 @@ import torch
 from mizzen.config.load import load
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.live import MULTIPLE, local
+from mizzen.parallel.zero.full.sharded_parameter import record_of
 from mizzen.parallel.zero.full.shard import FullChoice, _transient
 from mizzen.parallel.zero.full.store import FullStore
+from mizzen.parallel.zero.full.unit import MULTIPLE
 from mizzen.plan.build import build
 from mizzen.plan.cost import Cost
 from ranks.parallel.zero.full.models import MODELS, config, rows, start
@@ -34,7 +35,7 @@ def held(kind, keys):
         engine.step()
     full = [store for store in engine.stores if isinstance(store, FullStore)][0]
     masters = [share.master for share in full.shares]
-    frozen = [local(p) for name, p in full.everything.items() if name not in full.parameters]
+    frozen = [record_of(p).shard for name, p in full.everything.items() if name not in full.parameters]
     states = engine.basic_optimizer.state.values()
     found = Cost(
         parameters=size(frozen) + (0 if "bf16" in keys else size(masters)),

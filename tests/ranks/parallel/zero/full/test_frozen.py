@@ -10,7 +10,7 @@ from mizzen.kernels.quantize import BLOCK, pack, unpack
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.frozen import Packed
-from mizzen.parallel.zero.full.live import local
+from mizzen.parallel.zero.full.sharded_parameter import record_of
 from mizzen.plan.build import build
 from ranks.parallel.zero.full.models import Base, config, rows, start, train
 
@@ -83,7 +83,7 @@ def held():
     plain, small = (load(config(3, 2, zero=keys)) for keys in ({}, KEY))
     counted = [build(each, 2, Sketch.of(lora()), ORDER).cost.parameters for each in (plain, small)]
     engine = start(lora(), 3, zero=KEY)
-    shards = {name: local(p) for name, p in engine.module.named_parameters() if not p.requires_grad}
+    shards = {name: record_of(p).shard for name, p in engine.module.named_parameters() if not p.requires_grad}
     sizes = {name: each.untyped_storage().nbytes() for name, each in shards.items()}
     return counted[0] - counted[1], sizes, {name for name, each in shards.items() if isinstance(each, Packed)}
 
@@ -126,7 +126,7 @@ def access():
         model.blocks[1].up.weight.fill_(0.5)
     assert torch.equal(zero.safe_get_full_fp32_param(weight), torch.full_like(seen, 0.5))
     model.load_state_dict({"blocks.1.up.weight": lora().blocks[1].up.weight}, strict=False)
-    assert isinstance(local(model.blocks[1].up.weight), Packed)
+    assert isinstance(record_of(model.blocks[1].up.weight).shard, Packed)
     assert torch.equal(zero.safe_get_full_fp32_param(weight), seen)
     engine.destroy()
     return type(model.blocks[1].up.weight).__name__, torch.equal(model.blocks[1].up.weight, seen)

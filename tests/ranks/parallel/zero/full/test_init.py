@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mizzen import zero
+from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from ranks.parallel.zero.full.models import MODELS, Base, Block, config, start, train
 from ranks.parallel.zero.programs import at_rest
 
@@ -62,7 +62,7 @@ def build(kind, how):
 
 def weights(kind, how):
     model = build(kind, how)
-    held = sum(p.to_local().numel() if isinstance(p, DTensor) else 0 for p in model.parameters())
+    held = sum(p.to_local().numel() if is_sharded(p) else 0 for p in model.parameters())
     torch.manual_seed(3)
     plain = KINDS[kind]()
     differ = [
@@ -182,7 +182,7 @@ def test_after_the_context_nothing_is_sharded(world):
 def other_stage():
     with zero.Init(config_dict_or_path=config(2, 2)):
         model = Base()
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    return any(is_sharded(p) for p in model.parameters())
 
 
 def test_a_configuration_of_another_stage_changes_nothing(world):
@@ -213,7 +213,7 @@ def hugging_face(folder):
             for (name, value), theirs in zip(one.named_parameters(), other.parameters(), strict=True)
             if not torch.equal(value.detach().clone(), theirs)
         ]
-        found[f"{what} is cut"] = all(isinstance(p, DTensor) for p in one.parameters())
+        found[f"{what} is cut"] = all(is_sharded(p) for p in one.parameters())
     tokens = torch.arange(12).view(2, 6)
     engine = start(loaded, 3)
     found["loss"] = engine(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(
@@ -239,7 +239,7 @@ def written_by_one_rank():
     with zero.Init():
         model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
     rank, first = torch.distributed.get_rank(), model[0]
-    found = {"sharded": [isinstance(value, DTensor) for value in model.state_dict().values()]}
+    found = {"sharded": [is_sharded(value) for value in model.state_dict().values()]}
     with zero.GatheredParameters([first.weight, first.bias], modifier_rank=1):
         if rank == 1:  # no other rank touches them
             first.weight.data.fill_(2.0)

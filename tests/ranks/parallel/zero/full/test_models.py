@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from mizzen.parallel.zero.full import touch
-from mizzen.parallel.zero.full.touch import Touch
-from mizzen.parallel.zero.full.wrap import whole
+from mizzen.parallel.zero.full import gradients
+from mizzen.parallel.zero.full.gradients import UseOutside
 from ranks.parallel.zero.full.models import MODELS, rows, start, train
 
 
@@ -35,16 +34,16 @@ def test_accumulation_gives_the_bits_of_stage_2(world, kind):
 def touched(kind):
     """The parameters that a step gathers where they are touched, and what is said of them."""
     engine, said, gathers = start(kind, 3), [], []
-    plainly, warn = Touch.gather, touch.warn_once
+    plainly, warn = UseOutside.gather, gradients.warn_once
 
-    def gather(self, parameter):
-        gathers.append(type(parameter).label)
-        return plainly(self, parameter)
+    def gather(self, one):
+        gathers.append(one.name)
+        return plainly(self, one)
 
-    Touch.gather, touch.warn_once = gather, lambda message, key: said.append(message)
+    UseOutside.gather, gradients.warn_once = gather, lambda message, key: said.append(message)
     engine.backward(engine(rows(0, engine.global_rank)))
     assert engine.step().applied
-    Touch.gather, touch.warn_once = plainly, warn
+    UseOutside.gather, gradients.warn_once = plainly, warn
     return set(gathers), said
 
 
@@ -61,7 +60,7 @@ def left(kind):
     for step in range(2):
         engine.backward(engine(rows(step, engine.global_rank)))
         engine.step()
-    return [parameter.grad for unit in engine.stores[0].units for parameter in whole(unit.module)]
+    return [each.parameter.grad for unit in engine.stores[0].units for each in unit.parameters.values()]
 
 
 @pytest.mark.parametrize("kind", ["Base", "Branching"])

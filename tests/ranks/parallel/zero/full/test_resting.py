@@ -20,15 +20,8 @@ class Resting:
         self.folder.mkdir()
         self.most = 0
         for number, unit in enumerate(self.units):
-            gather = next(group._all_gather_comm for group in store_groups(unit.module))
-            begin = gather.start
-            gather.start = lambda *given, number=number, begin=begin: self.at(number, lambda: begin(*given))
+            unit.fetch = lambda number=number: self.keep((number - 1, number, number + 1))
         self.keep(())
-
-    def at(self, number, begin):
-        found = begin()
-        self.keep((number - 1, number, number + 1))
-        return found
 
     def keep(self, numbers):
         for number, unit in enumerate(self.units):
@@ -49,13 +42,6 @@ class Resting:
     @property
     def resident(self):
         return sum(share.master.untyped_storage().nbytes() for unit in self.units for share in unit.shares)
-
-
-def store_groups(module):
-    from mizzen.backport import fsdp_groups
-    from mizzen.parallel.zero.full.wrap import state_of
-
-    return fsdp_groups(state_of(module))
 
 
 def run(folder, keys):

@@ -1,0 +1,204 @@
+"""A parameter of which this rank holds a shard: one class, which the parameter's own object wears while it is sharded.
+
+[Note: one object for life]
+A parameter is the same object before `initialize`, in training and afterwards, so that references to it, its hooks, and
+what others hang on it stay good. While its unit runs it has all its memory and is a plain parameter. In between it has
+its shape, its dtype and no memory, and its class is `ShardedParameter`: facts are answered, a use inside a forward pass
+gathers it, and everything else is refused by its name. Computing with a tensor that has no memory would end the process.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mizzen.errors import UsageError, expect
+from mizzen.model.inputs import change_tensors, tensors_in
+
+WAYS: Final = (
+    "use it inside the model's forward, or in a method that is called on the engine; gather it with "
+    "mizzen.zero.GatheredParameters; or read and write it with mizzen.zero.safe_get_full_fp32_param and "
+    "safe_set_full_fp32_param"
+)
+RECORD: Final = "_shard_record"
+"""Under this name a sharded parameter has its record; a gathered one has it too."""
+PROPERTIES: Final = frozenset(
+    "shape dtype device requires_grad grad grad_dtype is_leaf grad_fn layout ndim is_sparse is_quantized is_meta names "
+    "itemsize nbytes output_nr retains_grad is_nested _version _base is_cuda is_cpu is_xpu is_mps _backward_hooks "
+    "_post_accumulate_grad_hooks".split()
+)
+"""Properties that can be answered without the values."""
+METHODS: Final = frozenset(
+    "size dim numel nelement element_size is_floating_point is_complex is_contiguous stride requires_grad_ "
+    "register_hook register_post_accumulate_grad_hook __hash__ __dir__ __len__ storage_offset is_inference is_shared "
+    "is_pinned type get_device is_signed _has_compatible_shallow_copy_type is_same_size retain_grad has_names".split()
+)
+"""Methods that can be answered without the values."""
+SHARD_WISE: Final = frozenset(("to", "clone", "zeros_like", "ones_like", "empty_like", "full_like", "cpu"))
+"""What gives another tensor that is sharded alike."""
+SHAPES: Final = {"view_as": Tensor.view, "reshape_as": Tensor.reshape, "expand_as": Tensor.expand}
+"""Methods whose other tensor gives a shape and nothing else."""
+
+
+class ShardRecord(Protocol):
+    """What is known of one sharded parameter, by the engine or by `zero.Init`."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    dim: int
+    """The dimension that is cut, by torch.chunk's rule."""
+    mesh: DeviceMesh
+    """The ranks that share the parameter."""
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part, in its own memory."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the parameter itself has its values now."""
+
+    def copy(self) -> Tensor:
+        """Another tensor with the same values, sharded alike."""
+
+    def use(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer an operation on the values of this parameter, perhaps among others, or refuse it."""
+
+
+class ShardedParameter(nn.Parameter):
+    """The class of a parameter while it is sharded."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer facts; ask the record of the first sharded parameter for everything else."""
+        kwargs = dict(kwargs or {})
+        name = name_of(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in METHODS or (name in PROPERTIES and len(args) == 1):
+                return func(*args, **kwargs)
+            if name == "__repr__":
+                return f"ShardedParameter({_words(args[0])})"
+            if name in SHAPES and not isinstance(args[0], ShardedParameter):
+                return SHAPES[name](args[0], args[1].shape)
+        found = [value for value in tensors_in((tuple(args), kwargs)) if isinstance(value, ShardedParameter)]
+        return record_of(found[0]).use(func, name, tuple(args), kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Another tensor with the same values."""
+        if id(self) not in memo:
+            memo[id(self)] = record_of(self).copy()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A shard is saved as a DTensor, without the memory of its neighbours."""
+        return as_dtensor(record_of(self)).clone().__reduce_ex__(protocol)
+
+    def to_local(self) -> Tensor:
+        """This rank's shard, as a DTensor would give it."""
+        return record_of(self).shard
+
+    def full_tensor(self) -> Tensor:
+        """The whole value, which all ranks ask for together, as a DTensor would give it."""
+        return as_dtensor(record_of(self)).full_tensor()
+
+
+def record_of(parameter: Tensor) -> ShardRecord:
+    """What is known of a sharded parameter."""
+    found: ShardRecord = vars(parameter)[RECORD]
+    return found
+
+
+def find_record(parameter: Any) -> ShardRecord | None:
+    """What is known of a parameter that is sharded between its uses; None for all others."""
+    found: ShardRecord | None = vars(parameter).get(RECORD) if isinstance(parameter, nn.Parameter) else None
+    return found
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Whether a parameter is sharded between its uses, although it may be gathered now."""
+    return find_record(parameter) is not None
+
+
+def as_dtensor(record: ShardRecord) -> DTensor:
+    """A shard as a DTensor, which shares its memory."""
+    stride = torch.empty(record.shape, device="meta").stride()
+    with torch.no_grad():
+        return DTensor.from_local(
+            record.shard, record.mesh, [Shard(record.dim)], run_check=False, shape=record.shape, stride=stride
+        )
+
+
+def with_dtensors(values: Any) -> Any:
+    """The same arguments with DTensors for sharded parameters."""
+    return change_tensors(
+        values, lambda each: as_dtensor(record_of(each)) if isinstance(each, ShardedParameter) else each
+    )
+
+
+def check_gradient(label: str, func: Any, name: str, args: Sequence[Any]) -> None:
+    """Refuse to ask autograd for the gradient of a shard, and to put a whole one there."""
+    if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+        raise UsageError(
+            f"torch.autograd.{name}() for '{label}' alone, of which this rank holds a shard: call backward for all "
+            "parameters and read mizzen.zero.safe_get_full_grad. Gradients of inputs alone can be asked for"
+        )
+    if name == "grad" and len(args) == 2 and args[1] is not None:
+        raise UsageError(
+            f"'{label}' is sharded, and so is its gradient, which is not kept in .grad: set it with "
+            "mizzen.zero.safe_set_full_grad, between backward and step"
+        )
+
+
+def use_refusal(label: str, name: str) -> UsageError:
+    """What is said of an operation on a sharded parameter outside of a forward pass."""
+    return UsageError(f"{name}() on '{label}', of which this rank holds a shard, outside of a forward pass: {WAYS}")
+
+
+def write_refusal(label: str, name: str) -> UsageError:
+    """What is said of an operation that would write to a copy of a parameter, gathered for it alone."""
+    return UsageError(
+        f"{name}() on '{label}', of which this rank holds a shard: write to the parameters of its module inside "
+        "mizzen.zero.GatheredParameters(..., modifier_rank=0), or use mizzen.zero.safe_set_full_fp32_param"
+    )
+
+
+def name_of(func: Any) -> str:
+    """A function's name, or the property that a getter or setter is of."""
+    name = str(getattr(func, "__name__", ""))
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """The whole of a parameter, and what of it is here; what some libraries hang on the parameter itself."""
+
+    shape: tuple[int, ...]
+    numel: int
+    status: Literal["whole", "sharded", "gathered"]
+    """Whole for those that are never sharded; gathered for a sharded one that has its values now."""
+    local_numel: int
+    """Elements on this rank."""
+
+
+def facts_of(parameter: Tensor) -> ParameterFacts:
+    """Ask without touching its values."""
+    expect(parameter, Tensor, "a parameter")
+    record, shape = find_record(parameter), tuple(parameter.shape)
+    if record is None:
+        return ParameterFacts(shape, parameter.numel(), "whole", parameter.numel())
+    status: Literal["sharded", "gathered"] = "gathered" if record.is_gathered else "sharded"
+    return ParameterFacts(tuple(record.shape), record.shape.numel(), status, record.shard.numel())
+
+
+def _words(parameter: Any) -> str:
+    record = record_of(parameter)
+    return f"'{record.name}', shape={list(record.shape)}, dtype={parameter.dtype}, device={parameter.device}"
