@@ -239,7 +239,7 @@ def unseen(stage: int, kind: type) -> list:
     return [torch.tensor([report.loss, report.grad_norm]), *values_of(engine).values()]
 
 
-@pytest.mark.parametrize("kind", [ChangesViews, Objects, Viewed, Object])
+@pytest.mark.parametrize("kind", [ChangesInputs, Rectifies, ChangesViews, Objects, Viewed, Object])
 def test_no_gradient_is_lost_behind_a_view_or_in_an_object(world, kind):
     for one, other in zip(world(2).run(unseen, 3, kind), world(2).run(unseen, 2, kind), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
