@@ -37,14 +37,18 @@ class Contents:
     def of(cls, module: nn.Module, stores: Sequence[Store], skip: frozenset[str]) -> "Contents":
         """Everything in the state dict that is not to be skipped, each tensor under its first name."""
         sharded = {
-            name for store in stores for name, value in store.everything.items() if isinstance(value, DTensor)
+            name for store in stores for name, value in store.contents.held.items() if isinstance(value, DTensor)
         } - skip
         aliases = {alias for each in Sketch.of(module).parameters for alias in each.aliases}
         own = module.state_dict(keep_vars=True)
         plain = {name: own[name] for name in own if name not in sharded | aliases | skip}
         return cls(
             {name: value.detach() for name, value in plain.items() if isinstance(value, Tensor)},
-            [(store, [name for name in bundle if name in sharded]) for store in stores for bundle in store.bundles],
+            [
+                (store, [name for name in bundle if name in sharded])
+                for store in stores
+                for bundle in store.contents.units
+            ],
         )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +57,7 @@ class Contents:
             yield name, value.cpu()
         for store, names in self.bundles:
             if names:
-                with torch.no_grad(), store.whole(names) as whole:
+                with torch.no_grad(), store.gather(names) as whole:
                     yield from ((name, whole[name].detach().to("cpu", copy=True)) for name in names)
 
     def facts(self) -> Iterator[tuple[str, torch.dtype, list[int]]]:
@@ -61,9 +65,9 @@ class Contents:
         for name, value in self.plain.items():
             yield name, value.dtype, list(value.shape)
         for store, names in self.bundles:
-            held = {name: other.dtype for other, name in store.replaced if type(other) is nn.Parameter}
+            held = {name: other.dtype for other, name in store.contents.other_objects if type(other) is nn.Parameter}
             for name in names:
-                yield name, held[name], list(store.everything[name].shape)
+                yield name, held[name], list(store.contents.held[name].shape)
 
 
 def whole_state_dict(

@@ -1,6 +1,6 @@
 """How the gradients of units come to their owners: at once, in every backward, however it was started."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -22,12 +22,10 @@ IN_FLIGHT = 2
 class UnitGradients:
     """A unit's gradients are summed over the ranks as backward leaves it, and added to this rank's shard of the sum.
 
-    The engine calls `arm` and `settle` around a backward; see `plan.parts.Store`. Between replicas of the shards, where
-    there are several, they are averaged once, by `collect`: the mean of (a mean + what is new) is what it should be, so
-    any number of backwards may follow.
+    The store calls these methods where its own have the same names. Between replicas of the shards, where there are
+    several, gradients are averaged once, by `reduce`: the mean of (a mean + what is new) is what it should be, so any
+    number of backwards may follow.
     """
-
-    waits_for_last = False
 
     def __init__(
         self,
@@ -54,8 +52,8 @@ class UnitGradients:
         self._pending: list[Finish] = []
 
     @property
-    def has_strangers(self) -> bool:
-        """Whether gradients came from a backward that nobody announced with `arm`."""
+    def has_unannounced(self) -> bool:
+        """Whether gradients came from a backward that nobody announced with `begin_backward`."""
         return any(unit.has_strangers for unit in self.units)
 
     def see(self, unit: LiveUnit, gradients: Sequence[Tensor | None]) -> None:
@@ -94,16 +92,13 @@ class UnitGradients:
         if len(self._pending) > IN_FLIGHT:
             self._pending.pop(0)()
 
-    def hide(self) -> None:
-        """Nothing is on a parameter."""
-
-    def arm(self, last: bool | None) -> None:
+    def begin_backward(self, last: bool | None) -> None:
         """A backward starts. Gradients leave at once whatever comes next: there is no room for whole ones."""
         self._is_open = self.place.is_backward = True
         self._is_complete, self._is_last = False, bool(last)
         self._mark(False)
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """That backward is over, on every rank: one that is elsewhere is found before anything else is exchanged."""
         self.backward.finish()
         self._is_open = self.place.is_backward = False
@@ -112,7 +107,7 @@ class UnitGradients:
         self._is_complete = self.replicas.reduction.ranks == 1  # so that a rank reads and writes its own part alone
         self._mark(self._is_complete and self._is_last)
 
-    def collect(self) -> None:
+    def reduce(self) -> None:
         """Make every owned gradient complete."""
         self.backward.finish()
         if not self._is_complete:
@@ -127,9 +122,6 @@ class UnitGradients:
         """Say of all units whether their gradients are complete: a unit may be run several times in a backward."""
         for unit in self.units:
             unit.is_complete = is_complete
-
-    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
-        """What comes later is added to the value that was given."""
 
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, and what was lost on their way where nobody steps with them."""

@@ -166,6 +166,7 @@ class ZeroFull(Transform):
             others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.cut_axes}
             store = FullStore(part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others)
             stores.append(store)
+            part = replace(part, method_scope=store.place)
         stores += [store_of(family, part.module, mesh) for family in held.families]
         return replace(part, stores=(*part.stores, *stores))
 
