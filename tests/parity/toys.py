@@ -236,7 +236,7 @@ class Turns:
         tally = Tally()
         for number, tokens in enumerate(micros, 1):
             for store in self.part.stores:
-                store.gradients.hide()
+                store.begin_forward()
             hidden = torch.empty(tokens.shape[0], LENGTH - 1, WIDTH, requires_grad=True)
             if self.is_last:
                 dist.recv(hidden.detach(), self.peer, group=self.group)
@@ -254,9 +254,9 @@ class Turns:
 
     def backward(self, out, gradient, hidden, *, last):
         for store in self.part.stores:
-            store.gradients.arm(last)
+            store.begin_backward(last)
         out.backward(gradient)
         if hidden is not None:
             dist.send(hidden.grad, self.peer, group=self.group)
         for store in self.part.stores:
-            store.gradients.settle()
+            store.end_backward()

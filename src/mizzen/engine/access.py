@@ -46,7 +46,9 @@ def owner_of(parameter: nn.Parameter) -> Owner | None:
     """The engine state behind a parameter; None when no engine trains it."""
     expect(parameter, Tensor, "a parameter")
     found = AMBIENT.owners.get(parameter)
-    if isinstance(found, Owner) and found.name in found.store.everything:  # one that has given it back may still live
+    if (
+        isinstance(found, Owner) and found.name in found.store.contents.held
+    ):  # one that has given it back may still live
         return found
     return None
 
@@ -60,7 +62,7 @@ def retire(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     before = dict(model.named_parameters())
     owners = [owner for parameter in before.values() if (owner := owner_of(parameter)) is not None]
     for store in {id(owner.store): owner.store for owner in owners}.values():
-        store.detach()
+        store.release()
     after = dict(model.named_parameters())
     return [(old, after[name]) for name, old in before.items() if after[name] is not old]
 
@@ -76,8 +78,8 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     owner = _trainer_of(parameter)
     if owner is None:
         return None
-    owner.store.gradients.collect()
-    return _gather(owner, owner.store.pieces("gradient")) * (owner.store.weight / owner.scaler.scale)
+    owner.store.reduce()
+    return _gather(owner, owner.store.pieces("gradient")) * (owner.store.ranks.mean_factor / owner.scaler.scale)
 
 
 def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
@@ -87,31 +89,31 @@ def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
         return None
     known, pieces = _states(owner, key)
     held = sum(piece.numel for piece in pieces if piece.name == owner.name)
-    if owner.store.sharers is not None and owner.store.is_sharded:
+    if (sharers := owner.store.ranks.shard_group) is not None:
         # A rank that owns no whole parameter has not seen the states of those that others own.
-        every: list[Any] = [None] * groups.get_world_size(owner.store.sharers)
-        collectives.all_gather_object(every, (known, held), group=owner.store.sharers)
+        every: list[Any] = [None] * groups.get_world_size(sharers)
+        collectives.all_gather_object(every, (known, held), group=sharers)
         known, held = set().union(*(names for names, _ in every)), sum(count for _, count in every)
     if not known:
         return None
     _check_key(known, key)
-    return _gather(owner, pieces) if held == owner.store.everything[owner.name].numel() else None
+    return _gather(owner, pieces) if held == owner.store.contents.held[owner.name].numel() else None
 
 
 def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Write a parameter, the master weights and the working copy, from a whole tensor that every rank gives."""
     owner = _require(parameter)
     _scatter(owner, value, owner.store.pieces("master"))
-    owner.store.follow(owner.name, value)
+    owner.store.update_copies("master", owner.name, lambda: value)
 
 
 def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write the reduced gradient of a parameter from a whole tensor that every rank gives."""
     owner = _require(parameter)
-    owner.store.gradients.collect()
-    factor = owner.scaler.scale / owner.store.weight
+    owner.store.reduce()
+    factor = owner.scaler.scale / owner.store.ranks.mean_factor
     _scatter(owner, value, owner.store.pieces("gradient"), factor)
-    owner.store.gradients.follow(owner.name, lambda: _part(owner, value) * factor)
+    owner.store.update_copies("gradient", owner.name, lambda: _part(owner, value) * factor)
 
 
 def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -121,7 +123,7 @@ def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
         raise UsageError(
             f"the optimizer has no state '{key}' of the shape of '{owner.name}' to be set, or not before its first step"
         )
-    _scatter(owner, value, owner.store.state_pieces(owner.optimizer.state, key))
+    _scatter(owner, value, owner.store.pieces(key, owner.optimizer.state))
 
 
 def local_value(parameter: nn.Parameter) -> Tensor | None:
@@ -139,8 +141,8 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     owner = _trainer_of(parameter)
     if owner is None:
         return None
-    owner.store.gradients.collect()
-    return _local(owner, owner.store.pieces("gradient")) * (owner.store.weight / owner.scaler.scale)
+    owner.store.reduce()
+    return _local(owner, owner.store.pieces("gradient")) * (owner.store.ranks.mean_factor / owner.scaler.scale)
 
 
 def local_state(parameter: nn.Parameter, key: str) -> Tensor | None:
@@ -157,15 +159,17 @@ def set_local_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Write this rank's own part of a parameter. Every rank calls this, with its own part."""
     owner = _require(parameter)
     _write(owner, value, owner.store.pieces("master"))
-    owner.store.follow(owner.name, _gather(owner, owner.store.pieces("master")))
+    owner.store.update_copies("master", owner.name, lambda: _gather(owner, owner.store.pieces("master")))
 
 
 def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write this rank's own part of the reduced gradient; alone where `local_gradient` is, but not at stage 1."""
     owner = _require(parameter)
-    owner.store.gradients.collect()
-    _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale / owner.store.weight)
-    owner.store.gradients.follow(owner.name, lambda: _part(owner, _gather(owner, owner.store.pieces("gradient"))))
+    owner.store.reduce()
+    _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale / owner.store.ranks.mean_factor)
+    owner.store.update_copies(
+        "gradient", owner.name, lambda: _part(owner, _gather(owner, owner.store.pieces("gradient")))
+    )
 
 
 def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -182,12 +186,12 @@ def _states(owner: Owner, key: str) -> tuple[set[str], list[Piece]]:
     """The names of the states that this rank has, and the one that is asked for."""
     expect(key, str, "the name of an optimizer state, such as 'exp_avg',")
     states = owner.optimizer.state if owner.optimizer is not None else {}
-    return {name for state in states.values() for name in state}, owner.store.state_pieces(states, key)
+    return {name for state in states.values() for name in state}, owner.store.pieces(key, states)
 
 
 def _waits(owner: Owner) -> bool:
     """Whether this rank steps something of a parameter, and has not yet."""
-    stepped = {portion.name for portions in owner.store.portions().values() for portion in portions}
+    stepped = {portion.name for portions in owner.store.contents.portions.values() for portion in portions}
     return owner.optimizer is not None and not owner.optimizer.state and owner.name in stepped
 
 
@@ -197,7 +201,7 @@ def _check_key(known: set[str], key: str) -> None:
 
 
 def _local(owner: Owner, pieces: list[Piece]) -> Tensor:
-    parameter = owner.store.everything[owner.name]
+    parameter = owner.store.contents.held[owner.name]
     mine = [piece.data for piece in pieces if piece.name == owner.name]
     return mine[0].clone() if mine else torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
@@ -215,7 +219,7 @@ def _write(owner: Owner, value: Tensor, pieces: list[Piece], factor: float = 1.0
 
 def _check_value(owner: Owner, value: Any) -> None:
     """What is written to a parameter, its gradient or a state is a plain tensor that has values of such a kind."""
-    wanted = owner.store.everything[owner.name]
+    wanted = owner.store.contents.held[owner.name]
     if not isinstance(value, Tensor):
         given = f"a {type(value).__name__}"
     elif isinstance(value, DTensor | ShardedParameter):
@@ -241,7 +245,7 @@ def refresh_masters(module: nn.Module, *_: object) -> None:
     """Take the values of a module's parameters over as masters. As a hook it holds no engine: modules are copied."""
     owners = [owner for parameter in module.parameters() if (owner := owner_of(parameter)) is not None]
     for store in {id(owner.store): owner.store for owner in owners}.values():
-        store.refresh()
+        store.restore_parameters({})
 
 
 def load_state_dict(module: nn.Module, owners: Iterable[Owner], state: Any, *, strict: bool) -> None:
@@ -262,13 +266,13 @@ def load_state_dict(module: nn.Module, owners: Iterable[Owner], state: Any, *, s
         value = state.get(owner.name)
         if not isinstance(value, Tensor) or isinstance(value, DTensor | ShardedParameter):  # shards are masters already
             continue
-        if owner.name in owner.store.parameters:
-            set_full_value(owner.store.parameters[owner.name], value)
+        if owner.name in owner.store.contents.trained:
+            set_full_value(owner.store.contents.trained[owner.name], value)
 
 
 def _trainer_of(parameter: nn.Parameter) -> Owner | None:
     owner = owner_of(parameter)
-    return owner if owner is not None and owner.name in owner.store.parameters else None
+    return owner if owner is not None and owner.name in owner.store.contents.trained else None
 
 
 def trained_name(parameter: nn.Parameter) -> str | None:
@@ -279,10 +283,12 @@ def trained_name(parameter: nn.Parameter) -> str | None:
 
 def _compare(owned: Mapping[tuple[int, str], Owner], whole: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Find parameters that were edited on some ranks and not on others, where that was asked for."""
-    checked = {place: owner for place, owner in owned.items() if owner.checks and owner.store.group is not None}
+    checked = {
+        place: owner for place, owner in owned.items() if owner.checks and owner.store.ranks.reduce_group is not None
+    }
     if checked:
         sums = {name: str(int(sum_of_bits(whole[key][name]))) for key, name in checked}
-        compare(sums, next(iter(checked.values())).store.group)
+        compare(sums, next(iter(checked.values())).store.ranks.reduce_group)
 
 
 def _require(parameter: nn.Parameter) -> Owner:
@@ -294,35 +300,35 @@ def _require(parameter: nn.Parameter) -> Owner:
 
 def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
     """Each element has one holder among the ranks that share it, so the sum of what they hold is the whole."""
-    parameter, site = owner.store.everything[owner.name], owner.store.sites.get(owner.name)
+    parameter, site = owner.store.contents.held[owner.name], owner.store.contents.sites.get(owner.name)
     mine = [piece for piece in pieces if piece.name == owner.name]
     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the same on a rank that holds nothing of it
     whole = torch.zeros(_shape(owner), dtype=dtype, device=parameter.device)
     target = piece_of_whole(owner.name, whole)
     for piece in mine:
         copy_overlap(piece, target)
-    if owner.store.sharers is not None and owner.store.is_sharded:
-        collectives.all_reduce(whole, group=owner.store.sharers)
+    if owner.store.ranks.shard_group is not None:
+        collectives.all_reduce(whole, group=owner.store.ranks.shard_group)
     for axis in site.cut_axes if site is not None else ():
-        collectives.all_reduce(whole, group=owner.store.others[axis])
+        collectives.all_reduce(whole, group=owner.store.ranks.cut_groups[axis])
     return whole
 
 
 def _shape(owner: Owner) -> tuple[int, ...]:
     """Of the whole parameter, of which this rank may have a part."""
-    site = owner.store.sites.get(owner.name)
-    return site.shape if site is not None else tuple(owner.store.everything[owner.name].shape)
+    site = owner.store.contents.sites.get(owner.name)
+    return site.shape if site is not None else tuple(owner.store.contents.held[owner.name].shape)
 
 
 def _part(owner: Owner, whole: Tensor) -> Tensor:
     """What the ranks that share this parameter have of a whole one."""
-    site = owner.store.sites.get(owner.name)
+    site = owner.store.contents.sites.get(owner.name)
     return site.part_of(whole) if site is not None else whole
 
 
 def _as_piece(owner: Owner, value: Tensor) -> Piece:
     """A value that is whole, or that is this rank's part already."""
-    site = owner.store.sites.get(owner.name)
+    site = owner.store.contents.sites.get(owner.name)
     if site is None or tuple(value.shape) == site.shape:
         return piece_of_whole(owner.name, value)
     return piece_of_boxes(owner.name, site.shape, value, site.boxes_of_range(0, value.numel()))
@@ -330,7 +336,7 @@ def _as_piece(owner: Owner, value: Tensor) -> Piece:
 
 def _scatter(owner: Owner, value: Tensor, pieces: list[Piece], factor: float = 1.0) -> None:
     _check_value(owner, value)
-    expected = (_shape(owner), tuple(owner.store.everything[owner.name].shape))
+    expected = (_shape(owner), tuple(owner.store.contents.held[owner.name].shape))
     if tuple(value.shape) not in expected:
         raise UsageError(f"'{owner.name}' has shape {list(expected[0])}; the value given has {list(value.shape)}")
     source = _as_piece(owner, value * factor if factor != 1 else value)
@@ -362,7 +368,7 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
     with ExitStack() as stack:
         stack.enter_context(held([each for each in wanted if owner_of(each) is None], modifier_rank))
         whole = {
-            key: stack.enter_context(store.whole([name for place, name in owned if place == key]))
+            key: stack.enter_context(store.gather([name for place, name in owned if place == key]))
             for key, store in stores.items()
         }
         yield
@@ -372,13 +378,13 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
         else:
             for (key, name), owner in owned.items():
                 values[key, name] = value = whole[key][name].detach().clone()
-                if owner.store.group is not None:
-                    collectives.broadcast(value, modifier_rank, group=owner.store.group)
+                if owner.store.ranks.reduce_group is not None:
+                    collectives.broadcast(value, modifier_rank, group=owner.store.ranks.reduce_group)
     for place, value in values.items():
         owner = owned[place]
         with torch.no_grad():
-            owner.store.follow(owner.name, value)
+            owner.store.update_copies("master", owner.name, value.detach)
         master = _part(owner, _gather(owner, owner.store.pieces("master")))
         if not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
             _scatter(owner, value, owner.store.pieces("master"))
-            owner.store.follow(owner.name, value)
+            owner.store.update_copies("master", owner.name, value.detach)

@@ -50,8 +50,8 @@ def build_engine(
     updater, stopping = None, Stopping()
     if optimizer is not None:
         repoint(optimizer, stores)
-        for lot in (lot for store in stores for lot in store.lots):
-            lot.rest()
+    for lot in (lot for store in stores for lot in store.contents.lots):
+        lot.rest()
     changes = Changes([part.module for part in parts], stores, optimizer)
     run_state = RunState(
         settings=config,
@@ -95,18 +95,14 @@ def build_engine(
 
 
 def _own(engine: Engine, scaler: LossScaler) -> None:
-    """Let the parameters of an engine be found by themselves, also under the objects that they were before."""
+    """Let the parameters of an engine be found by themselves."""
     zero = engine.settings.zero_optimization
     engine.owners = [
         Owner(name, store, engine.basic_optimizer, scaler, zero.enable_sanity_checks, zero.stage)
         for store in engine.stores
-        for name in store.everything
+        for name in store.contents.held
     ]
     # Never taken away: torch walks through its hooks in each step, and a collector may end an engine in the middle.
     AMBIENT.guard = AMBIENT.guard or register_optimizer_step_pre_hook(Guard(trained_name))
     for owner in engine.owners:
-        AMBIENT.owners.set(owner.store.everything[owner.name], owner)
-    known = {(id(owner.store), owner.name): owner for owner in engine.owners}
-    for store in engine.stores:
-        for other, name in store.replaced:
-            AMBIENT.owners.set(other, known[id(store), name])
+        AMBIENT.owners.set(owner.store.contents.held[owner.name], owner)

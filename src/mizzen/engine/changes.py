@@ -4,7 +4,7 @@ A parameter that was moved, or that another one of its shape and dtype has repla
 it has now. What nobody would train, or would train wrongly, is refused by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,15 +34,14 @@ class Changes:
     @property
     def has_new(self) -> bool:
         """Whether parameters on this rank were given new values by a change, since the last step."""
-        return any(store.places.has_new for store in self.stores)
+        return any(store.status.has_new_values for store in self.stores)
 
     def before_step(self) -> None:
         """Refuse a step that would not be what it seems."""
         self.members.check()
         self.take_over()
-        for store in self.stores:
-            store.places.check_step()
-        self.sides.check(store.parameters for store in self.stores)
+        refuse_gathered(self.stores)
+        self.sides.check(store.contents.trained for store in self.stores)
         self._values = [_sums(store) for store in self.stores] if self.has_new else []
 
     def compare(self, changed: float, ranks: int) -> None:
@@ -53,38 +52,33 @@ class Changes:
                 "than before: make such a change on every rank"
             )
         for store, values in zip(self.stores, self._values, strict=False):
-            if store.group is not None:
-                compare(values, store.group)
-            store.places.has_new = False
+            if store.ranks.reduce_group is not None:
+                compare(values, store.ranks.reduce_group)
 
     def take_over(self) -> None:
         """Train on with what stands in the model now, or say what of it cannot be."""
-        stores = [
-            store for store in self.stores if store.parameters
-        ]  # an engine that has given its model back has none
+        stores = [store for store in self.stores if store.contents.trained]  # a released one has none
         if stores and not all(tree.is_same() for tree in self.trees):
             for store in stores:
-                store.places.check()
+                store.restore_parameters({})
             self._exchange(stores)
             for tree in self.trees:
                 tree.look()
         for store in stores:
-            store.places.restore()
+            store.restore_parameters()
 
     def _exchange(self, stores: Sequence[Store]) -> None:
         now = {name: each for tree in self.trees for name, each in named(tree.model).items()}
         before = {name: each for tree in self.trees for name, each in tree.parameters.items()}
         known = {id(each) for each in before.values()}
-        known |= {id(each) for store in stores for each in store.everything.values()}
-        known |= {id(each) for store in stores for each, _ in store.replaced}
+        known |= {id(each) for store in stores for each in store.contents.held.values()}
         new = {name: parameter for name, parameter in now.items() if id(parameter) not in known}
         present = {id(parameter) for parameter in now.values()}
         for store in stores:
-            for name, old in list(store.parameters.items()):
-                own = {id(old)} | {id(each) for each, known_as in store.replaced if known_as == name}
-                if own & present:
+            for name, old in list(store.contents.trained.items()):
+                if id(old) in present:
                     continue
-                names = [place for place, each in before.items() if id(each) in own]
+                names = [place for place, each in before.items() if each is old]
                 self._replace(store, name, {place: new.pop(place) for place in names if place in new})
         if added := [name for name, parameter in new.items() if parameter.requires_grad]:
             raise UsageError(
@@ -108,19 +102,25 @@ class Changes:
         for each in others:  # a forward may have used both already
             if each is not first and each.grad is not None:
                 first.grad = each.grad if first.grad is None else first.grad + each.grad
-        old = store.parameters[name]
+        old = store.contents.trained[name]
         owner = AMBIENT.owners.get(old)
-        parameter = store.places.replace(name, first)
+        store.restore_parameters({name: first})
         AMBIENT.owners.remove(old)
-        AMBIENT.owners.set(parameter, owner)
+        AMBIENT.owners.set(first, owner)
         for tree in self.trees:
             for place in found.keys() & named(tree.model).keys():
                 path, _, leaf = place.rpartition(".")
-                tree.model.get_submodule(path).register_parameter(leaf, parameter)
+                tree.model.get_submodule(path).register_parameter(leaf, store.contents.trained[name])
+
+
+def refuse_gathered(stores: Iterable[Store]) -> None:
+    """Refuse a step while somebody holds sharded parameters gathered."""
+    if any(store.status.is_gathered for store in stores):
+        raise UsageError("step() inside GatheredParameters, where parameters would keep their old values: leave it")
 
 
 def _sums(store: Store) -> dict[str, str]:
-    whole = {name: each for name, each in store.parameters.items() if not is_sharded(each)}
+    whole = {name: each for name, each in store.contents.trained.items() if not is_sharded(each)}
     return {f"the values of '{name}'": str(int(sum_of_bits(each))) for name, each in whole.items()}
 
 

@@ -139,7 +139,7 @@ class Engine(Face):
         with self.window.hold("coalesce_grad_reduction"):
             yield
         for store in self.stores:
-            store.gradients.collect()
+            store.reduce()
 
     # A whole step
 
@@ -268,11 +268,11 @@ class Engine(Face):
             read_norm=lambda: outcome.norm if outcome else None,
         )
 
-    def _factor_of(self, has_losses: bool, has_strangers: bool, has_scaled: bool) -> float:
+    def _factor_of(self, has_losses: bool, has_unannounced: bool, has_scaled: bool) -> float:
         """What gradients are still to be multiplied with: those of a bare `loss.backward()` were not divided."""
-        if not has_losses and not has_strangers:
+        if not has_losses and not has_unannounced:
             raise UsageError("step() without a backward() since the last step: there is no gradient to step with")
-        if not has_strangers:
+        if not has_unannounced:
             return 1.0
         if has_losses:
             raise UsageError(
@@ -299,6 +299,6 @@ class Engine(Face):
             raise UsageError(f"{call}() on an engine that was destroyed: make a new one with initialize()")
         if self.updater is None:
             raise UsageError(f"{call}() needs an optimizer: name one in the configuration, or give one to initialize()")
-        if self.owners and not self.owners[0].store.parameters:
+        if self.owners and not self.owners[0].store.contents.trained:
             raise UsageError(f"{call}() on an engine whose model was given to a later engine: use that one")
         return self.updater

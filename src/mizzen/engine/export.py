@@ -36,15 +36,17 @@ class Contents:
     @classmethod
     def of(cls, module: nn.Module, stores: Sequence[Store], skip: frozenset[str]) -> "Contents":
         """Everything in the state dict that is not to be skipped, each tensor under its first name."""
-        sharded = {
-            name for store in stores for name, value in store.everything.items() if is_sharded(value)
-        } - skip
+        sharded = {name for store in stores for name, value in store.contents.held.items() if is_sharded(value)} - skip
         aliases = {alias for each in Sketch.of(module).parameters for alias in each.aliases}
         own = module.state_dict(keep_vars=True)
         plain = {name: own[name] for name in own if name not in sharded | aliases | skip}
         return cls(
             {name: value.detach() for name, value in plain.items() if isinstance(value, Tensor)},
-            [(store, [name for name in bundle if name in sharded]) for store in stores for bundle in store.bundles],
+            [
+                (store, [name for name in bundle if name in sharded])
+                for store in stores
+                for bundle in store.contents.units
+            ],
         )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +55,7 @@ class Contents:
             yield name, value.cpu()
         for store, names in self.bundles:
             if names:
-                with torch.no_grad(), store.whole(names) as whole:
+                with torch.no_grad(), store.gather(names) as whole:
                     yield from ((name, whole[name].detach().to("cpu", copy=True)) for name in names)
 
     def facts(self) -> Iterator[tuple[str, torch.dtype, list[int]]]:
@@ -62,7 +64,7 @@ class Contents:
             yield name, value.dtype, list(value.shape)
         for store, names in self.bundles:
             for name in names:
-                yield name, store.everything[name].dtype, list(store.everything[name].shape)
+                yield name, store.contents.held[name].dtype, list(store.contents.held[name].shape)
 
 
 def whole_state_dict(

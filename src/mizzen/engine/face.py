@@ -371,7 +371,7 @@ class Face(nn.Module):
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Reduce what is still local now, instead of at the next step."""
         for store in self.stores:
-            store.gradients.collect()
+            store.reduce()
 
     # Data
 
@@ -464,7 +464,7 @@ class Face(nn.Module):
     def empty_partition_cache(self) -> None:
         """Let go of gathered parameters."""
         for store in self.stores:
-            store.refresh()
+            store.restore_parameters({})
 
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., None] | None = None
@@ -590,7 +590,7 @@ class Face(nn.Module):
         for hook in self._loading:
             hook.remove()
         for store in self.stores:
-            store.detach()
+            store.release()
         for module in self.run_state.modules:
             restore(module)
         for observer in self.observers:
@@ -631,8 +631,8 @@ class Face(nn.Module):
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the model other than forward, which may use its parameters wherever they are."""
         with ExitStack() as stack:
-            for store in self.stores:
-                stack.enter_context(store.scope)
+            for part in self.parts:
+                stack.enter_context(part.method_scope)
             return method(*args, **kwargs)
 
 

@@ -258,7 +258,7 @@ def _load(run: RunState, team: Team, reader: Reader, match: Match, wishes: Wishe
         refresh_masters(run.module)
     else:
         for store in run.stores:
-            store.spread()
+            store.write_back()
     set_extra_states(run.modules, extra)
     _set_facts(run, reader, wishes)
     return client, replace(match.report, states=tuple(missing))

@@ -120,23 +120,23 @@ def repoint(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     over. A rule that needs the norms of parameters learns which ranges of the masters belong to which.
     """
     if has_stepped(optimizer):
-        names = {id(parameter): name for store in stores for name, parameter in store.parameters.items()}
+        names = {id(parameter): name for store in stores for name, parameter in store.contents.trained.items()}
         known = [names.get(id(parameter), "?") for parameter in optimizer.state]
         raise UsageError(
             f"the optimizer already has states, for {', '.join(known[:3])}{' ...' if len(known) > 3 else ''}: give "
             "`initialize` an optimizer that has not stepped yet, and load its states from a checkpoint"
         )
-    masters = [master for store in stores for master in store.masters()]
+    masters = [master for store in stores for master in store.contents.masters]
     for number, settings in enumerate(optimizer.param_groups):
         settings["params"] = [master for index, master in masters if index == number]
     renew_states(optimizer)
     if isinstance(optimizer, Lamb):
         rows, add_up = _by_holders(stores)
         optimizer.share(
-            {tensor: ranges for store in stores for tensor, ranges in store.portions().items()},
+            {tensor: ranges for store in stores for tensor, ranges in store.contents.portions.items()},
             rows,
             add_up,
-            next(parameter.device for store in stores for parameter in store.parameters.values()),
+            next(parameter.device for store in stores for parameter in store.contents.trained.values()),
         )
 
 
@@ -147,10 +147,11 @@ def _by_holders(stores: Sequence[Store]) -> tuple[list[str], Callable[[Tensor], 
     """
     held: dict[tuple[ProcessGroup, ...], list[str]] = {}
     for store in stores:
-        for name in store.parameters:
-            site = store.sites.get(name)
-            others = [store.others[axis] for axis in (site.cut_axes if site is not None else ())]
-            sharers = [store.group] if store.group is not None and store.is_sharded else []
+        for name in store.contents.trained:
+            site = store.contents.sites.get(name)
+            others = [store.ranks.cut_groups[axis] for axis in (site.cut_axes if site is not None else ())]
+            is_sharded = store.ranks.shard_group is not None
+            sharers = [store.ranks.reduce_group] if store.ranks.reduce_group is not None and is_sharded else []
             held.setdefault((*sharers, *others), []).append(name)
 
     def add_up(squares: Tensor) -> None:

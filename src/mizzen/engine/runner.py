@@ -74,7 +74,7 @@ class Accumulate:
         if torch.is_grad_enabled():
             self.changes.take_over()
         for store in self.stores:
-            store.gradients.hide()
+            store.begin_forward()
         with self.phases.phase("forward"), self.stream.drawn():
             return self.arithmetic.call(self.module, args, kwargs)
 
@@ -82,7 +82,7 @@ class Accumulate:
         """Gradients of one micro-batch, on their way to their owners as `last` says."""
         with self.phases.phase("backward"):
             for store in self.stores:
-                store.gradients.arm(last)
+                store.begin_backward(last)
             try:
                 self.arithmetic.scaler.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             except CommError:
@@ -96,14 +96,14 @@ class Accumulate:
                     "again, add losses up before one backward, or give the first one retain_graph=True"
                 ) from error
             for store in self.stores:
-                store.gradients.settle()
+                store.end_backward()
 
     def _drop(self) -> None:
         """What a backward has left that did not come to its end is not half of a gradient: forget all of this step."""
         get_logger().warning("a backward did not come to its end: the gradients of this step so far are dropped")
         with suppress(CommError):  # the error that is on its way says more
             for store in self.stores:
-                store.gradients.clear()
+                store.clear_gradients()
 
     def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
         """Forward and backward of all of them; the gradient is that of their mean, or of their sum when counted."""

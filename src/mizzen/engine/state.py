@@ -50,9 +50,9 @@ class Weights:
     def of(cls, module: nn.Module, stores: Sequence[Store]) -> "Weights":
         """Look at a model in training."""
         sketch = Sketch.of(module)
-        stored = {name: store for store in stores for name in store.everything}
-        sites = {name: site for store in stores for name, site in store.sites.items()}
-        called = {id(each): name for store in stores for name, each in store.everything.items()}
+        stored = {name: store for store in stores for name in store.contents.held}
+        sites = {name: site for store in stores for name, site in store.contents.sites.items()}
+        called = {id(each): name for store in stores for name, each in store.contents.held.items()}
         own: dict[str, Tensor] = dict(module.named_parameters())
         persistent = {buffer.name for buffer in sketch.buffers if buffer.persistent}
         own |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
@@ -89,13 +89,14 @@ class Weights:
             if piece.name not in skip:
                 store = self.stored.get(piece.name)
                 holders = holders_of(store, rank) if store else tuple(same_piece)
-                is_spare = store is not None and not store.saves(piece.name)
+                is_spare = store is not None and piece.name in store.contents.saved_elsewhere
                 yield Held(Item(WEIGHT, piece), holders, is_joint=piece.name in self.buffers, is_spare=is_spare)
 
 
 def holders_of(store: Store, rank: int) -> tuple[int, ...]:
     """The ranks that hold the same of a store as this one."""
-    return tuple(groups.get_all_ranks_from_group(store.copies)) if store.copies is not None else (rank,)
+    same = store.ranks.replica_group
+    return tuple(groups.get_all_ranks_from_group(same)) if same is not None else (rank,)
 
 
 def share_of(held: Iterable[Held], rank: int, nodes: Sequence[str]) -> list[Item]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.write import Item
+from mizzen.engine.changes import refuse_gathered
 from mizzen.engine.state import Held, holders_of
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
@@ -33,14 +34,14 @@ OF_THE_SCHEDULE: Final = frozenset({"lr", "initial_lr"})
 def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Iterator[Held]:
     """What to save of an optimizer."""
     for store in stores:
-        holders = holders_of(store, rank)
+        holders, elsewhere = holders_of(store, rank), store.contents.saved_elsewhere
         states = plain_states(optimizer.state, store)
         firsts = {piece.name for piece in store.pieces("master") if piece.boxes and not any(piece.boxes[0].start)}
-        portions = store.portions()
+        portions = store.contents.portions
         for key in dict.fromkeys(key for state in states.values() for key in state):
-            pieces = store.state_pieces(states, key)
+            pieces = store.pieces(key, states)
             whole = {piece.name for piece in pieces}
-            yield from (Held(Item(key, piece), holders, is_spare=not store.saves(piece.name)) for piece in pieces)
+            yield from (Held(Item(key, piece), holders, is_spare=piece.name in elsewhere) for piece in pieces)
             for tensor, state in states.items():
                 there = [portion for portion in portions[tensor] if portion.start < portion.stop]
                 names = [portion.name for portion in there if portion.name not in whole]
@@ -53,16 +54,15 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
                         f"parameters, {', '.join(names[:3])} and so on: it cannot be saved by parameter"
                     )
                 for name in names:
-                    is_spare = name not in firsts or not store.saves(name)
+                    is_spare = name not in firsts or name in elsewhere
                     yield Held(Item(key, piece_of_whole(name, value)), holders, is_spare=is_spare)
 
 
 def plain_states(states: States, store: Store) -> dict[Tensor, dict[str, Any]]:
     """The states of what a store holds, without those that are not there, and low-bit ones as what they mean."""
-    mine = store.portions()
     return {
         tensor: {key: _plain(value) for key, value in states.get(tensor, {}).items() if value is not None}
-        for tensor in mine
+        for tensor in store.contents.portions
         if states.get(tensor)
     }
 
@@ -93,9 +93,9 @@ def fill_states(optimizer: Optimizer, stores: Sequence[Store], reader: Reader, n
     """
     missing: list[str] = []
     for store in stores:
-        states, portions = plain_states(optimizer.state, store), store.portions()
+        states, portions = plain_states(optimizer.state, store), store.contents.portions
         for key in dict.fromkeys(key for state in states.values() for key in state):
-            pieces = store.state_pieces(states, key)
+            pieces = store.pieces(key, states)
             for piece in pieces:
                 stored = reader.find(key, names[piece.name]) if piece.name in names else None
                 if stored is None or stored.shape != piece.shape:
@@ -147,17 +147,17 @@ def _put_back(states: Any, plain: Mapping[Tensor, Mapping[str, Any]]) -> None:
 
 def make_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     """Let an optimizer make its states, by a step with gradients and rates of zero that changes nothing else."""
+    refuse_gathered(stores)
     for store in stores:
-        store.places.check_step()
-        store.gradients.clear()
-        for lot in store.lots:
+        store.clear_gradients()
+        for lot in store.contents.lots:
             lot.load()
     with _standing_still(optimizer):
         optimizer.step()
     for store in stores:
-        for lot in store.lots:
+        for lot in store.contents.lots:
             lot.rest()
-        store.gradients.clear()
+        store.clear_gradients()
 
 
 @contextmanager

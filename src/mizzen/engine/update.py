@@ -1,4 +1,4 @@
-"""From gradients to new parameters: complete them, let all ranks vote, step, publish. Or skip, and say why."""
+"""From gradients to new parameters: complete them, let all ranks vote, step, write back. Or skip, and say why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from mizzen.engine.stopping import Stopping
 from mizzen.engine.vote import NOT_FINITE, Decision, Poll, ShareOf, Sums, Tally, Vote
 from mizzen.errors import UsageError
 from mizzen.optim.rules import decided, decides, only, scaled, why_not_apart
-from mizzen.plan.parts import Store
+from mizzen.plan.parts import ReducedGradients, Store
 from mizzen.precision.scaler import LossScaler
 
 STEADY: Final = 8
@@ -69,17 +69,16 @@ class Updater:
         """Take the step, unless a gradient is not finite or there is none at all. One factor for all gradients.
 
         The loss scale is taken out, the mean over what was counted is taken, and the norm clipped.
-        `share_of(has_losses, has_strangers, has_scaled)` is given what any rank has seen, so that all get one answer
+        `share_of(has_losses, has_unannounced, has_scaled)` is given what any rank has seen, so that all get one answer
         or error.
         """
         self.changes.before_step()
         if self.one_by_one and (reason := why_not_apart(self.optimizer)):
             raise UsageError(f"{type(self.optimizer).__name__} {reason}: it cannot be stepped one lot after the other")
-        for store in self.stores:
-            store.gradients.collect()
+        reduced = [store.reduce() for store in self.stores]
         is_ahead = self._is_ahead()
         terms = self.vote.terms(share_of, scale=self.scaler.scale, max_norm=self.max_norm)
-        poll = self.vote.call(self._own(tally, micros, is_ahead=is_ahead), terms)
+        poll = self.vote.call(self._own(reduced, tally, micros, is_ahead=is_ahead), terms)
         launch = self._launch(poll, is_ahead=is_ahead)
         decision = poll.read()
         self._all_ahead = decision.all_ahead
@@ -88,7 +87,7 @@ class Updater:
         self.changes.compare(decision.changed, self.vote.ranks)
         if decision.verdict == "refuse":
             raise UsageError(decision.reason)
-        return self._take(decision, launch) if decision.applied else self._skip(decision)
+        return self._take(decision, launch) if decision.applied else self._skip(decision, reduced)
 
     def _is_ahead(self) -> bool:
         """Whether this rank launches the step before its norm is known. What has to be repeated must leave no trace."""
@@ -109,7 +108,7 @@ class Updater:
             with decided(self.optimizer, None if launch.is_free else poll.factor, is_off):
                 self._step(1.0)
         if launch.is_published:
-            self._publish()
+            self._write_back()
         return launch
 
     def _take(self, decision: Decision, launch: Launch) -> Decision:
@@ -120,27 +119,27 @@ class Updater:
             with scaled(self.optimizer, decision.factor, self.vote.device) as rest:
                 self._step(rest)
         if not (launch.is_published and is_confirmed and decision.all_ahead):
-            self._publish()
+            self._write_back()
         self.clear(taken=True)
         return decision
 
-    def _skip(self, decision: Decision) -> Decision:
+    def _skip(self, decision: Decision, reduced: Sequence[ReducedGradients]) -> Decision:
         """Leave everything as it was. Who has a gradient that is not finite is exchanged only here."""
         if decision.reason == NOT_FINITE:
-            found = [name for store in self.stores for name in store.not_finite()]
+            found = [name for each in reduced for name in each.nonfinite()]
             decision = replace(decision, reason=self.vote.names(found))
-        for lot in (lot for store in self.stores for lot in store.lots):
+        for lot in (lot for store in self.stores for lot in store.contents.lots):
             lot.rest()
         self.clear()
         return decision
 
-    def _publish(self) -> None:
+    def _write_back(self) -> None:
         for store in self.stores:
-            store.publish()
+            store.write_back()
 
     def _step(self, factor: float) -> None:
         """Step all lots at once, or one after the other: what only a step needs is then there for one at a time."""
-        lots = [(lot, factor * rest) for store, rest in self._gained() for lot in store.lots]
+        lots = [(lot, factor * rest) for store, rest in self._gained() for lot in store.contents.lots]
         if not self.one_by_one:
             for lot, its_factor in lots:
                 lot.load(its_factor)
@@ -157,30 +156,32 @@ class Updater:
         """Forget all gradients; `taken` says that a step was taken with them."""
         self.scaler.has_scaled = False
         for store in self.stores:
-            store.gradients.clear(taken=taken)
+            store.clear_gradients(taken=taken)
 
-    def _own(self, tally: Tally, micros: int, *, is_ahead: bool) -> Sums:
+    def _own(self, reduced: Sequence[ReducedGradients], tally: Tally, micros: int, *, is_ahead: bool) -> Sums:
         """What this rank has seen and counted."""
         return Sums(
-            squares=self._squares(),
+            squares=self._squares(reduced),
             loss=tally.loss,
             count=tally.count,
             losses=tally.loss is not None,
             counted=tally.is_counted,
-            strangers=any(store.gradients.has_strangers for store in self.stores),
+            strangers=any(each.has_unannounced for each in reduced),
             scaled=self.scaler.has_scaled,
             requests=self.stopping.is_asked,
             ahead=is_ahead,
             changed=self.changes.has_new,
-            arrived=any(store.gradients.has_arrived for store in self.stores),
+            arrived=any(each.has_arrived for each in reduced),
             micros=micros,
         )
 
-    def _squares(self) -> Tensor | float:
-        """Of the gradients that this rank counts, as if all stores had one gain."""
-        found = [store.squares() if rest == 1 else store.squares() * rest**2 for store, rest in self._gained()]
+    def _squares(self, reduced: Sequence[ReducedGradients]) -> Tensor | float:
+        """Of the gradients that this rank counts, as if all stores had one factor."""
+        rests = [rest for _, rest in self._gained()]
+        pairs = zip(reduced, rests, strict=True)
+        found = [each.squares() if rest == 1 else each.squares() * rest**2 for each, rest in pairs]
         return torch.stack(found).sum() if found else 0.0
 
     def _gained(self) -> list[tuple[Store, float]]:
         """Each store, with what its gradients are multiplied with beside the gain of all: 1 where all have one gain."""
-        return [(store, store.gain / self.vote.gain) for store in self.stores]
+        return [(store, store.ranks.step_factor / self.vote.gain) for store in self.stores]

@@ -82,7 +82,7 @@ class Seen(NamedTuple):
 
     has_losses: bool
     is_counted: bool
-    has_strangers: bool
+    has_unannounced: bool
     has_scaled: bool
 
     @classmethod
@@ -102,7 +102,7 @@ class Role:
 
 
 ShareOf = Callable[[bool, bool, bool], float]
-"""What gradients are still to be multiplied with, from (has_losses, has_strangers, has_scaled); or a UsageError."""
+"""What gradients are still to be multiplied with, from (has_losses, has_unannounced, has_scaled); or a UsageError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class StepTerms:
 
     def share(self, seen: Seen) -> float:
         """What gradients are multiplied with before anything is clipped."""
-        return self.share_of(seen.has_losses, seen.has_strangers, seen.has_scaled) * self.gain / self.scale
+        return self.share_of(seen.has_losses, seen.has_unannounced, seen.has_scaled) * self.gain / self.scale
 
     def judge(self, sums: Sums, seen: Seen, share: float) -> tuple[Tensor, Tensor]:
         """The norm, rounded to fp32 once, and what gradients are to be multiplied with: where the sums are."""
@@ -253,7 +253,7 @@ class Vote:
         self.role = role or Role(self.ranks)
         self.gain = gain
         """What the mean gradient is multiplied with on every rank: 1, or the ranks where their sum was asked for."""
-        self._last = Seen(has_losses=True, is_counted=False, has_strangers=False, has_scaled=False)
+        self._last = Seen(has_losses=True, is_counted=False, has_unannounced=False, has_scaled=False)
         """What the ranks with losses saw in the last step."""
 
     def terms(self, share_of: ShareOf, *, scale: float = 1.0, max_norm: float = 0.0) -> StepTerms:

@@ -1,11 +1,10 @@
 """What a plan makes of a model: always a tuple of parts, one when the model is not pipelined."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -13,38 +12,6 @@ from mizzen.model.home import Site
 from mizzen.model.piece import Piece
 from mizzen.monitor.report import Observer
 from mizzen.optim.lamb import Portion
-
-
-class Collector(Protocol):
-    """Takes gradients from a backward to their owners; see `Store` for who calls when."""
-
-    waits_for_last: bool
-    """Whether gradients stay on their rank until the last backward before a step."""
-
-    has_arrived: bool
-    """Whether a gradient of any parameter came since the last step."""
-
-    @property
-    def has_strangers(self) -> bool:
-        """Whether gradients came in from a backward that was not announced with `arm`."""
-
-    def hide(self) -> None:
-        """A forward starts: gradients may leave their parameters until the next backward is over."""
-
-    def arm(self, last: bool | None) -> None:
-        """A backward starts; `last` says whether a step follows it, None that gradients are to stay here for now."""
-
-    def settle(self) -> None:
-        """That backward is over."""
-
-    def collect(self) -> None:
-        """Complete every owned gradient, however it came in."""
-
-    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
-        """Somebody has given a complete gradient this whole value: what comes later is added to it."""
-
-    def clear(self, *, taken: bool = False) -> None:
-        """Start again from zero; `taken` says that a step was taken with what was there."""
 
 
 class Lot(Protocol):
@@ -76,123 +43,135 @@ class Lot(Protocol):
         """Let go of what only a step needs."""
 
 
-class Places(Protocol):
-    """Where trained parameters lie. Somebody may move one, or put another one in its place in the model."""
+@dataclass(frozen=True, slots=True)
+class StoreRanks:
+    """The ranks that a store shares its parameters with, and what their number makes of a mean gradient."""
 
-    has_new: bool
-    """Whether one of them has brought new values since this was last set to false."""
+    reduce_group: ProcessGroup | None = None
+    """The ranks over which gradients are summed; None when there is one."""
+    shard_group: ProcessGroup | None = None
+    """The ranks among which masters and states are sharded, each element on one; None where each rank holds all."""
+    replica_group: ProcessGroup | None = None
+    """The ranks that hold the very same as this one; None when no other does."""
+    cut_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    """For each axis that cuts some parameters, the ranks that have the rest of them."""
+    mean_factor: float = 1.0
+    """What makes of the mean over `reduce_group` the mean that is asked for, which may be over more or fewer ranks."""
+    step_factor: float = 1.0
+    """What the mean gradient is to be multiplied with before a step, where the sum over ranks was asked for."""
 
-    def check_step(self) -> None:
-        """A step comes: refuse it where what the model computes with could not follow."""
 
-    def check(self) -> None:
-        """The model has changed: refuse what can be put right where it stands, before anything is replaced."""
+@dataclass(frozen=True, slots=True)
+class StoreContents:
+    """What a store holds, by name. All of it is empty once the store is released."""
 
-    def restore(self) -> None:
-        """Let parameters that were moved be where they are trained, or refuse."""
+    trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """The trained parameters."""
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    """The trained parameters, and what is sharded beside them: frozen ones."""
+    units: Sequence[Sequence[str]] = ()
+    """The names of all held parameters, by what is gathered together."""
+    sites: Mapping[str, Site] = field(default_factory=dict)
+    """Where parameters live of which this rank has but a part, or not all of whose copies are here."""
+    saved_elsewhere: frozenset[str] = frozenset()
+    """Parameters that other ranks, which hold the same, count in a norm and save."""
+    lots: Sequence[Lot] = ()
+    """What is stepped together: each tensor of `masters` is in one of them."""
+    masters: Sequence[tuple[int, Tensor]] = ()
+    """(optimizer group, tensor to optimize): the same tensors for life, which may be empty between steps."""
+    portions: Mapping[Tensor, Sequence[Portion]] = field(default_factory=dict)
+    """For each of these tensors, which ranges of it, counted flat, belong to which parameter."""
 
-    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
-        """Train another parameter in the place of one, from the next `restore()` on, or refuse."""
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """What somebody has done with the parameters of a store."""
+
+    is_gathered: bool = False
+    """Whether a `gather()` holds sharded parameters whole, which would keep their values in a step."""
+    has_new_values: bool = False
+    """Whether a parameter that was moved or replaced has brought other values, since the last step that was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedGradients:
+    """The gradients of a store, complete on their owners; valid until the next backward."""
+
+    has_arrived: bool
+    """Whether a gradient of any parameter came since the last step."""
+    has_unannounced: bool
+    """Whether some came from a backward that was not announced with `begin_backward`."""
+    squares: Callable[[], Tensor]
+    """The fp64 sum of squares of the gradients that this rank counts."""
+    nonfinite: Callable[[], list[str]]
+    """The parameters whose gradient on this rank was not finite before it was summed. The host waits for the device."""
 
 
 class Store(Protocol):
     """The trained state of a part, of which this rank holds some or all. The engine's thread calls everything.
 
-    each forward      gradients.hide()
-    each backward     gradients.arm(last) ... gradients.settle(); or neither, and the gradients stay local
-    once              masters() for the optimizer, then rest() of all lots
-    at the boundary   gradients.collect(), squares(); load(f) of all lots and a step; or, for one lot after the other,
-                      load(f), a step of its tensors, write_back(), rest()
-    after the step    publish(), once or twice, then gradients.clear(taken=True)
-    any time          pieces(), state_pieces(), not_finite(); spread() after pieces("master") were written to
-                      places.restore() and places.replace() where somebody has moved or replaced parameters
+    each forward      restore_parameters(), begin_forward()
+    each backward     begin_backward(last) ... end_backward(); or neither, and the gradients stay local
+    once              contents.masters for the optimizer, then rest() of all lots
+    at the boundary   reduce(); load(f) of all lots and a step; or, for one lot after the other, load(f), a step of its
+                      tensors, write_back(), rest()
+    after the step    write_back(), once or twice, then clear_gradients(taken=True)
+    any time          pieces(), gather(); write_back() after all pieces("master") were written to, update_copies() after
+                      those of one parameter were
+    at the end        release()
     """
 
-    group: ProcessGroup | None
-    """The ranks over which gradients are summed; None when there is one."""
-    sharers: ProcessGroup | None
-    """Those of them among which masters and states are shared out, each element to one."""
-    copies: ProcessGroup | None
-    """The ranks that hold the very same as this one; None when no other does."""
-    everything: Mapping[str, Tensor]
-    """The trained parameters by name, and what is sharded beside them: frozen ones."""
-    scope: AbstractContextManager[None]
-    """Inside, methods of the model other than forward may use its parameters."""
-    bundles: Sequence[Sequence[str]]
-    """Their names, by what is gathered together."""
-    replaced: Sequence[tuple[Tensor, str]]
-    """Other objects by which somebody may know a parameter, with its name."""
-    lots: Sequence[Lot]
-    """All of `masters()`, each in one of them."""
-
-    sites: Mapping[str, Site]
-    """Where parameters live of which this rank has but a part, or not all of whose copies are here."""
-    others: Mapping[str, ProcessGroup]
-    """For each axis that cuts some of them, the ranks that have the rest."""
-    weight: float
-    """What makes of the mean over `group` the mean that is asked for, which may be over more or fewer ranks."""
+    @property
+    def ranks(self) -> StoreRanks:
+        """Who else holds these parameters, or parts of them."""
 
     @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
+    def contents(self) -> StoreContents:
+        """What is held."""
 
     @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The trained parameters by name."""
+    def status(self) -> StoreStatus:
+        """What somebody has done with the parameters."""
 
-    @property
-    def places(self) -> Places:
-        """Where they lie."""
+    def begin_forward(self) -> None:
+        """A forward starts: gradients may leave their parameters until the next backward is over."""
 
-    @property
-    def gradients(self) -> Collector:
-        """Where their gradients go."""
+    def begin_backward(self, last: bool | None) -> None:
+        """A backward starts; `last` says whether a step follows it, None that gradients are to stay here for now."""
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each of those ranks holds only its share of masters and states."""
+    def end_backward(self) -> None:
+        """That backward is over."""
 
-    @property
-    def gain(self) -> float:
-        """What the mean gradient is to be multiplied with before a step, where the sum over ranks was asked for."""
+    def reduce(self) -> ReducedGradients:
+        """Complete every owned gradient, however it came in."""
 
-    def masters(self) -> Sequence[tuple[int, Tensor]]:
-        """(optimizer group, tensor to optimize), the same tensors for life; they may be empty between steps."""
+    def clear_gradients(self, *, taken: bool = False) -> None:
+        """Start again from zero; `taken` says that a step was taken with what was there."""
 
-    def portions(self) -> Mapping[Tensor, Sequence[Portion]]:
-        """For each of these tensors, which ranges of it, counted flat, belong to which parameter."""
+    def write_back(self) -> None:
+        """Bring what was stepped or written to the masters to the parameters of every rank, on all ranks together."""
 
-    def saves(self, name: str) -> bool:
-        """Whether the ranks of this store count a parameter and save it, or others do, that hold the same."""
+    def update_copies(self, of: str, name: str, value: Callable[[], Tensor]) -> None:
+        """`pieces(of)` of a parameter were written to: let its other copies on this rank have the whole value.
 
-    def squares(self) -> Tensor:
-        """The fp64 sum of squares of the gradients that this rank counts."""
+        The value is asked for only where there is such a copy, which is so on all ranks or on none.
+        """
 
-    def publish(self) -> None:
-        """Write back what was stepped, and bring new master values to the parameters of every rank."""
+    def restore_parameters(self, replaced: Mapping[str, Tensor] | None = None) -> None:
+        """Bring parameters that somebody has moved back to where they are trained, with the values that they have now.
 
-    def spread(self) -> None:
-        """Masters were written to, on every rank alike: let what the model computes with follow."""
+        Given `replaced`, parameters were also written to, or the model was changed: masters take over what was written,
+        and each named parameter is trained from now on in the place of the one that had its name. What the store cannot
+        take over it puts right, and refuses.
+        """
 
-    def refresh(self) -> None:
-        """Take the parameters' values over as masters, after somebody has written to the parameters."""
-
-    def follow(self, name: str, value: Tensor) -> None:
-        """The master of a parameter was given this whole value: let what the model computes with follow."""
-
-    def whole(self, names: Iterable[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def gather(self, names: Iterable[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Inside, these parameters are whole in their modules; the tensors that stand there, by name."""
 
-    def not_finite(self) -> list[str]:
-        """The parameters whose gradient on this rank was not finite before it was summed."""
+    def pieces(self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None) -> list[Piece]:
+        """What this rank holds of each "master" or "gradient" or, given the optimizer's states, of one of these."""
 
-    def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
-        """What this rank holds, by parameter name."""
-
-    def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
-        """What this rank holds of one optimizer state, by parameter name."""
-
-    def detach(self) -> None:
+    def release(self) -> None:
         """Give the parameters back to their module."""
 
 
@@ -204,6 +183,8 @@ class Part:
     stores: tuple[Store, ...] = ()
     observers: tuple[Observer, ...] = ()
     """What follows the steps of the run."""
+    method_scope: AbstractContextManager[None] = nullcontext()
+    """Inside, methods of the module other than forward may use its parameters."""
 
 
 Parts = tuple[Part, ...]

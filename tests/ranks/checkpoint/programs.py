@@ -107,7 +107,7 @@ def whole(engine: Any) -> dict[str, Tensor]:
     found = {name: value.clone() for name, value in engine.module.named_buffers()}
     keys = sorted({key for state in engine.basic_optimizer.state.values() for key in state})
     for owner in engine.owners:
-        parameter = owner.store.everything[owner.name]
+        parameter = owner.store.contents.held[owner.name]
         found[owner.name] = full_value(parameter)
         for key in keys if owner.name in owner.store.parameters else ():
             value = full_state(parameter, key)

@@ -21,7 +21,7 @@ def start(case: Case, *, ahead: bool):
 def kept(engine) -> dict[str, torch.Tensor]:
     """Masters and states; a state that was made and not yet written to counts as none."""
     found = {}
-    for number, (_, master) in enumerate(pair for store in engine.stores for pair in store.masters()):
+    for number, (_, master) in enumerate(pair for store in engine.stores for pair in store.contents.masters):
         found[f"master {number}"] = master.clone()
         for key, value in engine.basic_optimizer.state.get(master, {}).items():
             if float(engine.basic_optimizer.state[master]["step"]) > 0:
@@ -148,13 +148,13 @@ def test_a_hook_on_one_rank_only(world, stage, family, dtype):
         assert is_same(state_ahead, state)
 
 
-def published(ahead: bool) -> list[str]:
+def written_back(ahead: bool) -> list[str]:
     """What happens in each step, in order: values are sent out (p) and numbers read (r)."""
     case = Case(2, 2, samples=8)
     engine = start(case, ahead=ahead)
     (store,), seen = engine.stores, []
-    publish, agree = store.publish, engine.updater.stopping.agree
-    store.publish = lambda: (seen.append("p"), publish())
+    write_back, agree = store.write_back, engine.updater.stopping.agree
+    store.write_back = lambda: (seen.append("p"), write_back())
     engine.updater.stopping.agree = lambda asked: (seen.append("r"), agree(asked))
     for step in range(3):
         engine.backward(engine(micro_batches(case, step, engine.global_rank)[0]))
@@ -163,8 +163,8 @@ def published(ahead: bool) -> list[str]:
 
 
 def test_new_values_are_sent_before_the_norm_is_read_once_all_ranks_are_known_to_go_ahead(world):
-    assert world(2).run(published, True) == [["r", "p", "p", "r", "p", "r"]] * 2
-    assert world(2).run(published, False) == [["r", "p"] * 3] * 2
+    assert world(2).run(written_back, True) == [["r", "p", "p", "r", "p", "r"]] * 2
+    assert world(2).run(written_back, False) == [["r", "p"] * 3] * 2
 
 
 def kinds_of_losses() -> str:

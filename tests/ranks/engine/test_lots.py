@@ -99,7 +99,7 @@ def train(engine, dtype, accumulation, broken=2, steps=4):
         told.append((report.applied, str(report.grad_norm), report.loss_scale))
     del engine.basic_optimizer.step
     left = {name: mizzen.zero.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
-    for number, (_, master) in enumerate(pair for store in engine.stores for pair in store.masters()):
+    for number, (_, master) in enumerate(pair for store in engine.stores for pair in store.contents.masters):
         for key, value in engine.basic_optimizer.state.get(master, {}).items():
             left[f"{number} {key}"] = torch.as_tensor(value).clone()
     return told, left, len(calls)
@@ -185,7 +185,7 @@ def test_a_step_inside_gathered_parameters_touches_no_lot(world):
 def completed(stage):
     """Of how many lots gradients are complete: as the last one comes in each backward, after it, and after the step."""
     engine = start(stage, "AdamW", accumulation=2)
-    lots = [lot for store in engine.stores for lot in store.lots]
+    lots = [lot for store in engine.stores for lot in store.contents.lots]
     seen = []
 
     def look(when):

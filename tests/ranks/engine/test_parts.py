@@ -120,7 +120,7 @@ def values(engine):
     states = engine.basic_optimizer.state
     for store in engine.stores:
         for key in ("exp_avg", "exp_avg_sq"):
-            found |= {f"{key} {piece.name}": piece.data for piece in store.state_pieces(states, key)}
+            found |= {f"{key} {piece.name}": piece.data for piece in store.pieces(key, states)}
     memory = {name: each.memory for name, each in engine.module.named_modules() if isinstance(each, Remembers)}
     plain = {name: each.detach().clone() for name, each in found.items() if isinstance(each, torch.Tensor)}
     return plain, {name: (each["seen"], each["scale"].tolist()) for name, each in memory.items()}

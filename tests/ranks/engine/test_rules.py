@@ -62,7 +62,7 @@ def train(stage, rule, keys):
         engine.backward(engine(tokens(engine, step)))
         losses.append(engine.step().loss)
     values = {name: safe_get_full_fp32_param(p).cpu() for name, p in model.named_parameters()}
-    owned = sum(tensor.numel() for store in engine.stores for _, tensor in store.masters())
+    owned = sum(tensor.numel() for store in engine.stores for _, tensor in store.contents.masters)
     return losses, values, owned
 
 

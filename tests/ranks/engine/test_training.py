@@ -24,7 +24,7 @@ def start(case: Case, model: nn.Module | None = None, **extra):
 def snapshot(engine) -> dict[str, torch.Tensor]:
     """Everything a skipped step must not change."""
     kept = {f"param {name}": p.detach().clone() for name, p in engine.module.named_parameters()}
-    for number, (_, master) in enumerate(m for store in engine.stores for m in store.masters()):
+    for number, (_, master) in enumerate(m for store in engine.stores for m in store.contents.masters):
         kept[f"master {number}"] = master.clone()
         for key, value in engine.basic_optimizer.state.get(master, {}).items():
             kept[f"state {number} {key}"] = torch.as_tensor(value).clone()

@@ -10,13 +10,13 @@ from mizzen.engine.vote import MANY_KINDS, NO_GRADIENT, NOT_FINITE, SOME_SCALED,
 from mizzen.errors import UsageError
 
 
-def share_of(has_losses: bool, has_strangers: bool, has_scaled: bool) -> float:
-    if not has_losses and not has_strangers:
+def share_of(has_losses: bool, has_unannounced: bool, has_scaled: bool) -> float:
+    if not has_losses and not has_unannounced:
         raise UsageError("no backward")
-    return 0.5 if has_strangers and not has_scaled else 1.0
+    return 0.5 if has_unannounced and not has_scaled else 1.0
 
 
-SCALED = Seen(has_losses=True, is_counted=False, has_strangers=False, has_scaled=True)
+SCALED = Seen(has_losses=True, is_counted=False, has_unannounced=False, has_scaled=True)
 FOUR = StepTerms(share_of, gain=1.0, scale=1.0, max_norm=0.0, ranks=4, speakers=4)
 TWO_SPEAK = replace(FOUR, speakers=2, expected=Seen(True, False, False, False))
 USUAL = Sums(

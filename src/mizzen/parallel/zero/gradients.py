@@ -1,7 +1,8 @@
 """How gradients gather on a rank and leave for their owners: whole and in place, or bucket by bucket.
 
-Nothing is sent outside `arm` ... `settle` and `collect`, which every rank calls alike; and buckets always leave in the
-same order. So ranks whose gradients arrive in another order, or not at all, still take part in the same collectives.
+Nothing is sent outside `begin_backward` ... `end_backward` and `reduce`, which every rank calls alike; and buckets
+always leave in the same order. So ranks whose gradients arrive in another order, or not at all, still take part in the
+same collectives.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,15 +23,15 @@ from mizzen.parallel.zero.reduce import Finish, Reducer
 class Gradients:
     """Counts what has arrived and lets buckets leave in their fixed order. What leaving means is the subclass's.
 
-    The engine calls, in this order:
+    The store calls, in this order:
 
-    hide()     a forward starts
-    arm(last)  a backward starts whose gradients may leave as they arrive; `last` is true before an optimizer step,
-               and None when they are to stay, whatever the stage
-    settle()   that backward is over; all that were to leave have left, and arrived at their owners
-    collect()  before the optimizer: whatever came in other ways is sent too
-    clear()    after it: start again from zero
-    detach()   at the end of life: give the parameters back
+    begin_forward()       a forward starts
+    begin_backward(last)  a backward starts whose gradients may leave as they arrive; `last` is true before an optimizer
+                          step, and None when they are to stay, whatever the stage
+    end_backward()        that backward is over; all that were to leave have left, and arrived at their owners
+    reduce()              before the optimizer: whatever came in other ways is sent too
+    clear()               after it: start again from zero
+    release()             at the end of life: give the parameters back
     """
 
     waits_for_last: bool
@@ -47,12 +48,12 @@ class Gradients:
         self.factor = reducer.reduction.before if reducer.reduction.is_early else 1.0
         """What gradients are multiplied with as they are copied into a bucket that leaves."""
         self.overlaps = overlap
-        self.is_armed = self.is_open = False
+        self.may_send = self.in_backward = False
         self.has_arrived = False
         """Whether autograd has put a gradient on any parameter since the last step."""
-        self._had_strangers = False
-        self._strange: set[tuple[LiveBucket, int]] = set()
-        """Where gradients came since the last `arm` that nobody announced: `module.zero_grad()` may take them back."""
+        self._had_unannounced = False
+        self._unannounced: set[tuple[LiveBucket, int]] = set()
+        """Where gradients have come since that nobody announced: `module.zero_grad()` may take them back."""
         self._is_complete = False
         """Whether the owners have all gradients. False before the first: ranks that got none must not stay away."""
         self._next = 0
@@ -87,40 +88,40 @@ class Gradients:
             self.keep(bucket, position)
 
     @property
-    def has_strangers(self) -> bool:
-        """Whether gradients came from a backward that nobody announced with `arm`, and nobody took them back since."""
-        left = (bucket.parameters[position].grad is not None for bucket, position in self._strange)
-        return self._had_strangers or any(left)
+    def has_unannounced(self) -> bool:
+        """Whether gradients came without a `begin_backward`, and nobody took them back since."""
+        left = (bucket.parameters[position].grad is not None for bucket, position in self._unannounced)
+        return self._had_unannounced or any(left)
 
-    def hide(self) -> None:
+    def begin_forward(self) -> None:
         """Let parameters be without a gradient during a forward."""
 
-    def arm(self, last: bool | None) -> None:
+    def begin_backward(self, last: bool | None) -> None:
         """Let full buckets leave during the backward that follows."""
-        self.is_armed = bool(last) if self.waits_for_last else last is not None
-        self.is_open, self._is_complete, self._is_last, self._next = True, False, bool(last), 0
-        self._had_strangers = self.has_strangers
-        self._strange.clear()
+        self.may_send = bool(last) if self.waits_for_last else last is not None
+        self.in_backward, self._is_complete, self._is_last, self._next = True, False, bool(last), 0
+        self._had_unannounced = self.has_unannounced
+        self._unannounced.clear()
         for bucket in self.buckets:
             bucket.is_complete = False
         for bucket in self.buckets if self.overlaps else ():
             bucket.missing, bucket.has_left = set(range(len(bucket.parameters))), False
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """Send the rest, and wait."""
-        self.is_open = False
-        if self.is_armed:
+        self.in_backward = False
+        if self.may_send:
             self._send(self.buckets[self._next :])
             self._wait()
-            self.is_armed, self._is_complete = False, True
+            self.may_send, self._is_complete = False, True
 
-    def collect(self) -> None:
+    def reduce(self) -> None:
         """Make every owned gradient complete."""
         if self._is_complete:
             self.see_edits()
         else:
-            self.arm(True)
-            self.settle()
+            self.begin_backward(True)
+            self.end_backward()
         for bucket in self.buckets:
             bucket.is_complete = True
 
@@ -128,21 +129,21 @@ class Gradients:
         """Take over what somebody has done to `grad` since gradients were complete, or say that it has no effect."""
         raise NotImplementedError
 
-    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
+    def update_copies(self, name: str, value: Callable[[], Tensor]) -> None:
         """A complete gradient was given a whole value, which is asked of the ranks only where it is summed anew."""
 
-    def clear(self, *, taken: bool = False) -> None:
+    def clear(self) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
-        self.is_armed = self.is_open = self._is_complete = False
-        self.has_arrived = self._had_strangers = False
-        self._strange.clear()
+        self.may_send = self.in_backward = self._is_complete = False
+        self.has_arrived = self._had_unannounced = False
+        self._unannounced.clear()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
             bucket.forget()
 
-    def detach(self) -> None:
+    def release(self) -> None:
         """Remove the hooks and let go of all tensors."""
         for handle in self._handles.values():
             handle.remove()
@@ -155,10 +156,10 @@ class Gradients:
     def _arrived(self, number: int, position: int) -> None:
         """Autograd has put a gradient on a parameter, which has this position in the bucket of this number."""
         bucket, self.has_arrived = self.buckets[number], True
-        if not self.is_armed:
+        if not self.may_send:
             self._is_complete = bucket.is_complete = False
-            if not self.is_open:
-                self._strange.add((bucket, position))
+            if not self.in_backward:
+                self._unannounced.add((bucket, position))
             self.keep(bucket, position)
         elif self.overlaps:
             self._count(bucket, position)
@@ -211,19 +212,19 @@ class WholeGradients(Gradients):
     waits_for_last = True
     in_flight = None
 
-    def hide(self) -> None:
+    def begin_forward(self) -> None:
         """Take gradients off parameters of another dtype: with one, a compiled block falls into many graphs."""
-        strange = {id(bucket) for bucket, _ in self._strange}
+        unannounced = {id(bucket) for bucket, _ in self._unannounced}
         for bucket in self.buckets:
-            if bucket.shown and bucket.values.dtype != bucket.accumulation and id(bucket) not in strange:
+            if bucket.shown and bucket.values.dtype != bucket.accumulation and id(bucket) not in unannounced:
                 bucket.put(self._new(bucket, bucket.shown))
                 for position in bucket.shown:
                     bucket.parameters[position].grad = None
                 bucket.shown.clear()
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """Send the rest, and wait."""
-        super().settle()
+        super().end_backward()
         for bucket in self.buckets:
             bucket.seen = bucket.whole._version if bucket.whole is not None else 0
 
@@ -239,7 +240,7 @@ class WholeGradients(Gradients):
                 bucket.filled()
                 self._show(bucket, new)
 
-    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
+    def update_copies(self, name: str, value: Callable[[], Tensor]) -> None:
         """Stage 1 sums what lies here anew after a further backward: the mean of what all ranks have is the value."""
         for bucket in self.buckets:
             for slot, view in zip(bucket.plan.slots, bucket.views, strict=False):
@@ -301,7 +302,7 @@ class WholeGradients(Gradients):
 class PassingGradients(Gradients):
     """Stage 2: when all gradients of a bucket are there, they are copied into it and freed, and it goes to the owner's.
 
-    Outside `arm` ... `settle` gradients stay on their parameters until `collect`.
+    Outside `begin_backward` ... `end_backward` gradients stay on their parameters until `reduce`.
     """
 
     waits_for_last = False
@@ -311,9 +312,9 @@ class PassingGradients(Gradients):
         self._has_sum = False
         """Whether the owners' chunks hold gradients of earlier backwards."""
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """Send the rest, and wait."""
-        super().settle()
+        super().end_backward()
         self._has_sum |= self._is_complete
 
     def see_edits(self) -> None:
@@ -351,9 +352,9 @@ class PassingGradients(Gradients):
         bucket.gradient.add_(bucket.mine(flat))
         bucket.stock.give(flat)
 
-    def clear(self, *, taken: bool = False) -> None:
+    def clear(self) -> None:
         """Nothing is left on any rank."""
-        super().clear(taken=taken)
+        super().clear()
         self._has_sum = False
 
 

@@ -125,7 +125,7 @@ class LiveBucket:
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the owned chunk, complete after `collect`; zeros where none has come."""
+        """The gradient of the owned chunk, complete after `reduce`; zeros where none has come."""
         return self.sums.read() if self.is_shared else self.filled()
 
     def put(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> None:

@@ -1,7 +1,7 @@
 """The trained parameters of one part in flat buffers: values, masters and gradients, whole or this rank's share."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,13 +15,13 @@ from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes, piece_of_range
 from mizzen.optim.lamb import Portion
+from mizzen.parallel.zero.addresses import ParameterAddresses
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
 from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
-from mizzen.parallel.zero.residence import Residence
 from mizzen.parallel.zero.slots import Bucket, Buffer
 from mizzen.parallel.zero.stock import Stock
-from mizzen.plan.parts import Lot
+from mizzen.plan.parts import ReducedGradients, StoreContents, StoreRanks, StoreStatus
 from mizzen.precision.policy import Policy, wider
 
 
@@ -64,28 +64,43 @@ class FlatStore:
         others: Mapping[str, ProcessGroup] | None = None,
     ) -> None:
         self.holding = holding
-        self.weight, self.gain = holding.weight, holding.gain
         self.group = group
-        self.sites = sites or {}
-        self.counts = counts
-        self.others = others or {}
         self.rank = groups.get_rank(group) if holding.reduction.ranks > 1 else 0
+        self.sites = sites or {}
         held = {slot.name for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots}
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
-        self.everything: Mapping[str, Tensor] = self.parameters
-        self.bundles: Sequence[Sequence[str]] = (tuple(self.parameters),)
-        self.replaced: Sequence[tuple[Tensor, str]] = ()
-        self.sharers = group
-        self.copies = None if self.is_sharded else group
-        self.scope: AbstractContextManager[None] = nullcontext()
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
         self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
-        self.lots: Sequence[Lot] = self.buckets
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
         self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
-        self.places = Residence(self.buckets, self.parameters, self.gradients)
+        self.addresses = ParameterAddresses(self.buckets, self.parameters, self.gradients)
+        self.ranks = StoreRanks(
+            reduce_group=group,
+            shard_group=group if self.is_sharded else None,
+            replica_group=None if self.is_sharded else group,
+            cut_groups=others or {},
+            mean_factor=holding.weight,
+            step_factor=holding.gain,
+        )
+        self.contents = StoreContents(
+            trained=self.parameters,
+            held=self.parameters,
+            units=(tuple(self.parameters),),
+            sites=self.sites,
+            saved_elsewhere=frozenset() if counts else frozenset(self.parameters),
+            lots=self.buckets,
+            masters=[(bucket.group, target.tensor) for bucket in self.buckets for target in bucket.targets],
+            portions={
+                target.tensor: [
+                    Portion(bucket.plan.slots[number].name, low - target.start, high - target.start)
+                    for number, low, high in bucket.owned_slots(target.start, target.stop)
+                ]
+                for bucket in self.buckets
+                for target in bucket.targets
+            },
+        )
 
     def _take_in(self, buffer: Buffer) -> Iterator[LiveBucket]:
         flat = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.dtype), device=self.device)
@@ -132,40 +147,38 @@ class FlatStore:
         """Whether this rank holds only a share of masters and states."""
         return self.holding.chunks > 1
 
-    def follow(self, name: str, value: Tensor) -> None:
-        """Let a parameter have the value that was given to its master."""
-        with torch.no_grad():
-            self.parameters[name].copy_(part_for(self.parameters[name], value, self.sites.get(name)).to(self.device))
+    @property
+    def status(self) -> StoreStatus:
+        """What somebody has done with the parameters, which are always whole."""
+        return StoreStatus(has_new_values=self.addresses.has_new_values)
 
-    @contextmanager
-    def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
-        """Parameters are always whole."""
-        yield {name: self.parameters[name] for name in names}
+    # Gradients
 
-    # What the optimizer works on
+    def begin_forward(self) -> None:
+        """Let parameters be without a gradient during a forward."""
+        self.gradients.begin_forward()
 
-    def masters(self) -> list[tuple[int, Tensor]]:
-        """(optimizer group, what the optimizer steps) for every bucket."""
-        return [(bucket.group, target.tensor) for bucket in self.buckets for target in bucket.targets]
+    def begin_backward(self, last: bool | None) -> None:
+        """Let full buckets leave during the backward that follows."""
+        self.gradients.begin_backward(last)
 
-    def portions(self) -> dict[Tensor, list[Portion]]:
-        """For each of these tensors, which ranges of it, counted flat, belong to which parameter."""
-        return {
-            target.tensor: [
-                Portion(bucket.plan.slots[number].name, low - target.start, high - target.start)
-                for number, low, high in bucket.owned_slots(target.start, target.stop)
-            ]
-            for bucket in self.buckets
-            for target in bucket.targets
-        }
+    def end_backward(self) -> None:
+        """Send the rest, and wait."""
+        self.gradients.end_backward()
 
-    def saves(self, name: str) -> bool:
-        """Whether these ranks save a parameter, or others do, that hold the same."""
-        return self.counts
+    def reduce(self) -> ReducedGradients:
+        """Make every owned gradient complete."""
+        self.gradients.reduce()
+        return ReducedGradients(
+            has_arrived=self.gradients.has_arrived,
+            has_unannounced=self.gradients.has_unannounced,
+            squares=self._squares,
+            nonfinite=self._nonfinite,
+        )
 
-    def squares(self) -> Tensor:
+    def _squares(self) -> Tensor:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that have the same share the work."""
-        if not self.counts:
+        if self.contents.saved_elsewhere:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         gradients = [bucket.gradient for bucket in self.buckets]
         if not self.is_sharded:
@@ -173,19 +186,34 @@ class FlatStore:
             gradients = [whole[start:stop] for whole, (start, stop) in zip(gradients, owned, strict=True)]
         return sum_of_squares(gradients, device=self.device)
 
-    def publish(self) -> None:
-        """Bring the new master values to the parameters of every rank."""
-        for lot in self.lots:
-            lot.write_back()
-        works = self._send_all()
-        for lot in self.lots:
-            lot.rest()
-        wait_for(*works)
+    def _nonfinite(self) -> list[str]:
+        if self.holding.reduction.ranks == 1:
+            return [piece.name for piece in self.pieces("gradient") if not bool(piece.data.isfinite().all())]
+        return [
+            slot.name
+            for bucket in self.buckets
+            if bucket.finite is not None
+            for slot, is_finite in zip(bucket.plan.slots, bucket.finite.tolist(), strict=True)
+            if not is_finite
+        ]
 
-    def spread(self) -> None:
-        """Bring master values that were written to the parameters of every rank."""
+    def clear_gradients(self, *, taken: bool = False) -> None:
+        """Forget all gradients, also those of a backward that has failed half-way."""
+        self.gradients.clear()
+        if taken:
+            self.addresses.has_new_values = False
+
+    # Values
+
+    def write_back(self) -> None:
+        """Bring the new master values to the parameters of every rank."""
+        for bucket in self.buckets:
+            bucket.write_back()
         with torch.no_grad():
-            wait_for(*self._send_all())
+            works = self._send_all()
+        for bucket in self.buckets:
+            bucket.rest()
+        wait_for(*works)
 
     def _send_all(self) -> list[Work | None]:
         mine = [bucket.mine(bucket.values) for bucket in self.buckets]
@@ -200,37 +228,38 @@ class FlatStore:
             return []
         return [_sent(bucket, values, self.group) for bucket, values in zip(self.buckets, mine, strict=True)]
 
-    def refresh(self) -> None:
-        """Take new values of parameters over as masters; a master whose parameter is as it was keeps its low bits."""
-        self.places.restore()
-        for bucket in self.buckets:
+    def update_copies(self, of: str, name: str, value: Callable[[], Tensor]) -> None:
+        """Let a parameter have the value of its master, or a local gradient that is summed again that of the sum."""
+        if of == "gradient":
+            self.gradients.update_copies(name, value)
+            return
+        with torch.no_grad():
+            self.parameters[name].copy_(part_for(self.parameters[name], value(), self.sites.get(name)).to(self.device))
+
+    def restore_parameters(self, replaced: Mapping[str, Tensor] | None = None) -> None:
+        """Let parameters lie in their buckets again; a master whose parameter is as it was keeps its low bits."""
+        for name, parameter in (replaced or {}).items():
+            self.addresses.replace(name, parameter)
+        self.addresses.restore()
+        for bucket in self.buckets if replaced is not None else ():
             bucket.keep_writes()
 
-    def not_finite(self) -> list[str]:
-        """The parameters whose gradient on this rank was not finite before it was summed."""
-        if self.holding.reduction.ranks == 1:
-            return [piece.name for piece in self.pieces("gradient") if not bool(piece.data.isfinite().all())]
-        return [
-            slot.name
-            for bucket in self.buckets
-            if bucket.finite is not None
-            for slot, is_finite in zip(bucket.plan.slots, bucket.finite.tolist(), strict=True)
-            if not is_finite
-        ]
+    @contextmanager
+    def gather(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Parameters are always whole."""
+        yield {name: self.parameters[name] for name in names}
 
-    # The same by name
+    # Pieces by name
 
-    def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
-        """What this rank holds, by parameter name."""
-        if of == "master":
-            self.refresh()
-        owned = ((bucket, bucket.master if of == "master" else bucket.gradient) for bucket in self.buckets)
-        return [piece for bucket, tensor in owned for piece in self._pieces(bucket, 0, tensor)]
-
-    def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
-        """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
+    def pieces(self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None) -> list[Piece]:
+        """What this rank holds, by parameter name; states that are not as large as what they belong to are left out."""
+        if of == "master" and states is None:
+            self.restore_parameters({})
+        if states is None:
+            owned = ((bucket, bucket.master if of == "master" else bucket.gradient) for bucket in self.buckets)
+            return [piece for bucket, tensor in owned for piece in self._pieces(bucket, 0, tensor)]
         found = (
-            (bucket, target, states.get(target.tensor, {}).get(key))
+            (bucket, target, states.get(target.tensor, {}).get(of))
             for bucket in self.buckets
             for target in bucket.targets
         )
@@ -251,13 +280,13 @@ class FlatStore:
             else:
                 yield piece_of_boxes(slot.name, site.shape, data, site.boxes_of_range(first, last))
 
-    def detach(self) -> None:
+    def release(self) -> None:
         """Let the parameters go: they keep their values, each in memory of its own."""
-        self.gradients.detach()
+        self.gradients.release()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
-        self.buckets, self.lots, self.parameters, self.everything = (), (), {}, {}
-        self.places = Residence((), {}, self.gradients)
+        self.buckets, self.parameters, self.contents = (), {}, StoreContents()
+        self.addresses = ParameterAddresses((), {}, self.gradients)
         self.stock.clear()
 
 

@@ -75,27 +75,27 @@ def hold(module, stage, *, limit=100, held=None, overlap=True, dtypes=None, spar
 
 def backward(store, loss, last=True):
     """A backward that is announced."""
-    store.gradients.arm(last)
+    store.begin_backward(last)
     loss.backward()
-    store.gradients.settle()
+    store.end_backward()
 
 
 def load_lots(store, factor=1.0):
     """Make everything ready for a step."""
-    for lot in store.lots:
+    for lot in store.contents.lots:
         lot.load(factor)
 
 
 def whole(store, of="gradient"):
     """The values of every parameter, put together from what the ranks hold."""
     found = {}
-    for name, parameter in store.parameters.items():
+    for name, parameter in store.contents.trained.items():
         flat = torch.zeros(parameter.shape, dtype=torch.float64)
         for piece in store.pieces(of):
             if piece.name == name:
                 for box, data in piece.parts():
                     flat[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = data.double()
-        if store.is_sharded:
+        if store.ranks.shard_group is not None:
             dist.all_reduce(flat)
         found[name] = flat.float()
     return found

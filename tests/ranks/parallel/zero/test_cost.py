@@ -95,21 +95,21 @@ def train(kind, stage, keys):
     start = live_bytes() - bytes_of(list(model.parameters()))
     ((store,),) = (part.stores for part in plan.apply((Part(model),), mesh))
     store.stock.is_kept = False  # a CPU holds on to some of what is in use during a step
-    masters = [master for _, master in store.masters()]
+    masters = [master for _, master in store.contents.masters]
     arguments = dict(config.optimizer.params)
     optimizer = build_optimizer(config.optimizer.type, arguments, [{"params": masters}], device_type="cpu")
     seen, gradients = [], 0
     for step in range(2):
         if step == 1 and stage == 2:
             seen = watch_sends()
-        store.gradients.arm(True)
-        sum((parameter.float() ** 2).sum() for parameter in store.parameters.values()).backward()
-        store.gradients.settle()
+        store.begin_backward(True)
+        sum((parameter.float() ** 2).sum() for parameter in store.contents.trained.values()).backward()
+        store.end_backward()
         gradients = bytes_of([t for bucket in store.buckets for t in (bucket.gradient, bucket.whole) if t is not None])
         load_lots(store)
         optimizer.step()
-        store.publish()
-        store.gradients.clear()
+        store.write_back()
+        store.clear_gradients()
     alive = at_rest(live_bytes) - start
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     values = [bucket.values for bucket in store.buckets]

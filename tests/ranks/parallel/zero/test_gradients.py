@@ -42,7 +42,7 @@ def every_order(stage):
     for step in range(6):
         backward(store, bag.loss(dist.get_rank(), step, shuffled=True))
         found.append(whole(store))
-        store.gradients.clear()
+        store.clear_gradients()
     return found
 
 
@@ -101,7 +101,7 @@ def with_some_missing(stage, overlap):
     for step in range(2):
         loss = bag.loss(dist.get_rank(), step, without=WITHOUT[dist.get_rank()])
         backward(store, loss, last=step == 1)
-    store.gradients.collect()
+    store.reduce()
     return whole(store)
 
 
@@ -121,7 +121,7 @@ def with_all_missing_on_one_rank(stage, last):
         loss.backward()
     else:
         backward(store, loss, last)
-    store.gradients.collect()
+    store.reduce()
     return whole(store)
 
 
@@ -134,7 +134,7 @@ def test_a_rank_without_any_gradient_still_takes_part(world, stage, last):
 
 def without_any_backward(stage):
     store = hold(Bag(), stage)
-    store.gradients.collect()
+    store.reduce()
     return whole(store)
 
 
@@ -156,16 +156,16 @@ def several(stage, lasts):
             loss.backward()
         else:
             backward(store, loss, last)
-    strangers = store.gradients.has_strangers
-    store.gradients.collect()
+    unannounced = store.gradients.has_unannounced
+    store.reduce()
     once = whole(store)
-    store.gradients.collect()
+    store.reduce()
     twice = whole(store)
     assert all(torch.equal(once[name], twice[name]) for name in once)
-    store.gradients.clear()
+    store.clear_gradients()
     assert not any(value.any() for value in whole(store).values())
-    assert not store.gradients.has_strangers
-    return once, strangers
+    assert not store.gradients.has_unannounced
+    return once, unannounced
 
 
 SEQUENCES = {
@@ -184,9 +184,9 @@ SEQUENCES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_sum_of_all_backwards(world, stage, sequence):
     lasts = SEQUENCES[sequence]
-    for found, strangers in world(2).run(several, stage, lasts):
+    for found, unannounced in world(2).run(several, stage, lasts):
         same(found, 2, steps=len(lasts))
-        assert strangers == ("bare" in lasts)
+        assert unannounced == ("bare" in lasts)
 
 
 def held_back(stage):
@@ -252,7 +252,7 @@ def zeroed_by_the_user(stage):
     bag.zero_grad(set_to_none=True)
     backward(store, bag.loss(rank, 0, without={"c"}), True)
     found = whole(store)
-    store.gradients.clear()
+    store.clear_gradients()
     bag.zero_grad(set_to_none=True)
     backward(store, bag.loss(rank, 0))
     return found, whole(store), [parameter.grad is not None for parameter in bag.parameters()]
@@ -278,7 +278,7 @@ def replaced_by_the_user(stage):
     backward(store, bag.loss(dist.get_rank(), 0), None)
     for parameter in bag.parameters():
         parameter.grad = parameter.grad * 2
-    store.gradients.collect()
+    store.reduce()
     return whole(store)
 
 
@@ -303,11 +303,11 @@ def after_a_failure(stage):
     bag = Bag()
     store = hold(bag, stage, limit=120)
     last = Broken.apply(bag.a).sum()  # what was computed first is differentiated last
-    store.gradients.arm(True)
+    store.begin_backward(True)
     with pytest.raises(ValueError, match="broken"):
         (last + bag.loss(dist.get_rank(), 5, without={"a"})).backward()
     assert [len(bucket.missing) for bucket in store.buckets] == [0, 0, 0, 1]
-    store.gradients.clear()
+    store.clear_gradients()
     backward(store, bag.loss(dist.get_rank(), 0))
     return whole(store)
 
@@ -425,10 +425,10 @@ def not_finite(stage, lasts):
             for name, value in BAD[rank].items():
                 loss = loss + getattr(bag, name).reshape(-1)[-1] * value
         backward(store, loss, last)
-    found = sorted(store.not_finite()), torch.isfinite(store.squares()).item()
-    store.gradients.clear()
+    found = sorted(store.reduce().nonfinite()), torch.isfinite(store.reduce().squares()).item()
+    store.clear_gradients()
     backward(store, bag.loss(rank, 3))
-    return found, store.not_finite()
+    return found, store.reduce().nonfinite()
 
 
 @pytest.mark.parametrize("lasts", [(True,), (False, True)])

@@ -35,13 +35,13 @@ def rank():
 def pieces_of_everything(stage, held):
     bag = Bag()
     store = hold(bag, stage, held=held, limit=60, groups={"b": 1, "d": 2})
-    masters = [master for _, master in store.masters()]
+    masters = [master for _, master in store.contents.masters]
     optimizer = torch.optim.Adam(masters, lr=0.1)
     backward(store, bag.loss(rank(), 0))
     gradients = store.pieces("gradient")
     load_lots(store)
     optimizer.step()
-    states = {key: store.state_pieces(optimizer.state, key) for key in ("exp_avg", "exp_avg_sq", "step", "none")}
+    states = {key: store.pieces(key, optimizer.state) for key in ("exp_avg", "exp_avg_sq", "step", "none")}
     return store.pieces("master"), gradients, states
 
 
@@ -67,7 +67,7 @@ def groups_of_masters(stage):
     bag = Bag()
     store = hold(bag, stage, limit=60, groups={"b": 1, "d": 2})
     names = {bucket.master: {slot.name for slot in bucket.plan.slots} for bucket in store.buckets}
-    return [(group, sorted(names[master])) for group, master in store.masters()]
+    return [(group, sorted(names[master])) for group, master in store.contents.masters]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -102,9 +102,9 @@ def step_by_hand(stage, held):
     bag = Bag()
     before = {name: parameter.detach().float().clone() for name, parameter in bag.named_parameters()}
     store = hold(bag, stage, held=held, limit=60)
-    for _, master in store.masters():
+    for _, master in store.contents.masters:
         master += rank() + 1 if stage else 1.5  # each rank changes its own share
-    store.publish()
+    store.write_back()
     after = {name: parameter.detach().float() for name, parameter in bag.named_parameters()}
     masters = whole(store, "master")
     for name in SHAPES:
@@ -115,7 +115,7 @@ def step_by_hand(stage, held):
 
 @pytest.mark.parametrize("held", [None, "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_published_masters_are_everybodys_parameters(world, stage, held):
+def test_written_back_masters_are_everybodys_parameters(world, stage, held):
     one, other = world(2).run(step_by_hand, stage, held)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -127,10 +127,10 @@ def written_by_the_user(stage, held):
     store = hold(bag, stage, held=held, limit=60)
     new = {"c": torch.full((5, 5, 4), 1.25), "scalar": torch.tensor(2.0)}
     bag.load_state_dict(new, strict=False)
-    store.refresh()
+    store.restore_parameters({})
     masters = whole(store, "master")
     assert all(torch.equal(masters[name], new.get(name, exact[name])) for name in exact)
-    store.publish()
+    store.write_back()
     return all(torch.equal(bag.get_parameter(name).detach().float(), value) for name, value in new.items())
 
 
@@ -148,10 +148,10 @@ def norm(stage, held):
     bag = Bag()
     store = hold(bag, stage, held=held, in_rank_order=True)
     backward(store, bag.loss(rank(), 0))
-    squares = store.squares()
+    squares = store.reduce().squares()
     dist.all_reduce(squares)
     load_lots(store, 0.5)
-    rescaled = store.squares()
+    rescaled = store.reduce().squares()
     dist.all_reduce(rescaled)
     expected = sum(value.double().square().sum().item() for value in whole(store).values()) * 4
     return squares.sqrt().float().item(), rescaled.sqrt().float().item() * 2, expected**0.5
@@ -169,8 +169,8 @@ def gradient_dtype_below_the_masters(stage):
     store = hold(bag, stage, held="bfloat16", dtypes={"accumulation": "bfloat16"})
     backward(store, bag.loss(rank(), 0))
     load_lots(store)
-    attached = {master.grad.dtype for _, master in store.masters()}
-    store.publish()
+    attached = {master.grad.dtype for _, master in store.contents.masters}
+    store.write_back()
     return attached, [master.grad for bucket in store.buckets for master in [bucket.master]]
 
 
@@ -185,8 +185,8 @@ def low_masters(stage, held, states):
     """Masters as narrow as the parameters, stepped in wider copies that exist during a step only."""
     bag = Bag()
     store = hold(bag, stage, held=held, dtypes={"masters": held, "states": states}, limit=60)
-    masters = [master for _, master in store.masters()]
-    for lot in store.lots:
+    masters = [master for _, master in store.contents.masters]
+    for lot in store.contents.lots:
         lot.rest()
     resting = sum(master.numel() * master.element_size() for master in masters if states != held)
     optimizer = torch.optim.SGD(masters, lr=1.0, momentum=0.9)
@@ -197,9 +197,9 @@ def low_masters(stage, held, states):
         gradients.append(whole(store))
         load_lots(store, 0.5)
         optimizer.step()
-        store.publish()
-        store.gradients.clear()
-    moments = {piece.name: piece.dtype for piece in store.state_pieces(optimizer.state, "momentum_buffer")}
+        store.write_back()
+        store.clear_gradients()
+    moments = {piece.name: piece.dtype for piece in store.pieces("momentum_buffer", optimizer.state)}
     for name, value in before.items():
         first, second = gradients[0][name] / 2, gradients[1][name] / 2
         expected = value - first - (0.9 * first + second)
@@ -327,7 +327,7 @@ def detached(stage, held):
     hooks = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in bag.parameters()]
     values = {name: parameter.detach().clone() for name, parameter in bag.named_parameters()}
     master = weakref.ref(store.buckets[0].master)
-    store.detach()
+    store.release()
     gc.collect()
     same = all(torch.equal(parameter, values[name]) for name, parameter in bag.named_parameters())
     left = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in bag.parameters()]
@@ -357,4 +357,4 @@ def test_pieces_of_one_rank_are_whole():
     store = hold(bag, 2)
     pieces = {piece.name: piece for piece in store.pieces("master")}
     assert all(torch.equal(assemble([pieces[name]]), parameter) for name, parameter in bag.named_parameters())
-    assert not store.is_sharded
+    assert store.ranks.shard_group is None

@@ -90,8 +90,8 @@ def _live(
     held = torch_dtype(unit.gathers_as or unit.master or "float32")
     for group, sketches in trained.items():
         flat, inside = _cut(sketches, own, places, ranks, stock.device, (master, held))
-        for each in inside:
-            each.start, count = count, count + each.length
+        for one in inside:
+            one.start, count = count, count + one.length
         stepped = flat.new_empty(0, dtype=torch_dtype(wider(holding.policy.states, unit.master or "float32")))
         is_whole = sketches[0].is_whole
         if not is_whole:

@@ -27,12 +27,10 @@ waits for none, and the device for the one before."""
 class UnitGradients:
     """A unit's gradients are summed over the ranks as backward leaves it, and added to this rank's shard of the sum.
 
-    The engine calls `arm` and `settle` around a backward; see `plan.parts.Store`. Between replicas of the shards, where
-    there are several, they are averaged once, by `collect`: the mean of (a mean + what is new) is what it should be, so
-    any number of backwards may follow.
+    The store calls these methods where its own have the same names. Between replicas of the shards, where there are
+    several, gradients are averaged once, by `reduce`: the mean of (a mean + what is new) is what it should be, so any
+    number of backwards may follow.
     """
-
-    waits_for_last = False
 
     def __init__(
         self,
@@ -59,8 +57,8 @@ class UnitGradients:
         self._pending: list[Finish] = []
 
     @property
-    def has_strangers(self) -> bool:
-        """Whether gradients came from a backward that nobody announced with `arm`."""
+    def has_unannounced(self) -> bool:
+        """Whether gradients came from a backward that nobody announced with `begin_backward`."""
         return any(unit.has_unannounced for unit in self.units)
 
     def reduce_unit(self, unit: LiveUnit) -> None:
@@ -137,16 +135,13 @@ class UnitGradients:
 
         self._pending.append(arrive)
 
-    def hide(self) -> None:
-        """Nothing is on a parameter."""
-
-    def arm(self, last: bool | None) -> None:
+    def begin_backward(self, last: bool | None) -> None:
         """A backward starts. Gradients leave at once whatever comes next: there is no room for whole ones."""
         self._is_open = self.position.is_backward = True
         self._is_complete, self._is_last = False, bool(last)
         self._mark(False)
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """That backward is over, on every rank: one that is elsewhere is found before anything else is exchanged."""
         self.finish_backward()
         self._is_open = self.position.is_backward = False
@@ -155,7 +150,7 @@ class UnitGradients:
         self._is_complete = self.replicas.reduction.ranks == 1  # so that a rank reads and writes its own part alone
         self._mark(self._is_complete and self._is_last)
 
-    def collect(self) -> None:
+    def reduce(self) -> None:
         """Make every owned gradient complete."""
         self.finish_backward()
         if not self._is_complete:
@@ -170,9 +165,6 @@ class UnitGradients:
         """Say of all units whether their gradients are complete: a unit may be run several times in a backward."""
         for unit in self.units:
             unit.is_complete = is_complete
-
-    def follow(self, name: str, value: Callable[[], Tensor]) -> None:
-        """What comes later is added to the value that was given."""
 
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, and what was lost on their way where nobody steps with them."""

@@ -146,9 +146,7 @@ class QuantizedReducer(Reducer):
         """The ranks of the same place in all nodes."""
         return list(range(groups.get_rank(self.group) % self.inside, self.reduction.ranks, self.inside))
 
-    def _exchange(
-        self, messages: Tensor, ranks: Sequence[int], tag: Tag | None = None
-    ) -> tuple[Tensor, Work | None]:
+    def _exchange(self, messages: Tensor, ranks: Sequence[int], tag: Tag | None = None) -> tuple[Tensor, Work | None]:
         """Send some ranks their rows, as many to each, and get theirs."""
         each = messages.numel() // len(ranks)
         sizes = [each if rank in ranks else 0 for rank in range(self.reduction.ranks)]

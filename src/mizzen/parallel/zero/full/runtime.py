@@ -475,4 +475,5 @@ def let_go(module: nn.Module) -> None:
     """Give a module its own class again."""
     if isinstance(module, UnitModule):
         vars(module).pop(CALLS)
-        module.__class__ = next(kind for kind in type(module).__mro__[1:] if not issubclass(kind, UnitModule))
+        own: Any = next(kind for kind in type(module).__mro__[1:] if not issubclass(kind, UnitModule))
+        module.__class__ = own

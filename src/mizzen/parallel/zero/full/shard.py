@@ -119,7 +119,6 @@ class ZeroFull(Transform):
             return None
         check(drafts, layout)
         _refuse(config, sharing)
-        policy = Policy.of(config)
         choice = FullChoice(
             FlatSettings.of(config, 2, overlap=False),
             zero,
@@ -172,6 +171,7 @@ class ZeroFull(Transform):
             others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.cut_axes}
             store = FullStore(part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others)
             stores.append(store)
+            part = replace(part, method_scope=store.position)
         stores += [store_of(family, part.module, mesh) for family in held.families]
         return replace(part, stores=(*part.stores, *stores))
 

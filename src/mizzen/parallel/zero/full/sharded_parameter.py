@@ -4,10 +4,10 @@
 A parameter is the same object before `initialize`, in training and afterwards, so that references to it, its hooks, and
 what others hang on it stay good. While its unit runs it has all its memory and is a plain parameter. In between it has
 its shape, its dtype and no memory, and its class is `ShardedParameter`: facts are answered, a use inside a forward pass
-gathers it, and everything else is refused by its name. Computing with a tensor that has no memory would end the process.
+gathers it, and everything else is refused by its name: computing with a tensor without memory would end the process.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -27,20 +27,75 @@ WAYS: Final = (
 RECORD: Final = "_shard_record"
 """Under this name a sharded parameter has its record; a gathered one has it too."""
 PROPERTIES: Final = frozenset(
-    "shape dtype device requires_grad grad grad_dtype is_leaf grad_fn layout ndim is_sparse is_quantized is_meta names "
-    "itemsize nbytes output_nr retains_grad is_nested _version _base is_cuda is_cpu is_xpu is_mps _backward_hooks "
-    "_post_accumulate_grad_hooks".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "grad",
+        "grad_dtype",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "ndim",
+        "is_sparse",
+        "is_quantized",
+        "is_meta",
+        "names",
+        "itemsize",
+        "nbytes",
+        "output_nr",
+        "retains_grad",
+        "is_nested",
+        "_version",
+        "_base",
+        "is_cuda",
+        "is_cpu",
+        "is_xpu",
+        "is_mps",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    ]
 )
 """Properties that can be answered without the values."""
 METHODS: Final = frozenset(
-    "size dim numel nelement element_size is_floating_point is_complex is_contiguous stride requires_grad_ "
-    "register_hook register_post_accumulate_grad_hook __hash__ __dir__ __len__ storage_offset is_inference is_shared "
-    "is_pinned type get_device is_signed _has_compatible_shallow_copy_type is_same_size retain_grad has_names".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "stride",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "__hash__",
+        "__dir__",
+        "__len__",
+        "storage_offset",
+        "is_inference",
+        "is_shared",
+        "is_pinned",
+        "type",
+        "get_device",
+        "is_signed",
+        "_has_compatible_shallow_copy_type",
+        "is_same_size",
+        "retain_grad",
+        "has_names",
+    ]
 )
 """Methods that can be answered without the values."""
 SHARD_WISE: Final = frozenset(("to", "clone", "zeros_like", "ones_like", "empty_like", "full_like", "cpu"))
 """What gives another tensor that is sharded alike."""
-SHAPES: Final = {"view_as": Tensor.view, "reshape_as": Tensor.reshape, "expand_as": Tensor.expand}
+SHAPES: Final[Mapping[str, Callable[..., Tensor]]] = {
+    "view_as": Tensor.view,
+    "reshape_as": Tensor.reshape,
+    "expand_as": Tensor.expand,
+}
 """Methods whose other tensor gives a shape and nothing else."""
 
 
@@ -50,10 +105,12 @@ class ShardRecord(Protocol):
     name: str
     parameter: nn.Parameter
     shape: torch.Size
-    dim: int
-    """The dimension that is cut, by torch.chunk's rule."""
     mesh: DeviceMesh
     """The ranks that share the parameter."""
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut, by torch.chunk's rule."""
 
     @property
     def shard(self) -> Tensor:
@@ -98,7 +155,8 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A shard is saved as a DTensor, without the memory of its neighbours."""
-        return as_dtensor(record_of(self)).clone().__reduce_ex__(protocol)
+        found: Any = as_dtensor(record_of(self)).clone()
+        return found.__reduce_ex__(protocol)
 
     def to_local(self) -> Tensor:
         """This rank's shard, as a DTensor would give it."""

@@ -1,14 +1,12 @@
 """The sharded parameters of one part. What the engine asks of it is `plan.parts.Store`."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from typing import Any, Literal
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import groups
@@ -18,7 +16,6 @@ from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes
-from mizzen.model.placement import boxes_of_dtensor, piece_of_tensor
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, assemble
 from mizzen.parallel.zero.full.frozen import Packed
@@ -32,43 +29,11 @@ from mizzen.parallel.zero.full.whole import Wholes
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.store import part_for
-from mizzen.plan.parts import Lot
-
-
-class ShardedPlaces:
-    """Sharded parameters stay where they are, and are looked at whenever the model is entered."""
-
-    has_new = False
-
-    def __init__(self, units: Sequence[LiveUnit]) -> None:
-        self.units = units
-
-    def check_step(self) -> None:
-        """Refuse a step while a unit is held gathered."""
-        if any(unit.open for unit in self.units):
-            raise UsageError("step() inside GatheredParameters, where parameters would keep their old values: leave it")
-
-    def check(self) -> None:
-        """Put a sharded parameter back where something else stands in its module, and say so."""
-        check_places([unit for unit in self.units if not unit.open])
-
-    def restore(self) -> None:
-        """Nothing was moved."""
-
-    def replace(self, name: str, parameter: Tensor) -> nn.Parameter:
-        """Refuse: what came with another module, or by an assignment, is not sharded."""
-        raise UsageError(
-            f"'{name}' was replaced in the model, with its module or by an assignment, and nobody would train what "
-            "came: put the module back and copy values into what GatheredParameters(..., modifier_rank=0) has "
-            "gathered, or make a new engine of engine.module"
-        )
+from mizzen.plan.parts import ReducedGradients, StoreContents, StoreRanks, StoreStatus
 
 
 class FullStore:
     """The units of one model."""
-
-    is_sharded = True
-    weight = 1.0
 
     def __init__(
         self,
@@ -84,28 +49,22 @@ class FullStore:
         self.sites = sites or {}
         self.uncounted = frozenset(uncounted)
         """Parameters that ranks elsewhere count, because they hold the same."""
-        self.others = others or {}
-        self.gain = holding.gain
-        self.group: ProcessGroup | None = ranks.everyone
-        self.sharers: ProcessGroup | None = ranks.sharers
         self.sharing = ranks.sharers
-        self.copies: ProcessGroup | None = ranks.copies
         self.counts = ranks.copies is None or groups.get_rank(ranks.copies) == 0
         """Whether this rank's shards count in a norm, of which each is counted once."""
+        self.ranks = StoreRanks(
+            reduce_group=ranks.everyone,
+            shard_group=ranks.sharers,
+            replica_group=ranks.copies,
+            cut_groups=others or {},
+            step_factor=holding.gain,
+        )
         self.model: Any = model
         self.position = Position()
         self.parted: Tensor | None = None
         """On a device: whether the tags of some collective of this step have differed."""
-        self.scope: AbstractContextManager[None] = self.position
-        self.replaced: Sequence[tuple[Tensor, str]] = ()
         self.stock = Stock(torch.device(ranks.mesh.device_type))
         self.units = assemble(model, units, holding, ranks, self.stock)
-        self.places = ShardedPlaces(self.units)
-        self.parameters: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
-        self.everything: Mapping[str, Tensor] = {
-            name: each.parameter for unit in self.units for name, each in unit.parameters.items()
-        }
-        self.bundles: Sequence[Sequence[str]] = [tuple(unit.parameters) for unit in self.units]
         self.device = self.units[0].device
         reducer = Reducer(holding.reduction, ranks.sharers, self.stock)
         if holding.quantizing.gradients:
@@ -117,7 +76,6 @@ class FullStore:
         lots = [ShareLot(unit, share) for unit in self.units for share in unit.shares if not share.is_whole]
         self.shares: Sequence[Share] = tuple(lot.share for lot in lots)
         """What the optimizer steps as it lies here, unit by unit."""
-        self.lots: Sequence[Lot] = (*lots, *self.wholes.rounds)
         self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.position)
         self.runtime = UnitRuntime(self.units, self.position, self.gradients, holding.ahead)
         self.gradients.finish_backward = self.runtime.finish
@@ -128,78 +86,67 @@ class FullStore:
         self.handles: list[RemovableHandle] = [
             root.register_state_dict_pre_hook(self._forget),
             root.register_load_state_dict_pre_hook(self._forget),
-            root.register_load_state_dict_post_hook(lambda *_: self.refresh()),
+            root.register_load_state_dict_post_hook(lambda *_: self.restore_parameters({})),
             *_entrances(self.units, self.runtime),
         ]
+        trained: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
+        self.contents = StoreContents(
+            trained=trained,
+            held={name: each.parameter for unit in self.units for name, each in unit.parameters.items()},
+            units=[tuple(unit.parameters) for unit in self.units],
+            sites=self.sites,
+            saved_elsewhere=self.uncounted,
+            lots=(*lots, *self.wholes.rounds),
+            masters=[(share.group, share.stepped) for share in self.shares] + self.wholes.masters(),
+            portions={share.stepped: _portions(share) for share in self.shares} | self.wholes.portions(),
+        )
 
-    # What the optimizer works on
+    @property
+    def status(self) -> StoreStatus:
+        """Sharded parameters stay where they are; somebody may hold them gathered."""
+        return StoreStatus(is_gathered=any(unit.open for unit in self.units))
 
-    def masters(self) -> list[tuple[int, Tensor]]:
-        """(optimizer group, what the optimizer steps) for every share, and for what is stepped whole by this rank."""
-        return [(share.group, share.stepped) for share in self.shares] + self.wholes.masters()
+    # Gradients
 
-    def portions(self) -> dict[Tensor, list[Portion]]:
-        """For each of these tensors, which ranges of it belong to which parameter."""
-        return {
-            share.stepped: [
-                Portion(each.name, each.offset, each.offset + each.shard.numel()) for each in share.trained
-            ]
-            for share in self.shares
-        } | self.wholes.portions()
+    def begin_forward(self) -> None:
+        """No gradient is on a parameter."""
 
-    def saves(self, name: str) -> bool:
-        """Whether these ranks save a parameter, or others do, that hold the same."""
-        return name not in self.uncounted
+    def begin_backward(self, last: bool | None) -> None:
+        """A backward starts. Gradients leave at once whatever comes next: there is no room for whole ones."""
+        self.gradients.begin_backward(last)
 
-    def squares(self) -> Tensor:
-        """The fp64 sum of squares of the gradients that this rank counts."""
-        counted = (self._counted(unit) for unit in self.units if self.counts)
-        found = sum_of_squares((gradient for unit in counted for gradient in unit), device=self.device)
+    def end_backward(self) -> None:
+        """That backward is over, on every rank."""
+        self.gradients.end_backward()
+
+    def reduce(self) -> ReducedGradients:
+        """Make every owned gradient complete."""
+        self.gradients.reduce()
+        return ReducedGradients(
+            has_arrived=self.gradients.has_arrived,
+            has_unannounced=self.gradients.has_unannounced,
+            squares=self._squares,
+            nonfinite=self._nonfinite,
+        )
+
+    def clear_gradients(self, *, taken: bool = False) -> None:
+        """Forget all gradients, and what was lost on their way where nobody steps with them."""
+        self.gradients.clear(taken=taken)
+
+    def _squares(self) -> Tensor:
+        counted: list[Tensor] = []
+        for unit in self.units if self.counts else ():
+            if self.uncounted.isdisjoint(each.name for each in unit.trained):
+                counted.append(unit.gradient)
+            else:
+                mine = (each for each in unit.trained if each.name not in self.uncounted)
+                counted += [each.gradient(unit.gradient).reshape(-1) for each in mine]
+        found = sum_of_squares(counted, device=self.device)
         self.parted = take_parted()
         return found if self.parted is None else torch.where(self.parted, torch.nan, found)
 
-    def _counted(self, unit: LiveUnit) -> list[Tensor]:
-        """The gradients of a unit without those that other ranks count."""
-        if self.uncounted.isdisjoint(each.name for each in unit.trained):
-            return [unit.gradient]
-        return [each.gradient(unit.gradient).reshape(-1) for each in unit.trained if each.name not in self.uncounted]
-
-    def publish(self) -> None:
-        """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
-        for lot in self.lots:
-            lot.write_back()
-            lot.rest()
-        self._forget()
-
-    def refresh(self) -> None:
-        """Somebody has written to the shards: forget what was gathered of them."""
-        self._forget()
-        check_places(self.units)
-
-    spread = refresh
-    """The masters are the shards: who has written to them has written to these."""
-
-    def _forget(self, *_: Any) -> None:
-        """Shard again whatever is gathered without need."""
-        self.runtime.free()
-
-    def follow(self, name: str, value: Tensor) -> None:
-        """A master was written to, which is the shard itself, unless it rests in another form or is gathered."""
-        for unit in self.units:
-            if (each := unit.parameters.get(name)) is not None:
-                value = part_for(each.parameter, value, self.sites.get(name))
-                if isinstance(each.shard, Packed):
-                    each.write(value)
-                if unit.open:
-                    with torch.no_grad():
-                        each.parameter.copy_(value)
-        self._forget()
-
-    def not_finite(self) -> list[str]:
-        """The parameters whose gradient on this rank was not finite before it was summed.
-
-        On a device this is also where ranks that have parted ways find out, in the step that they must not take.
-        """
+    def _nonfinite(self) -> list[str]:
+        """On a device this is also where ranks that have parted ways find out, in the step that they must not take."""
         if self.parted is not None and bool(self.parted):
             raise explained(CommError("the ranks have parted ways in this step, which was not taken"))
         return [
@@ -210,34 +157,78 @@ class FullStore:
             if not is_finite
         ]
 
-    # The same by name
+    # Values
 
-    def pieces(self, of: Literal["master", "gradient"]) -> list[Piece]:
-        """What this rank holds, by parameter name; masters of frozen parameters are these themselves."""
-        if of == "master":
-            every = (_piece(each, each.shard) for unit in self.units for each in unit.parameters.values())
-            return [self._in_whole(piece) for piece in every]
-        found = (_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained)
+    def write_back(self) -> None:
+        """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
+        for lot in self.contents.lots:
+            lot.write_back()
+            lot.rest()
+        self._forget()
+
+    def restore_parameters(self, replaced: Mapping[str, Tensor] | None = None) -> None:
+        """Forget what was gathered of shards that somebody has written to, and put them back in their modules.
+
+        Sharded parameters are never moved. What came with another module, or by an assignment, is not sharded.
+        """
+        if replaced is None:
+            return
+        self._forget()
+        check_places([unit for unit in self.units if not unit.open])
+        for name in replaced:
+            raise UsageError(
+                f"'{name}' was replaced in the model, with its module or by an assignment, and nobody would train what "
+                "came: put the module back and copy values into what GatheredParameters(..., modifier_rank=0) has "
+                "gathered, or make a new engine of engine.module"
+            )
+
+    def _forget(self, *_: Any) -> None:
+        """Shard again whatever is gathered without need."""
+        self.runtime.free()
+
+    def update_copies(self, of: str, name: str, value: Callable[[], Tensor]) -> None:
+        """A master has copies where it rests in another form or is gathered; a gradient has none."""
+        if of == "gradient":
+            return
+        for unit in self.units:
+            if (each := unit.parameters.get(name)) is not None and (unit.open or isinstance(each.shard, Packed)):
+                whole = part_for(each.parameter, value(), self.sites.get(name))
+                if isinstance(each.shard, Packed):
+                    each.write(whole)
+                if unit.open:
+                    with torch.no_grad():
+                        each.parameter.copy_(whole)
+        self._forget()
+
+    # Pieces by name
+
+    def pieces(self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None) -> list[Piece]:
+        """What this rank holds, by parameter name; masters of frozen parameters are these themselves.
+
+        States that are not as large as what they belong to are left out.
+        """
+        if states is not None:
+            found = []
+            for share in self.shares:
+                state = states.get(share.stepped, {}).get(of)
+                if isinstance(state, Tensor) and state.shape == share.master.shape:
+                    found += [_piece(each, each.master(state)) for each in share.trained]
+            found += self.wholes.state_pieces(states, of)
+        elif of == "master":
+            found = [_piece(each, each.shard) for unit in self.units for each in unit.parameters.values()]
+        else:
+            found = [_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained]
         return [self._in_whole(piece) for piece in found]
 
     def _in_whole(self, piece: Piece) -> Piece:
-        """The same as a part of the whole parameter, where this rank's own tensor is a cut of it."""
+        """A piece as a part of the whole parameter, where this rank's own tensor is a cut of it."""
         if (site := self.sites.get(piece.name)) is None:
             return piece
         boxes = tuple(found for box in piece.boxes for found in site.boxes_of(box))
         return piece_of_boxes(piece.name, site.shape, piece.data, boxes)
 
-    def state_pieces(self, states: Mapping[Tensor, Mapping[str, object]], key: str) -> list[Piece]:
-        """An optimizer state by parameter name; states that are not as large as what they belong to are left out."""
-        found = []
-        for share in self.shares:
-            state = states.get(share.stepped, {}).get(key)
-            if isinstance(state, Tensor) and state.shape == share.master.shape:
-                found += [_piece(each, each.master(state)) for each in share.trained]
-        return [self._in_whole(piece) for piece in (*found, *self.wholes.state_pieces(states, key))]
-
     @contextmanager
-    def whole(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
+    def gather(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
         """The units of some parameters gathered; what stands in the modules then, by name."""
         wanted = set(names)
         units = [unit for unit in self.units if wanted.intersection(unit.parameters)]
@@ -247,7 +238,7 @@ class FullStore:
             yield {name: each.parameter for unit in units for name, each in unit.parameters.items() if name in wanted}
             check_places(units)
 
-    def detach(self) -> None:
+    def release(self) -> None:
         """Give the module its parameters back, whole, on every rank; all ranks do this together."""
         if any(unit.open for unit in self.units):
             raise UsageError("destroy() or another initialize() inside GatheredParameters: leave the context first")
@@ -263,9 +254,13 @@ class FullStore:
                 each.parameter.data = whole.to(held)
                 del vars(each.parameter)[RECORD]
             let_go(unit.module)
-        self.units = self.gradients.units = self.runtime.units = self.shares = self.lots = self.wholes.rounds = ()
-        self.parameters, self.everything = {}, {}
+        self.units = self.gradients.units = self.runtime.units = self.shares = self.wholes.rounds = ()
+        self.contents = StoreContents()
         self.stock.clear()
+
+
+def _portions(share: Share) -> list[Portion]:
+    return [Portion(each.name, each.offset, each.offset + each.shard.numel()) for each in share.trained]
 
 
 def _entrances(units: Sequence[LiveUnit], runtime: UnitRuntime) -> list[RemovableHandle]:

@@ -19,7 +19,6 @@ from mizzen.comm.tags import Tag
 from mizzen.errors import UsageError
 from mizzen.model.box import Box
 from mizzen.model.inputs import change_tensors, tensors_in
-from mizzen.parallel.zero.full.frozen import Packed
 from mizzen.parallel.zero.full.sharded_parameter import (
     PROPERTIES,
     RECORD,
@@ -108,9 +107,7 @@ class UnitParameter:
     def write(self, value: Tensor) -> None:
         """Give the shard its part of a whole value."""
         if value.shape != self.shape:
-            raise UsageError(
-                f"'{self.name}' has shape {list(self.shape)}; the value given has {list(value.shape)}"
-            )
+            raise UsageError(f"'{self.name}' has shape {list(self.shape)}; the value given has {list(value.shape)}")
         first, last = chunk(self.shape[self.dim], self.mesh)
         with torch.no_grad():
             self.shard.copy_(value.narrow(self.dim, first, last - first))
@@ -316,7 +313,7 @@ class LiveUnit:
     """Whether a backward has reached it and not left it yet."""
     fetch: Callable[[], None] | None = None
     """Brings the shards to where they are read from, before each gather; None where they are there always."""
-    _coming: list[Finish] = field(default_factory=list)
+    _coming: list[Callable[[], Tensor]] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -364,7 +361,7 @@ class LiveUnit:
                 mine, group = message.sent(), self.ranks.sharers
             rows = self.stock.take(ranks * message.length, message.dtype)
             finish = self.gather_rows(rows, mine, group, tag)
-            self._coming.append(_arrival(message, rows, finish, self.stock))
+            self._coming.append(_arrival(message, rows, finish))
 
     def gather(self, tag: Tag, *, keep_second: bool = False) -> None:
         """Let the parameters be whole."""
@@ -376,7 +373,7 @@ class LiveUnit:
             for finish, message in zip(coming, self.messages, strict=True):
                 rows = finish()
                 if keep_second and self.ranks.second is not None:
-                    message.second = _second_of(rows, self.ranks.second, message)
+                    message.second = _second_of(rows, self.ranks.second)
                 self.stock.give(rows)
         for each in self.parameters.values():
             each.show_whole()
@@ -400,7 +397,7 @@ class LiveUnit:
             message.second = None
 
 
-def _arrival(message: Message, rows: Tensor, finish: Finish, stock: Stock) -> Callable[[], Tensor]:
+def _arrival(message: Message, rows: Tensor, finish: Finish) -> Callable[[], Tensor]:
     def arrive() -> Tensor:
         finish()
         message.received(rows)
@@ -409,7 +406,7 @@ def _arrival(message: Message, rows: Tensor, finish: Finish, stock: Stock) -> Ca
     return arrive
 
 
-def _second_of(rows: Tensor, group: ProcessGroup, message: Message) -> Tensor:
+def _second_of(rows: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's part of the rows, which the ranks of a smaller group share."""
     return rows.chunk(groups.get_world_size(group))[groups.get_rank(group)].clone()
 

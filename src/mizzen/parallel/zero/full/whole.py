@@ -17,8 +17,8 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.tags import Tag
 from mizzen.model.piece import Piece, piece_of_whole
 from mizzen.optim.lamb import Portion
-from mizzen.parallel.zero.full.unit import LiveUnit, Share, UnitParameter, joined, rows_of
 from mizzen.parallel.zero.full.owners import Owners
+from mizzen.parallel.zero.full.unit import LiveUnit, Share, UnitParameter, joined, rows_of
 from mizzen.parallel.zero.full.units import shard_dim
 
 ROUND: Final = 1 << 24

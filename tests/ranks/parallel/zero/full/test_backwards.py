@@ -1,7 +1,6 @@
 """Backwards of other kinds at stage 3: of inputs alone, through a gradient, past what torch sees. And other habits."""
 
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest

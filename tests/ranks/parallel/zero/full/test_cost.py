@@ -6,8 +6,8 @@ import torch
 from mizzen.config.load import load
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.sharded_parameter import record_of
 from mizzen.parallel.zero.full.shard import FullChoice, _transient
+from mizzen.parallel.zero.full.sharded_parameter import record_of
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.unit import MULTIPLE
 from mizzen.plan.build import build
@@ -49,7 +49,7 @@ def held(kind, keys):
             gradients=size(bucket.gradient for bucket in store.buckets),
             masters=size(b.master for b in store.buckets if b.master.dtype != b.values.dtype),
         )
-    names = {name for store in engine.stores for name in store.everything}
+    names = {name for store in engine.stores for name in store.contents.held}
     rest = [p for name, p in engine.module.named_parameters() if name not in names]
     return plan.cost - _transient(next(choice.parts(0))), found + Cost(parameters=size(rest)), len(masters)
 

@@ -83,7 +83,7 @@ def poisoned():
     """What the report says when one gradient of one rank is not a number."""
     engine = start("Base", 3)
     factor = torch.nan if engine.global_rank == 1 else 1.0
-    with engine.stores[0].whole(["blocks.0.down.weight"]) as found:
+    with engine.stores[0].gather(["blocks.0.down.weight"]) as found:
         found["blocks.0.down.weight"].register_hook(lambda gradient: gradient * factor)
     engine.backward(engine(rows(0, engine.global_rank)))
     report = engine.step()

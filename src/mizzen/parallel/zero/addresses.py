@@ -15,7 +15,7 @@ from mizzen.parallel.zero.gradients import Gradients
 from mizzen.parallel.zero.live import LiveBucket, alone
 
 
-class Residence:
+class ParameterAddresses:
     """The addresses of the parameters of some buckets."""
 
     def __init__(
@@ -23,7 +23,7 @@ class Residence:
     ) -> None:
         self.parameters = parameters
         self.gradients = gradients
-        self.has_new = False
+        self.has_new_values = False
         """Whether one that was moved, or that has replaced another, has brought new values."""
         has_memory = (bucket for bucket in buckets if type(bucket.values) is Tensor)
         self._places = [(bucket, position) for bucket in has_memory for position in range(len(bucket.parameters))]
@@ -71,12 +71,6 @@ class Residence:
                 "engine.module. The dtype of a model in training is set by bf16 or fp16 in the configuration"
             )
 
-    def check_step(self) -> None:
-        """Nothing: parameters follow wherever they are."""
-
-    def check(self) -> None:
-        """Nothing: what stands in the model can be taken over."""
-
     def restore(self) -> None:
         """Bring every parameter back that was moved, or say which cannot be."""
         if self._is_as_noted():
@@ -94,7 +88,7 @@ class Residence:
                         key="parameters in shared memory",
                     )
                 value = parameter.detach().to(place.device, copy=True)  # it may be a part of the buffer, transposed
-                self.has_new |= not torch.equal(value, place)
+                self.has_new_values |= not torch.equal(value, place)
                 place.copy_(value)
                 parameter.data = alone(place)
         self._note()
