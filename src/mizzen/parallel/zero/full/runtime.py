@@ -92,7 +92,8 @@ class UnitRuntime:
         self.leaves_gradients = False
         """Whether the backward that runs leaves a gradient on some parameter, or is for inputs alone."""
         self.is_differentiated = False
-        """Whether it shall be differentiated again, so that its graph goes on to use whole parameters."""
+        """Whether some backward shall be differentiated again. Its graph uses whole parameters, and nobody is told when:
+        units then stay gathered until a backward of the engine, or a step, is over."""
         self._task = -1
         self._ends = False
         """Whether we are told of the end of the backward that runs."""
@@ -154,6 +155,7 @@ class UnitRuntime:
 
     def free(self) -> None:
         """Shard again whatever is gathered without need."""
+        self.is_differentiated = False
         for unit in self.units:
             unit.free()
             unit.drop_second()
@@ -184,16 +186,15 @@ class UnitRuntime:
 
     def end_backward(self) -> None:
         """A backward is over: whatever units have is sent, in an order that all ranks have."""
-        is_differentiated, self.is_differentiated = self.is_differentiated, False
         self._ends, self._task = False, -1
+        self.is_differentiated &= not self.position.is_backward
         for unit in self.units:
             if unit.in_backward or self._has_gradients(unit):
                 if self.leaves_gradients:
                     self.gradients.reduce_unit(unit)
                 unit.in_backward = False
-            if not is_differentiated:
-                unit.free()
-                unit.drop_second()
+        if not self.is_differentiated:
+            self.free()
 
     def finish(self) -> None:
         """Let units send gradients that came without their notice.

@@ -145,7 +145,7 @@ class UnitParameter:
             if name == "copy_":
                 return _copy(first, *args[1:])
         only_shards = all(isinstance(each, ShardedParameter | DTensor) for each in tensors)
-        if only_shards and (name in SHARD_WISE or not isinstance(first, ShardedParameter)):
+        if only_shards and (name in SHARD_WISE or isinstance(first, DTensor)):  # an average that somebody keeps
             plain, keywords = with_dtensors((args, kwargs))
             return func(*plain, **keywords)
         if isinstance(kwargs.get("out"), ShardedParameter):
