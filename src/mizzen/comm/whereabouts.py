@@ -161,6 +161,21 @@ def _entered_another(case: Case, sighting: Sighting) -> str | None:
     return None
 
 
+def _left_the_order(case: Case, sighting: Sighting) -> str | None:
+    """The peer brings to an earlier call what was not agreed on, or has failed in it; this rank has gone on from it."""
+    ours, theirs = case.own.calls.get(case.wait.group, Calls()), _calls(case.wait, sighting)
+    titles, waits = (
+        dict(ours.recent),
+        [wait.number for wait in sighting.whereabouts.waits if wait.group == case.wait.group],
+    )
+    waits += [theirs.failed] if theirs.failed == theirs.issued != ours.failed else []
+    for number, title in theirs.recent:
+        if number in waits and number < case.wait.number and titles.get(number, title) != title:
+            what = f"entered {title} as call {number} of the same group, and rank {case.own.rank} {titles[number]}"
+            return f"{what}: the ranks have parted ways"
+    return None
+
+
 def _is_gone(case: Case, sighting: Sighting) -> str | None:
     if sighting.gone and not sighting.whereabouts.left and not _has_done_its_part(case, sighting):
         return "was killed or has crashed: its process exists no more"
@@ -222,6 +237,7 @@ def _is_silent(case: Case, sighting: Sighting) -> str | None:
 
 _CHECKS: Final[Sequence[Callable[[Case, Sighting], str | None]]] = (
     _entered_another,
+    _left_the_order,
     _is_gone,
     _has_left,
     _waits_for_us,
