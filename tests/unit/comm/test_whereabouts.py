@@ -57,7 +57,8 @@ def test_no_news_is_no_reason():
 def test_a_peer_in_another_collective():
     seen = peer(2, calls={"0": Calls(5, 4, ((4, "x"), (5, "broadcast from rank 1")))}, step=7)
     reason = (
-        "rank 2 entered broadcast from rank 1 as call 5 of all ranks: the ranks have parted ways (it was at step 7)"
+        "rank 2 entered broadcast from rank 1 as call 5 of all ranks: the ranks have parted ways. "
+        "rank 0 at all_reduce; rank 2 at step 7: broadcast from rank 1"
     )
     assert judge(peer(), seen) == reason
     later = peer(calls={"0": Calls(6, 6, ((5, "barrier"), (6, "all_reduce")))})
@@ -103,11 +104,13 @@ def test_a_peer_that_has_left_the_agreed_order_at_an_earlier_call():
     case = Case(own, WAIT, 10)
     calls = Calls(4, 3, ((4, "another exchange"),))
     waits = Wait("0", 4, "another exchange", "call 4 of all ranks", (0,), True)
-    said = (
-        "rank 1 entered another exchange as call 4 of the same group, and rank 0 exchange: the ranks have parted ways"
-    )
+    said = "rank 1 entered another exchange as call 4 of it: the ranks have parted ways"
     assert verdict(case, {1: Sighting(peer(calls={"0": calls}, waits=(waits,)))}) == said
     assert verdict(case, {1: Sighting(peer(calls={"0": replace(calls, failed=4)}))}) == said
+    placed = replace(own, step=3, unit="a", phase="forward")
+    assert verdict(replace(case, own=placed), {1: Sighting(peer(calls={"0": calls}, waits=(waits,), step=4))}) == (
+        f"{said}. rank 0 at step 3, unit 'a', phase 'forward': exchange; rank 1 at step 4: another exchange"
+    )
     assert verdict(case, {1: Sighting(peer(calls={"0": calls}))}) is None, "it may be on its way"
     told = replace(own, calls={"0": replace(own.calls["0"], failed=4)})
     assert verdict(replace(case, own=told), {1: Sighting(peer(calls={"0": replace(calls, failed=4)}))}) is None
