@@ -83,13 +83,16 @@ class Progress:
     def at(self, *, step: int | None = None, unit: str | None = None, phase: str | None = None) -> None:
         """Note where the rank is now; what is not given stays as it was."""
         with self._lock:
-            if step is not None:
-                self._step = step
-            if unit is not None:
-                self._unit = unit.encode()
-            if phase is not None:
-                self._phase = phase.encode()
+            self._move(step, unit, phase)
             self._write()
+
+    def _move(self, step: int | None, unit: str | None, phase: str | None) -> None:
+        if step is not None:
+            self._step = step
+        if unit is not None:
+            self._unit = unit.encode()
+        if phase is not None:
+            self._phase = phase.encode()
 
     def set_hang_timeout(self, seconds: float) -> None:
         """Note how long a rank may wait; the supervisor acts on it."""
@@ -97,9 +100,19 @@ class Progress:
             self._hang_timeout = seconds
             self._write()
 
-    def enter(self, number: int, collective: str, group: str) -> None:
-        """Note that the rank comes to a collective."""
+    def enter(
+        self,
+        number: int,
+        collective: str,
+        group: str,
+        *,
+        step: int | None = None,
+        unit: str | None = None,
+        phase: str | None = None,
+    ) -> None:
+        """Note that the rank comes to a collective, and where it is."""
         with self._lock:
+            self._move(step, unit, phase)
             self._number, self._entered = number, time.monotonic()
             self._collective, self._group = collective.encode(), group.encode()
             self._write()

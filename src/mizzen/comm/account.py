@@ -11,12 +11,17 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import psutil
 
 from mizzen.comm.backend import Group, Request
+from mizzen.comm.tags import Tag
 from mizzen.comm.whereabouts import NAMED_PEERS, Calls, Wait, Whereabouts
 from mizzen.progress import get_progress
+
+REMEMBERED: Final = 16
+"""Calls of each group whose titles are published: more than a rank may be ahead of another one."""
 
 
 class Count:
@@ -27,7 +32,7 @@ class Count:
     def __init__(self) -> None:
         self.issued = 0
         self.finished = 0
-        self.recent: deque[tuple[int, str]] = deque(maxlen=8)
+        self.recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self.failed = 0
         self.failure = ""
 
@@ -35,10 +40,11 @@ class Count:
 class Call:
     """One operation of this rank, from the moment it is issued."""
 
-    __slots__ = ("_count", "entered", "group", "number", "request")
+    __slots__ = ("_count", "entered", "group", "number", "request", "title")
 
-    def __init__(self, request: Request, group: Group, count: Count, number: int) -> None:
+    def __init__(self, request: Request, group: Group, count: Count, number: int, title: str) -> None:
         self.request = request
+        self.title = title
         self.group = group
         self.number = number
         self.entered = time.monotonic()
@@ -51,7 +57,8 @@ class Call:
 
     def finish(self) -> None:
         """The result is there."""
-        self._count.finished = max(self._count.finished, self.number)
+        if self.number > self._count.finished:
+            self._count.finished = self.number
 
     def fail(self, reason: str) -> None:
         """There will be no result on this rank."""
@@ -69,24 +76,28 @@ class Account:
         self._counts: dict[str, Count] = {}
         self._process = this_process()
 
-    def begin(self, request: Request, group: Group) -> Call:
-        """Account for an operation that is about to be issued."""
+    def begin(self, request: Request, group: Group, title: str = "", tag: Tag | None = None) -> Call:
+        """Account for an operation that is about to be issued; `title` is what others read of it."""
         count = self._counts.get(group.name)
         if count is None:
             count = self._counts[group.name] = Count()
-        number, title = 0, request.title
+        number, title = 0, title or request.title
         if not request.peers:
             number = count.issued = count.issued + 1
             count.recent.append((number, title))
-        get_progress().enter(number, title, group.title)
-        return Call(request, group, count, number)
+        progress = get_progress()
+        if tag is None:
+            progress.enter(number, title, group.title)
+        else:
+            progress.enter(number, title, group.title, step=tag.step, unit=tag.unit, phase=tag.phase)
+        return Call(request, group, count, number, title)
 
     @contextmanager
     def waiting(self, call: Call) -> Iterator[Wait]:
         """Account for a wait that has become long."""
         peers = tuple(peer for peer in call.request.peers or call.group.ranks if peer != self.rank)
         on_main = threading.current_thread() is threading.main_thread()
-        wait = Wait(call.group.name, call.number, call.request.title, call.place, peers, on_main)
+        wait = Wait(call.group.name, call.number, call.title, call.place, peers, on_main)
         self.waits[id(call)] = wait
         try:
             yield wait

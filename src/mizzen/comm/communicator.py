@@ -14,15 +14,15 @@ import torch.distributed as dist
 from mizzen.ambient import AMBIENT
 from mizzen.comm.account import Call
 from mizzen.comm.backend import Backend, Group, Handle, Request
+from mizzen.comm.comparison import Comparison
 from mizzen.comm.exposure import Exposure, Lap
 from mizzen.comm.ledger import CommLog, Timing
-from mizzen.comm.tags import EXCHANGES, UNEVEN, Tag, compare, compare_parts, differ_on_device, digest, parts, words
+from mizzen.comm.tags import Tag, differ_on_device, digest, words
 from mizzen.comm.torch_backend import TorchBackend
 from mizzen.comm.watch import Patience, Watch
 from mizzen.environment import Switches, environ
 from mizzen.errors import CommError, UsageError, expect
 from mizzen.log import warn_once
-from mizzen.progress import get_progress
 
 
 class LogExtras(TypedDict, total=False):
@@ -121,6 +121,8 @@ class Communicator:
         self.watch = Watch(world.rank, len(world.ranks), backend.store(), patience)
         self._trails: dict[Any, Trail] = {}
         """On a device: where the ranks of each group say to have been since that was last compared."""
+        self._comparisons: dict[str, Comparison] = {}
+        """On a CPU: what the ranks of each group compare, by its name."""
         self.meshes: dict[Any, Any] = {}
         """The meshes of this job, by layout: `comm.mesh` keeps them here, so that they go with the job."""
 
@@ -142,15 +144,21 @@ class Communicator:
         if group is None:
             return None
         extras = extras or {}
-        if unknown := extras.keys() - Extras.__optional_keys__:
-            raise TypeError(f"{request.operation}() got an unexpected keyword argument {min(unknown)!r}")
+        if not extras.keys() <= Extras.__optional_keys__:
+            unknown = min(extras.keys() - Extras.__optional_keys__)
+            raise TypeError(f"{request.operation}() got an unexpected keyword argument {unknown!r}")
         for tensor in request.payload:
-            expect(tensor, torch.Tensor, f"{request.operation}: a tensor")
-        call = self.watch.begin(request, group)
+            if not isinstance(tensor, torch.Tensor):
+                expect(tensor, torch.Tensor, f"{request.operation}: a tensor")
+        timing = self._timing(request, group, extras) if AMBIENT.comm_log is not None else None
+        lap = self._lap(request, group) if self.exposure is not None else None
+        tag = extras.get("tag")
+        comparison = self._comparison(request, group, handle, tag, is_awaited=is_awaited)
+        is_agreed = comparison.is_agreed(request, tag) if comparison is not None else None
+        call = self._begin(request, group, tag, is_agreed)
         try:
-            timing = self._timing(request, group, extras)
-            lap = self._lap(request, group)
-            self._compare(extras.get("tag"), call, handle, is_awaited=is_awaited)
+            if comparison is not None:
+                comparison.settle(call, tag, is_agreed)
             return Work(self.watch, call, self.backend.issue(request, handle), timing, lap)
         except CommError as error:
             call.fail(str(error))
@@ -179,35 +187,42 @@ class Communicator:
         )
         return Timing(log, name, request.operation, request.payload, len(group.ranks)) if name else None
 
-    def _compare(self, tag: Tag | None, call: Call, handle: Any, *, is_awaited: bool) -> None:
-        """Compare what the ranks bring, before they exchange it.
+    def _begin(self, request: Request, group: Group, tag: Tag | None, is_agreed: bool | None) -> Call:
+        # Who brings what was not agreed on is known to the others by its tag: they may wait in the call that was.
+        title = words(request, tag) if is_agreed is False else request.title
+        return self.watch.begin(request, group, title, tag)
+
+    def _comparison(
+        self, request: Request, group: Group, handle: Any, tag: Tag | None, *, is_awaited: bool
+    ) -> Comparison | None:
+        """What compares the things that the ranks bring, before they exchange them.
 
         Without a tag only where gloo would abort or be silent, and where the caller waits anyhow: a rank that starts
         an operation and goes on must not wait for the others here.
         """
-        request, group = call.request, call.group
-        if tag is not None:
-            get_progress().at(step=tag.step, unit=tag.unit, phase=tag.phase)
-        device = request.payload[0].device if request.payload else torch.device("cpu")
-        if tag is not None and device.type != "cpu":
+        comparison = self._comparisons.get(group.name)
+        if comparison is not None and comparison.broken:
+            raise CommError(f"nothing more can be exchanged in {group}, whose ranks were lost: {comparison.broken}")
+        if tag is not None and request.payload and request.payload[0].device.type != "cpu":
             # [Note: trails] Nothing can be compared before a collective without waiting for the device, so it is done
             # once a step, with a hash of all that was said: every unit more would cost a message of its own.
             before = self._trails.get(handle)
-            self._trails[handle] = Trail(digest(f"{before.hash if before else 0} {words(request, tag)}"), device)
-            return
-        is_by_gloo = isinstance(self.backend, TorchBackend) and self.backend.is_by_gloo(request, handle)
-        if len(group.ranks) == 1 or (tag is None and not (is_awaited and is_by_gloo and request.is_comparable)):
-            return
-
-        def gather(row: torch.Tensor) -> torch.Tensor:
-            rows = row.new_empty(len(group.ranks) * row.numel())
-            part = Request("all_gather_into_tensor", (rows, row), payload=(row,))
-            self.watch.wait_for_part(call, self.backend.issue(part, handle))
-            return rows.view(len(group.ranks), -1)
-
-        compare(words(request, tag, uneven=EXCHANGES if is_by_gloo else UNEVEN), group.ranks, gather)
-        if is_by_gloo and request.operation in EXCHANGES:
-            compare_parts(*parts(request, len(group.ranks)), group.ranks, gather)
+            self._trails[handle] = Trail(
+                digest(f"{before.hash if before else 0} {words(request, tag)}"), request.payload[0].device
+            )
+            return None
+        if len(group.ranks) == 1:
+            return None
+        if tag is None and not (
+            is_awaited
+            and request.is_comparable
+            and isinstance(self.backend, TorchBackend)
+            and self.backend.is_by_gloo(request, handle)
+        ):
+            return None
+        if comparison is None:
+            comparison = self._comparisons[group.name] = Comparison(self.backend, self.watch, group, handle)
+        return comparison
 
     def take_parted(self) -> torch.Tensor | None:
         """Compare the trails: a flag on the device, or None when there are none."""
@@ -226,14 +241,22 @@ class Communicator:
         """Compare where the ranks of a group are and what they bring, without exchanging anything else."""
         group = self.group(handle, request.operation)
         if group is not None:
-            call = self.watch.begin(request, group)
-            self._compare(tag, call, handle, is_awaited=True)
+            comparison = self._comparison(request, group, handle, tag, is_awaited=True)
+            is_agreed = comparison.is_agreed(request, tag) if comparison is not None else None
+            call = self._begin(request, group, tag, is_agreed)
+            if comparison is not None:
+                comparison.settle(call, tag, is_agreed)
             call.finish()
 
     def _wait(self, request: Request, handle: Any) -> None:
         work = self.issue(request, handle)
         if work is not None:
             work.wait()
+
+    def forget(self, handle: Any) -> None:
+        """A group is given up."""
+        if (group := self.backend.group(handle)) is not None:
+            self._comparisons.pop(group.name, None)
 
     def close(self, reason: str) -> None:
         """Tell the others that this rank takes no further part."""

@@ -132,6 +132,8 @@ def destroy_process_group(group: Any = None) -> None:
     if everything:
         comm.close("it has destroyed its process group")
         AMBIENT.comm = None
+    else:
+        comm.forget(group)
     comm.backend.destroy(None if everything else group)
 
 

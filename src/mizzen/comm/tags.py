@@ -1,14 +1,15 @@
 """Tags: the ranks of a group compare where they are before they exchange data, so that those who parted ways find out.
 
 On a CPU the comparison comes before the collective, because gloo aborts the process when sizes differ, or writes a part
-of the result in silence. On a device it is one small reduction whose outcome stays there, as a flag for the step's own
+of the result in silence. A call that comes where the ranks have agreed on it before is not compared again: see the note
+on a repeated order. On a device it is one small reduction whose outcome stays there, as a flag for the step's own
 reduction, and only a collective that is given a tag pays for it.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -21,6 +22,8 @@ EXCHANGES: Final = ("all_to_all", "all_to_all_single")
 """Collectives in which every two ranks have a size of their own."""
 UNEVEN: Final = (*EXCHANGES, "gather", "scatter")
 """Collectives to which the ranks may bring messages of different sizes; gloo takes only exchanges of them."""
+REMEMBERED: Final = (1 << 16) - 1
+"""Different calls, and places in their order, of a group; with more, the order is learnt anew."""
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """Stacks the rows of the ranks of a group."""
 
@@ -37,26 +40,88 @@ class Tag:
         return f"step {self.step}, unit {self.unit!r}, phase {self.phase!r}"
 
 
+def sizes(request: Request, *, is_tagged: bool = False, uneven: Sequence[str] = UNEVEN) -> tuple[Any, ...]:
+    """What the ranks must agree on of the tensors that they bring: counts of elements and dtypes, or dtypes alone."""
+    if request.operation in uneven and not (is_tagged and is_even(request)):
+        return tuple(dict.fromkeys(tensor.dtype for tensor in request.payload)) if uneven is EXCHANGES else ()
+    return tuple([each for tensor in request.payload for each in (tensor.numel(), tensor.dtype)])
+
+
 def words(request: Request, tag: Tag | None = None, *, uneven: Sequence[str] = UNEVEN) -> str:
     """All that the ranks must agree on: the tag, the operation, and the sizes where these have to be equal."""
-    kinds = [(tensor.numel(), tensor.dtype) for tensor in request.payload]
-    if request.operation in uneven:
-        sizes = " + ".join(dict.fromkeys(str(dtype) for _, dtype in kinds)) if uneven is EXCHANGES else ""
-    else:
-        sizes = " + ".join(f"{count} {dtype}" for count, dtype in kinds)
-    what = f"{request.title} of {sizes}" if sizes else request.title
+    found = ""
+    for each in sizes(request, is_tagged=tag is not None, uneven=uneven):
+        found += f"{' + ' if found and not found.endswith(' ') else ''}{each}{' ' if isinstance(each, int) else ''}"
+    what = f"{request.title} of {found}" if found else request.title
     return what if tag is None else f"{tag}: {what}"
 
 
-def parts(request: Request, ranks: int) -> tuple[list[int], list[int]]:
-    """How many elements an exchange sends to each rank, and expects of each; -1 where its arguments do not say."""
+def is_even(request: Request) -> bool:
+    """Whether an exchange is one of equal parts. All ranks answer alike where they bring equal tags."""
+    return request.operation == "all_to_all_single" and request.arguments[2:] == (None, None)
+
+
+# [Note: a repeated order]
+# A training step issues the calls of the step before it, in the same order. So a rank remembers, for the last few calls
+# of a group, which call the ranks have agreed on next. A rank that comes with that call goes on without asking: the
+# others either bring the same call, or one that was not agreed on. A rank that brings such a call asks for a comparison
+# through connections that nothing else uses (`comparison.py`), and puts nothing into the group before all have
+# answered. If all bring it, they learn it. If some do not, these wait in the collective and the others in the
+# comparison: neither ends, nothing is exchanged, and each is told of the other by the watch.
+# The memory is the same on every rank, since only what all have agreed on changes it.
+class CallOrder:
+    """Which call of one group comes after which, as far as its ranks have agreed on it."""
+
+    __slots__ = ("_history", "_next", "_number", "_numbers", "_step")
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Learn all anew; every rank does so at the same call."""
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._next: dict[int, int] = {}
+        self._history = 0
+        """The numbers of the last four calls, in 16 bits each."""
+        self._number = 0
+        self._step: int | None = None
+
+    def expects(self, call: tuple[Any, ...], step: int | None) -> bool | None:
+        """Whether this call was agreed on here; None where nothing was.
+
+        The number of the step is compared once. After that, its growth from call to call is a part of the call.
+        """
+        if step is not None:
+            if self._step is not None:
+                call = (*call, step - self._step)
+            self._step = step
+        number = self._numbers.get(call)
+        if number is None:
+            number = self._numbers[call] = len(self._numbers) + 1
+        self._number = number
+        agreed = self._next.get(self._history)
+        return None if agreed is None else agreed == number
+
+    def agree(self) -> None:
+        """All ranks have made the call that was asked about last."""
+        if len(self._numbers) >= REMEMBERED or len(self._next) >= REMEMBERED:
+            step = self._step
+            self.forget()
+            self._step = step
+            return
+        self._next[self._history] = self._number
+        self._history = (self._history << 16 | self._number) & 0xFFFFFFFFFFFFFFFF
+
+
+def parts(request: Request, ranks: int) -> list[int]:
+    """How many elements an exchange sends to each rank, and then expects of each; -1 where its arguments do not say."""
     received, sent, *splits = request.arguments
     if request.operation == "all_to_all":
         sends, expects = ([tensor.numel() for tensor in tensors] for tensors in (sent, received))
     else:
         expects, sends = _split(received, splits[0], ranks), _split(sent, splits[1], ranks)
     unknown = [-1] * ranks
-    return sends if len(sends) == ranks else unknown, expects if len(expects) == ranks else unknown
+    return [*(sends if len(sends) == ranks else unknown), *(expects if len(expects) == ranks else unknown)]
 
 
 def _split(tensor: torch.Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:
@@ -66,9 +131,11 @@ def _split(tensor: torch.Tensor, rows: Sequence[int] | None, ranks: int) -> list
     return [count * width for count in rows]
 
 
-def compare_parts(sends: list[int], expects: list[int], ranks: Sequence[int], gather: Gather) -> None:
-    """Raise on every rank alike when one sends another more, or less, than that one expects."""
-    rows = gather(torch.tensor([*sends, *expects])).tolist()
+def compare_parts(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Raise on every rank alike when one sends another more, or less, than that one expects.
+
+    The row of a rank has what it sends to each, and then what it expects of each.
+    """
     size = len(ranks)
     for place, row in enumerate(rows):
         for other, (sent, expected) in enumerate(zip(row[:size], (each[size + place] for each in rows), strict=True)):
@@ -84,15 +151,15 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
 
 
-def compare(text: str, ranks: Sequence[int], gather: Gather) -> None:
-    """Raise on every rank alike when the texts of the group's ranks differ."""
-    digests = gather(torch.tensor([digest(text)])).flatten().tolist()
-    if len(set(digests)) == 1:
-        return
+def compare(text: str, ranks: Sequence[int], gather: Gather, numbers: Sequence[int] = ()) -> list[list[int]]:
+    """Raise on every rank alike when the texts of the group's ranks differ; the numbers that each sends along."""
+    rows = gather(torch.tensor([digest(text), *numbers])).tolist()
+    if all(row[0] == rows[0][0] for row in rows):
+        return [row[1:] for row in rows]
     padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
-    rows = gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+    texts = gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
     places: dict[str, list[int]] = {}
-    for rank, row in zip(ranks, rows, strict=True):
+    for rank, row in zip(ranks, texts, strict=True):
         place = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
         places.setdefault(place, []).append(rank)
     raise CommError(

@@ -46,6 +46,8 @@ OBJECTS: Final[Mapping[str, Callable[..., Any]]] = {
 }
 BLOCKING: Final[Mapping[str, Callable[..., Any]]] = {**OBJECTS, "monitored_barrier": dist.monitored_barrier}
 """Those that torch offers only as calls that wait."""
+ENDLESS: Final = timedelta(days=1)
+"""A limit for torch where the limit is ours: each wait is sliced."""
 
 
 class Sliced:
@@ -181,6 +183,23 @@ class Threaded:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
 
+class SideChannel:
+    """Connections of their own between the ranks of a group of gloo: what goes through them meets nothing of the group.
+
+    Torch's own way to make a second group needs every rank of the job, or the same number of groups on each of them.
+    """
+
+    def __init__(self, group: Any, name: str) -> None:
+        """Connect; every rank of the group does so, with the same name. It waits for the others."""
+        group, store = group or dist.group.WORLD, dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]
+        shared = dist.PrefixStore(f"mizzen/{group.group_name}/{name}", store)
+        self._gloo = dist.ProcessGroupGloo(shared, dist.get_rank(group), dist.get_world_size(group), ENDLESS)
+
+    def all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> Handle:
+        """Stack the rows of all ranks."""
+        return Sliced(self._gloo.allgather([list(rows)], [row]), self._gloo)
+
+
 class TorchBackend:
     """torch.distributed with its default process group, whoever has made it."""
 
@@ -283,16 +302,24 @@ class TorchBackend:
 
     def is_by_gloo(self, request: Request, handle: Any) -> bool:
         """Whether gloo will carry it out; every other backend is waited for as torch does."""
+        if request.payload:
+            return self._backends_of(handle).get(request.payload[0].device.type) == "gloo"
+        if request.operation in OBJECTS:
+            return self._backends_of(handle).get("cpu") == "gloo"  # torch pickles to the CPU where the group has it
+        return self.is_all_gloo(handle)
+
+    def is_all_gloo(self, handle: Any) -> bool:
+        """Whether gloo carries out all that the ranks of a group do."""
+        return set(self._backends_of(handle).values()) == {"gloo"}
+
+    def _backends_of(self, handle: Any) -> dict[str, str]:
+        """The backend of each type of device."""
         handle = handle or dist.group.WORLD
         backends = self._backends.get(handle.group_name)
         if backends is None:
             backends = dict(pair.split(":") for pair in dist.get_backend_config(handle).split(","))
             self._backends[handle.group_name] = backends
-        if request.payload:
-            return backends.get(request.payload[0].device.type) == "gloo"
-        if request.operation in OBJECTS:
-            return backends.get("cpu") == "gloo"  # torch pickles to the CPU where the group has it
-        return set(backends.values()) == {"gloo"}
+        return backends
 
     def destroy(self, handle: Any) -> None:
         """As torch does it; a group's name is never given to another while the job lasts."""

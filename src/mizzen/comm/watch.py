@@ -12,6 +12,7 @@ from typing import Final
 from mizzen.comm.account import Account, Call
 from mizzen.comm.backend import Group, Handle, Request, Store
 from mizzen.comm.lookout import Lookout
+from mizzen.comm.tags import Tag
 from mizzen.comm.whereabouts import Case, Wait, absent, verdict
 from mizzen.errors import CommError
 from mizzen.progress import get_progress
@@ -60,9 +61,9 @@ class Watch:
             self._lookout.beat = patience.beat
             self._lookout.hurry()
 
-    def begin(self, request: Request, group: Group) -> Call:
+    def begin(self, request: Request, group: Group, title: str = "", tag: Tag | None = None) -> Call:
         """Account for an operation that is about to be issued."""
-        return self._account.begin(request, group)
+        return self._account.begin(request, group, title, tag)
 
     def wait(self, call: Call, handle: Handle, timeout: float | None = None) -> None:
         """Return when the operation is done; raise a CommError when it has failed or cannot be done any more."""
@@ -73,7 +74,7 @@ class Watch:
         """Wait for something that comes before the end of the operation, such as the comparison of sizes."""
         limit = timeout or call.group.timeout or self._patience.timeout
         try:
-            if not handle.poll(min(SLICE, limit)):
+            if not handle.poll(SLICE if limit > SLICE else limit):
                 with get_progress().waiting():
                     self._wait_long(call, handle, limit)
         except CommError:
@@ -127,7 +128,7 @@ class Watch:
         if LOST.search(said):
             reason = f"{self._find_culprit(call) or 'it is not known which rank has left'}. The backend says: {said}"
         waited = time.monotonic() - call.entered
-        return self._failure(call, f"failed after {waited:.1f} s in {call.request.title} ({call.place})", reason)
+        return self._failure(call, f"failed after {waited:.1f} s in {call.title} ({call.place})", reason)
 
     def _find_culprit(self, call: Call) -> str | None:
         """Look for a peer that has left: its word may come a little after its connection is lost."""

@@ -15,6 +15,8 @@ LASTING: Final = 3
 LASTING_MESSAGE: Final = 30
 """The same for a message: a large one may be under way for a while, from a rank that has gone on meanwhile."""
 
+PARTED: Final = "the ranks have parted ways"
+
 
 @dataclass(frozen=True, slots=True)
 class Calls:
@@ -137,7 +139,8 @@ def verdict(case: Case, sightings: Mapping[int, Sighting]) -> str | None:
             sighting = sightings.get(rank)
             if sighting is not None and (reason := check(case, sighting)):
                 place = sighting.whereabouts.place
-                return f"rank {rank} {reason}" + (f" (it was at {place})" if place else "")
+                is_told = not place or PARTED in reason
+                return f"rank {rank} {reason}" + ("" if is_told else f" (it was at {place})")
     return None
 
 
@@ -157,8 +160,32 @@ def _has_done_its_part(case: Case, sighting: Sighting) -> bool:
 def _entered_another(case: Case, sighting: Sighting) -> str | None:
     title = dict(_calls(case.wait, sighting).recent).get(case.wait.number)
     if case.wait.number and title not in (None, case.wait.title):
-        return f"entered {title} as {case.wait.place}: the ranks have parted ways"
+        return f"entered {title} as {case.wait.place}: {_parted(case, sighting, case.wait.title, title)}"
     return None
+
+
+def _left_the_order(case: Case, sighting: Sighting) -> str | None:
+    """The peer brings to an earlier call what was not agreed on, or has failed in it; this rank has gone on from it."""
+    ours, theirs = case.own.calls.get(case.wait.group, Calls()), _calls(case.wait, sighting)
+    titles, waits = (
+        dict(ours.recent),
+        [wait.number for wait in sighting.whereabouts.waits if wait.group == case.wait.group],
+    )
+    waits += [theirs.failed] if theirs.failed == theirs.issued != ours.failed else []
+    for number, title in theirs.recent:
+        if number in waits and number < case.wait.number and titles.get(number, title) != title:
+            return f"entered {title} as call {number} of it: {_parted(case, sighting, titles[number], title)}"
+    return None
+
+
+def _parted(case: Case, sighting: Sighting, ours: str, theirs: str) -> str:
+    """That two ranks have parted ways, and where each of them is, if they have said."""
+    told = {}
+    for seen, title in ((case.own, ours), (sighting.whereabouts, theirs)):
+        told[seen.rank] = title if title.startswith("step ") or not seen.place else f"{seen.place}: {title}"
+    if not any(told[rank].startswith("step ") for rank in told):
+        return PARTED
+    return f"{PARTED}. " + "; ".join(f"rank {rank} at {told[rank]}" for rank in sorted(told))
 
 
 def _is_gone(case: Case, sighting: Sighting) -> str | None:
@@ -222,6 +249,7 @@ def _is_silent(case: Case, sighting: Sighting) -> str | None:
 
 _CHECKS: Final[Sequence[Callable[[Case, Sighting], str | None]]] = (
     _entered_another,
+    _left_the_order,
     _is_gone,
     _has_left,
     _waits_for_us,

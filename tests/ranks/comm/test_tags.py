@@ -1,5 +1,7 @@
 """Tagged collectives: ranks that parted ways are told so before anything is exchanged, and nobody is aborted."""
 
+import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 import mizzen.comm as dist
 from mizzen.comm import Tag
 from mizzen.comm.backend import Request
-from mizzen.comm.communicator import current
+from mizzen.comm.communicator import current, meet
+from mizzen.comm.torch_backend import SideChannel
 from mizzen.errors import CommError
 from mizzen.progress import get_progress
 
@@ -117,3 +120,114 @@ def trails(kinds):
 @pytest.mark.parametrize(("kinds", "differ"), [(("ab", "ab"), False), (("ab", "ba"), True), (("ab", "a"), True)])
 def test_trails_differ_when_anything_on_the_way_did(world, kinds, differ):
     assert world(2).run(trails, kinds) == [(differ, None)] * 2
+
+
+def train(steps, *, sizes=(4, 8, 4)):
+    """Some steps whose calls are the same in each."""
+    for step in steps:
+        for unit, size in enumerate(sizes):
+            whole = torch.zeros(2 * size)
+            work = dist.all_gather_into_tensor(
+                whole, torch.full((size,), dist.get_rank() + 1.0), async_op=True, tag=Tag(step, str(unit), "forward")
+            )
+            work.wait()
+            assert whole.tolist() == [1.0] * size + [2.0] * size
+        meet(Tag(step, "", "end"), None, torch.empty(0))
+
+
+def messages():
+    """How many messages of gloo a step takes, in the group itself and beside it."""
+    counts, backend = [], current().backend
+    issue, gather = backend.issue, SideChannel.all_gather
+    counted = {"group": 0, "beside": 0}
+
+    def count(where, call):
+        def counting(*args):
+            counted[where] += 1
+            return call(*args)
+
+        return counting
+
+    backend.issue = count("group", issue)
+    SideChannel.all_gather = count("beside", gather)
+    for step in range(5):
+        counted.update(group=0, beside=0)
+        train([step], sizes=(4, 8) if step == 4 else (4, 8, 4))
+        counts.append(dict(counted))
+    return counts
+
+
+def test_calls_that_repeat_are_compared_once(world):
+    for counts in world(2).run(messages):
+        assert counts[0] == {"group": 7, "beside": 0}
+        assert counts[3] == {"group": 3, "beside": 0}
+        assert counts[4] == {"group": 2, "beside": 1}, "all ranks leave out a unit: only the call after it is compared"
+
+
+def parting(how):
+    """After steps that were alike, rank 1 does something else; rank 0 goes on."""
+    dist.set_patience(look=0.3, beat=0.1)
+    train(range(4))
+    rank = dist.get_rank()
+    ahead = rank == 0
+    with pytest.raises(CommError) as caught:
+        if how == "unit":
+            train([4], sizes=(4, 8, 4) if ahead else (8, 4))
+        elif how == "step":
+            train([4 if ahead else 5])
+        elif how == "operation":
+            train([4]) if ahead else dist.all_reduce(torch.ones(4))
+        else:  # rank 0 goes past the end of the step, at which nothing is exchanged, and waits in the next one
+            for unit, size in enumerate((4, 8, 4)):
+                work = dist.all_gather_into_tensor(
+                    torch.zeros(2 * size), torch.ones(size), async_op=True, tag=Tag(4, str(unit), "forward")
+                )
+                work.wait()
+            meet(Tag(4, "", "end" if ahead else "another end"), None, torch.empty(0))
+            train([5])
+    said = str(caught.value)
+    if rank == 1:
+        with pytest.raises(CommError, match="nothing more can be exchanged in all ranks"):
+            dist.all_reduce(torch.ones(1), async_op=True)
+        time.sleep(2)  # the other rank is still to be told
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("unit", "step 4, unit '0', phase 'forward': all_gather_into_tensor of 8 torch.float32"),
+        ("step", "step 5, unit '0', phase 'forward': all_gather_into_tensor of 4 torch.float32"),
+        ("operation", "all_reduce of 4 torch.float32"),
+        ("end", "step 4, unit '', phase 'another end': exchange of 0 torch.float32"),
+    ],
+)
+def test_ranks_that_part_ways_after_steps_that_were_alike_are_both_told(world, how, where):
+    first, second = world(2).run(parting, how)
+    assert re.match(r"rank 0 waited \d+\.\d s in all_gather_into_tensor \(call \d+ of all ranks\): rank 1 ", first), (
+        first
+    )
+    assert where in first
+    assert re.match(
+        rf"rank 1 waited \d+\.\d s in {re.escape(where)} \(call \d+ of all ranks\): rank 0 entered ", second
+    )
+    for said in (first, second):
+        assert "the ranks have parted ways. rank 0 at step " in said
+        assert f"; rank 1 at {where}" in said or how == "operation"
+
+
+def changing():
+    """Every rank does what was not agreed on, again and again: that is no error."""
+    pair = dist.new_group([0, 1])
+    for step in range(6):
+        train([step], sizes=(4, 8) if step % 3 else (2,))
+        total = torch.ones(1 + step % 2)
+        dist.all_reduce(total, group=pair)
+        assert total.tolist() == [2.0] * (1 + step % 2)
+    dist.destroy_process_group(pair)
+    train(range(6, 9))
+    return True
+
+
+def test_an_order_that_changes_on_all_ranks_is_followed(world):
+    assert world(2).run(changing) == [True, True]

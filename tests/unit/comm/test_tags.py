@@ -3,8 +3,20 @@
 import pytest
 import torch
 
+from mizzen.comm import tags
 from mizzen.comm.backend import Request
-from mizzen.comm.tags import EXCHANGES, TEXT, Tag, compare, compare_parts, differ_on_device, digest, parts, words
+from mizzen.comm.tags import (
+    EXCHANGES,
+    TEXT,
+    CallOrder,
+    Tag,
+    compare,
+    compare_parts,
+    differ_on_device,
+    digest,
+    parts,
+    words,
+)
 from mizzen.errors import CommError
 
 TAG = Tag(3, "layers.1", "forward")
@@ -46,13 +58,13 @@ def exchange(received, sent, *splits):
     ],
 )
 def test_the_parts_of_an_exchange(request_, sends, expects):
-    assert parts(request_, 2) == (sends, expects)
+    assert parts(request_, 2) == [*sends, *expects]
 
 
 def test_parts_that_do_not_fit_name_both_ranks():
-    compare_parts([1, 2], [1, 3], (4, 6), lambda row: torch.stack([row, torch.tensor([3, 9, 2, 9])]))
+    compare_parts([[1, 2, 1, 3], [3, 9, 2, 9]], (4, 6))
     with pytest.raises(CommError, match=r"Rank 6 sends 3 elements to rank 4, which expects 7"):
-        compare_parts([1, 2], [1, 7], (4, 6), lambda row: torch.stack([row, torch.tensor([3, 9, 2, 9])]))
+        compare_parts([[1, 2, 1, 7], [3, 9, 2, 9]], (4, 6))
 
 
 @pytest.mark.parametrize("text", ["", "a", "b", "x" * 1000])
@@ -84,8 +96,8 @@ def test_equal_texts_pass_with_one_exchange():
         calls.append(row.numel())
         return torch.stack([row, row])
 
-    compare("here", (0, 1), gather)
-    assert calls == [1]
+    assert compare("here", (0, 1), gather, [7, 8]) == [[7, 8], [7, 8]]
+    assert calls == [3]
 
 
 def test_different_texts_name_every_rank_and_its_place():
@@ -106,3 +118,56 @@ def test_the_flag_of_a_device(theirs, differs):
     flag = differ_on_device(digest("here"), torch.device("cpu"), reduce_max)
     assert flag.dtype == torch.bool
     assert flag.item() is differs
+
+
+def agreed(order, calls):
+    """What the order says of each call, when all ranks make them."""
+    said = []
+    for step, name in calls:
+        said.append(order.expects((name,), step))
+        order.agree()
+    return said
+
+
+def test_an_order_that_repeats_is_known():
+    order, step = CallOrder(), ["a", "b", "a", "c"]
+    calls = [(number, name) for number in range(5) for name in step]
+    assert agreed(order, calls[:8]) == [None] * 8
+    assert agreed(order, calls[8:12]) == [None, True, True, True]  # the first of all was made at no later step
+    assert agreed(order, calls[12:]) == [True] * 8
+
+
+def test_another_call_is_no_agreed_one_until_all_have_made_it():
+    order = CallOrder()
+    agreed(order, [(1, "a")] * 6)
+    assert order.expects(("b",), 1) is False
+    order.agree()
+    assert agreed(order, [(1, "a")] * 6) == [None, None, None, None, False, True]
+
+
+def test_a_step_that_another_rank_has_not_come_to_is_no_agreed_call():
+    order = CallOrder()
+    agreed(order, [(1, "a")] * 6)
+    assert order.expects(("a",), 2) is False
+
+
+def test_calls_without_a_step_leave_it_as_it_was():
+    order = CallOrder()
+    calls = [(1, "a"), (None, "x")] * 6
+    assert agreed(order, calls)[-1] is True
+    assert order.expects(("a",), 1) is True
+    assert order.expects(("a",), 2) is False
+
+
+def test_an_order_of_too_many_different_calls_is_learnt_anew(monkeypatch):
+    monkeypatch.setattr(tags, "REMEMBERED", 8)
+    order = CallOrder()
+    agreed(order, [(1, str(number)) for number in range(8)])
+    assert agreed(order, [(1, "a")] * 7)[-1] is True
+
+
+def test_an_exchange_of_equal_parts_is_told_from_others_by_its_arguments():
+    even = exchange((4,), (4,), None, None)._replace(payload=(torch.ones(4),))
+    assert words(even, TAG, uneven=EXCHANGES).endswith("all_to_all_single of 4 torch.float32")
+    uneven = exchange((4,), (4,), [2, 2], [2, 2])._replace(payload=(torch.ones(4),))
+    assert words(uneven, TAG, uneven=EXCHANGES).endswith("all_to_all_single of torch.float32")

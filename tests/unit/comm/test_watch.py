@@ -111,7 +111,7 @@ def test_only_the_last_few_are_remembered(watch):
         watch.begin(Request("barrier"), ALL)
     calls = watch._account.whereabouts().calls["0"]
     assert calls.issued == 20
-    assert [number for number, _ in calls.recent] == list(range(13, 21))
+    assert [number for number, _ in calls.recent] == list(range(5, 21))
 
 
 def test_a_long_wait_is_sliced_and_seen_in_the_record(watch):

@@ -29,9 +29,9 @@ def test_a_record_survives_the_store():
 
 
 def test_a_record_stays_small():
-    recent = tuple((number, "reduce_scatter_tensor") for number in range(1000, 1008))
-    groups = {str(name): Calls(1007, 1006, recent) for name in range(20)}
-    assert len(peer(calls=groups, unit="u" * 64, phase="p" * 32).pack()) < 8192
+    recent = tuple((number, "reduce_scatter_tensor") for number in range(1000, 1016))
+    groups = {str(name): Calls(1015, 1014, recent) for name in range(20)}
+    assert len(peer(calls=groups, unit="u" * 64, phase="p" * 32).pack()) < 16384
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,8 @@ def test_no_news_is_no_reason():
 def test_a_peer_in_another_collective():
     seen = peer(2, calls={"0": Calls(5, 4, ((4, "x"), (5, "broadcast from rank 1")))}, step=7)
     reason = (
-        "rank 2 entered broadcast from rank 1 as call 5 of all ranks: the ranks have parted ways (it was at step 7)"
+        "rank 2 entered broadcast from rank 1 as call 5 of all ranks: the ranks have parted ways. "
+        "rank 0 at all_reduce; rank 2 at step 7: broadcast from rank 1"
     )
     assert judge(peer(), seen) == reason
     later = peer(calls={"0": Calls(6, 6, ((5, "barrier"), (6, "all_reduce")))})
@@ -96,6 +97,23 @@ def test_a_peer_whose_call_failed():
 
 def their_wait(group="1", number=3, peers=(0, 2), on_main=True):
     return peer(waits=(Wait(group, number, "barrier", f"call {number} of group 'tp'", peers, on_main),))
+
+
+def test_a_peer_that_has_left_the_agreed_order_at_an_earlier_call():
+    own = Whereabouts(0, "here:10", calls={"0": Calls(5, 4, ((4, "exchange"), (5, "all_reduce")))})
+    case = Case(own, WAIT, 10)
+    calls = Calls(4, 3, ((4, "another exchange"),))
+    waits = Wait("0", 4, "another exchange", "call 4 of all ranks", (0,), True)
+    said = "rank 1 entered another exchange as call 4 of it: the ranks have parted ways"
+    assert verdict(case, {1: Sighting(peer(calls={"0": calls}, waits=(waits,)))}) == said
+    assert verdict(case, {1: Sighting(peer(calls={"0": replace(calls, failed=4)}))}) == said
+    placed = replace(own, step=3, unit="a", phase="forward")
+    assert verdict(replace(case, own=placed), {1: Sighting(peer(calls={"0": calls}, waits=(waits,), step=4))}) == (
+        f"{said}. rank 0 at step 3, unit 'a', phase 'forward': exchange; rank 1 at step 4: another exchange"
+    )
+    assert verdict(case, {1: Sighting(peer(calls={"0": calls}))}) is None, "it may be on its way"
+    told = replace(own, calls={"0": replace(own.calls["0"], failed=4)})
+    assert verdict(replace(case, own=told), {1: Sighting(peer(calls={"0": replace(calls, failed=4)}))}) is None
 
 
 def test_two_that_wait_for_each_other():
