@@ -1,12 +1,14 @@
 """What every ring of tests has: ranks, as the fixture `world`."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
 
+import breadth
 from pool import Pool, World
 
 if find_spec("hypothesis"):  # the clients' environment has none
@@ -22,6 +24,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch asks for the name of every peer that it connects to, also on this host, to have it in its logs. A name server
 # that lets a question drop would cost five seconds each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The short choice of the tests, unless all or the rest are asked for, or one test by its name."""
+    if any("::" in argument for argument in config.args):
+        return
+    items[:], others = breadth.choose(items)
+    if others:
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +51,12 @@ def world(pool: Pool) -> Callable[..., World]:
         return World(pool, size, backend if init else None)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def python(pool: Pool) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """`python("-m", "mizzen.cli", "plan", ..., cwd=..., env=...)`, forked from the process that ranks are forked from."""
+    return pool.python
 
 
 @pytest.fixture(autouse=True)
