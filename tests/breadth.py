@@ -1,9 +1,10 @@
 """Which tests a run takes: the short choice of `make test`, the rest that `make test-all` adds, or both.
 
 Tests are written in full. Two things put a case into the rest: the marker `wide` on a test or on a value, for what
-tells more of a promise that a shorter test keeps as well; and a cross of several `parametrize` in a ring where a case is dear, of which the short
-choice has every value of every axis once, and not every combination. BREADTH is `short` (as without it), `rest` or
-`all`. FULL=1 is another matter: it makes lists longer where a test has more values than any change should wait for.
+tells more of a promise that a shorter test keeps as well; and a cross of several `parametrize` in a ring where a case
+is dear, of which the short choice has every value of every axis once, and not every combination. BREADTH is `short`
+(as without it), `rest` or `all`. FULL=1 is another matter: it makes lists longer where a test has more values than any
+change should wait for, and implies `all`.
 """
 
 import os
@@ -22,11 +23,15 @@ DEAR: Final = {"ranks", "parity", "examples"}
 """Rings in which a case costs a second or so, and crosses are cut."""
 
 
-def wide(*values: Any) -> list[Any]:
-    """Values of an axis that the short choice does without."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.wide) for value in values
-    ]
+def choice(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
+    """All values of a `parametrize`, those that are not in `short` for `make test-all` alone."""
+    kept = list(short)
+    return [value if value in kept else _wide(value) for value in values]
+
+
+def _wide(value: Any) -> Any:
+    given = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*given, marks=pytest.mark.wide)
 
 
 def every_pair(axes: Sequence[Iterable[Any]]) -> list[tuple]:

@@ -14,9 +14,10 @@ from pool import Pool, World
 if find_spec("hypothesis"):  # the clients' environment has none
     from hypothesis import settings
 
-    # Property tests have no clock: a busy machine must not fail them.
-    settings.register_profile("no-clock", deadline=None)
-    settings.load_profile("no-clock")
+    # Property tests have a budget and no clock, and find today what they found yesterday.
+    count = 50 if breadth.BREADTH == "short" else 100
+    settings.register_profile("fixed", deadline=None, derandomize=True, database=None, max_examples=count)
+    settings.load_profile("fixed")
 
 # Ranks have one thread each. What they are compared with must sum in the same order, and so has one thread too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,8 +27,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The short choice of the tests, unless all or the rest are asked for, or one test by its name."""
+    """The short choice of the tests, unless all or the rest are asked for, or one test by its name.
+
+    Each test goes to the worker that is free; those that share a fixture of their file stay together.
+    """
+    for item in items:
+        shared = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009  pytest has no public way
+        if any(each.scope in ("class", "module", "package") for found in shared for each in found):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if any("::" in argument for argument in config.args):
         return
     items[:], others = breadth.choose(items)
@@ -55,7 +64,7 @@ def world(pool: Pool) -> Callable[..., World]:
 
 @pytest.fixture(scope="session")
 def python(pool: Pool) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """`python("-m", "mizzen.cli", "plan", ..., cwd=..., env=...)`, forked from the process that ranks are forked from."""
+    """`python("-m", "mizzen.cli", "plan", ..., cwd=..., env=...)`, forked from where ranks are forked from."""
     return pool.python
 
 
