@@ -10,7 +10,7 @@ OTHER := .venvs/torch-$(VERSION)
 CLIENTS := .venv-clients/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-house test-all test-rest test-faults lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
+.PHONY: help demo test test-house test-all test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
   faults-launcher faults-engines bench bench-cpu bench-checkpoint clean
 
 help: ## list the targets
@@ -67,6 +67,9 @@ test-all: ## test, and all there is beyond it, in at most 40 minutes on two core
 test-rest: .venv/ready ## the crosses that test leaves out, and the examples
 	BREADTH=rest $(BIN)/python $(PYTEST) $(SHORT)
 	BREADTH=all $(BIN)/python $(PYTEST) tests/examples
+
+test-mutants: .venv/ready ## break a dozen lines of the core, one by one, and see the tests of `make test` notice
+	$(BIN)/python tests/mutate.py --unbroken $(ARGS)
 
 test-faults: .venv/ready ## a part of `make faults`, seeded
 	BREADTH=all $(BIN)/python $(PYTEST) tests/faults
