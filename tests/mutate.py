@@ -1,4 +1,4 @@
-"""`make test-mutants`: one line of the core is broken at a time, in a copy, and the tests of `make test` have to notice.
+"""`make test-mutants`: one line of the core is broken at a time, in a copy, and the tests of `make test` notice.
 
 A mutant is found by its words, wherever they are in `src/mizzen`; when they are not there exactly once, this says so
 and fails, and the mutant has to be written anew. `python tests/mutate.py clip rename` makes only those two.
