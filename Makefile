@@ -9,6 +9,9 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 CLIENTS := .venv-clients/bin
 
+# Bytecode is kept, whatever the environment says: a dozen processes of the tests would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-house test-all test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
   faults-launcher faults-engines bench bench-cpu bench-checkpoint clean
