@@ -9,8 +9,11 @@ BIN := .venv/bin
 OTHER := .venvs/torch-$(VERSION)
 CLIENTS := .venv-clients/bin
 
+# Bytecode is kept, whatever the environment says: a dozen processes of the tests would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
+.PHONY: help demo test test-house test-all test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
   faults-launcher faults-engines bench bench-cpu bench-checkpoint clean
 
 help: ## list the targets
@@ -51,8 +54,31 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 demo: .venv/ready ## train a small language model on two ranks of this machine, in about two minutes
 	$(BIN)/python examples/demo.py
 
-test: .venv/ready ## all tests that this machine can run
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+# What `make test` promises in ten minutes; ARGS='tests/unit/config -x' takes the place of these.
+SHORT := tests/house tests/unit tests/ranks tests/parity tests/drop_in tests/device
+PYTEST = -m pytest -n $(JOBS) --dist loadgroup
+
+test: .venv/ready ## the tests of every promise, in at most ten minutes on two cores; see docs/testing.md
+	$(BIN)/python $(PYTEST) $(or $(ARGS),$(SHORT))
+
+test-house: .venv/ready ## the architecture itself, in seconds
+	$(BIN)/python -m pytest -x tests/house
+
+test-all: ## test, and all there is beyond it, in at most 40 minutes on two cores; FULL=1 for every combination, in hours
+	@bash tests/all.sh test test-rest test-clients test-cluster test-browser test-faults
+
+test-rest: .venv/ready ## the crosses that test leaves out, and the examples
+	BREADTH=rest $(BIN)/python $(PYTEST) $(SHORT)
+	BREADTH=all $(BIN)/python $(PYTEST) tests/examples
+
+test-mutants: .venv/ready ## break a dozen lines of the core, one by one, and see the tests of `make test` notice
+	$(BIN)/python tests/mutate.py --unbroken $(ARGS)
+
+test-faults: .venv/ready ## a part of `make faults`, seeded
+	BREADTH=all $(BIN)/python $(PYTEST) tests/faults
+	PYTHONPATH=src:tests $(BIN)/python -m faults.table $(if $(FULL),,--most 20 --flips 100)
+	PYTHONPATH=src:tests $(BIN)/python -m faults.engines $(if $(FULL),,--count 20)
+	$(if $(FULL),PYTHONPATH=src:tests $(BIN)/python -m faults.launcher.figures)
 
 lint: .venv/ready ## style, format and types
 	$(BIN)/ruff check .
@@ -60,18 +86,18 @@ lint: .venv/ready ## style, format and types
 	$(BIN)/mypy --strict src compat
 
 test-torch: $(OTHER)/ready ## all tests with another torch: make test-torch VERSION=2.11.0
-	$(OTHER)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(OTHER)/bin/python $(PYTEST) $(or $(ARGS),$(SHORT))
 
 test-cluster: .venv/ready ## every back end on hosts made of network namespaces; installs what it needs when it is root
 	sh tests/cluster/install.sh
-	CLUSTER=1 $(BIN)/python -m pytest -rs tests/cluster
+	BREADTH=all CLUSTER=1 $(BIN)/python -m pytest -rs tests/cluster
 
 test-browser: .venv/ready ## the page of `mizzen watch` in headless Chromium, which it installs when it is root; in about four minutes
 	sh tests/browser/install.sh
-	BROWSER=1 $(BIN)/python -m pytest -rs tests/browser $(ARGS)
+	BREADTH=all BROWSER=1 $(BIN)/python -m pytest -rs tests/browser $(ARGS)
 
 test-clients: .venv-clients/ready ## HF Trainer, Accelerate, Lightning, TRL and PEFT, unmodified, on two ranks; in about five minutes
-	CLIENTS=1 $(CLIENTS)/python -m pytest -n 2 --dist loadfile -rs --durations=8 tests/clients tests/unit/rewrite/test_head.py $(ARGS)
+	BREADTH=all CLIENTS=1 $(CLIENTS)/python -m pytest -n 2 --dist loadfile -rs --durations=8 tests/clients tests/unit/rewrite/test_head.py $(ARGS)
 
 client-tests: .venv-clients/ready-for-own-tests ## a client's own tests, from its checkout: CLIENT_SRC=../accelerate ARGS='tests/deepspeed'
 	$(CLIENTS)/python tests/clients/own_tests.py $(CLIENT_SRC) $(ARGS)

@@ -1,20 +1,23 @@
 """What every ring of tests has: ranks, as the fixture `world`."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
 
+import breadth
 from pool import Pool, World
 
 if find_spec("hypothesis"):  # the clients' environment has none
     from hypothesis import settings
 
-    # Property tests have no clock: a busy machine must not fail them.
-    settings.register_profile("no-clock", deadline=None)
-    settings.load_profile("no-clock")
+    # Property tests have a budget and no clock, and find today what they found yesterday.
+    count = 50 if breadth.BREADTH == "short" else 100
+    settings.register_profile("fixed", deadline=None, derandomize=True, database=None, max_examples=count)
+    settings.load_profile("fixed")
 
 # Ranks have one thread each. What they are compared with must sum in the same order, and so has one thread too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +25,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch asks for the name of every peer that it connects to, also on this host, to have it in its logs. A name server
 # that lets a question drop would cost five seconds each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The short choice of the tests, unless all or the rest are asked for, or one test by its name.
+
+    Each test goes to the worker that is free; those that share a fixture of their file stay together.
+    """
+    for item in items:
+        shared = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009  pytest has no public way
+        if any(each.scope in ("class", "module", "package") for found in shared for each in found):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    if any("::" in argument for argument in config.args):
+        return
+    items[:], others = breadth.choose(items)
+    if others:
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +60,12 @@ def world(pool: Pool) -> Callable[..., World]:
         return World(pool, size, backend if init else None)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def python(pool: Pool) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """`python("-m", "mizzen.cli", "plan", ..., cwd=..., env=...)`, forked from where ranks are forked from."""
+    return pool.python
 
 
 @pytest.fixture(autouse=True)

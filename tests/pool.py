@@ -1,18 +1,20 @@
 """Ranks for tests: `world(4).run(function, ...)` runs a function on four gloo ranks and returns what each returned.
 
+`python(*words)` is a Python program that need not load torch again.
+
 This is the side of the tests; the ranks and the process they are forked from are in `zygote.py`.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from zygote import Job, Outcome, pack, unpack
+from zygote import Job, Outcome, Program, pack, unpack
 
 
 class RankFailed(AssertionError):
@@ -39,17 +41,38 @@ class Pool:
         """The zygote's process id, while there is one."""
         return self._process.pid if self._process else None
 
-    def submit(self, job: Job) -> list[Outcome]:
-        """Run a job; what interrupts the wait (a test's timeout, control-C) ends the zygote and with it the ranks."""
+    def submit(self, job: Job | Program) -> Any:
+        """Run a job or a program, and give its `Outcome`s or how it `Ended`.
+
+        What interrupts the wait (a test's timeout, control-C) ends the zygote and with it the ranks.
+        """
         try:
             wire = self._wire or self._start()
             wire.send(job)
-            return wire.recv()  # type: ignore[no-any-return]
+            return wire.recv()
         except BaseException as error:
             self.close()
             if isinstance(error, EOFError | ConnectionError):
                 raise RuntimeError("the process that ranks are forked from has died; its stderr says why") from error
             raise
+
+    def python(
+        self,
+        *words: object,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120,
+    ) -> "subprocess.CompletedProcess[str]":
+        """What `subprocess.run([sys.executable, *words], ...)` gives, from a process that has torch and mizzen already.
+
+        For scripts, `-c` and `-m`; not for tests of what a fresh interpreter loads, or of the process itself.
+        """
+        line = tuple(map(str, words))
+        program = Program(line, timeout, dict(os.environ if env is None else env), os.path.abspath(cwd or os.getcwd()))
+        ended = self.submit(program)
+        if ended.code is None:
+            raise subprocess.TimeoutExpired(line, timeout, ended.out, ended.err)
+        return subprocess.CompletedProcess(line, ended.code, ended.out, ended.err)
 
     def _start(self) -> Connection:
         ours, theirs = Pipe()

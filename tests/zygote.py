@@ -1,4 +1,4 @@
-"""The process that rank tests are forked from, and the ranks themselves. `pool.py` starts it and speaks to it.
+"""The process that ranks and Python programs of tests are forked from. `pool.py` starts it and speaks to it.
 
 It imports torch once and never runs an operation (a child forked after a backward hangs in its own backward), so a
 fork of it is a fresh rank within milliseconds. It forks the ranks of one job, watches them, and reports one `Outcome`
@@ -7,6 +7,7 @@ another's success; a rank that fails leaves at once, as in life. In the end ever
 Only Linux.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -15,10 +16,12 @@ import importlib.util
 import io
 import os
 import reprlib
+import runpy
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from types import ModuleType
 from typing import IO, Any, Final, NoReturn
 
 PRELOAD: Final = (
@@ -37,7 +41,13 @@ PRELOAD: Final = (
     "torch._dynamo",  # the first optimizer of a process imports it, and that takes more than a second
     "safetensors.torch",
     "transformers.models.llama.modeling_llama",  # a second for every rank whose module has such a model
+    "mizzen.accelerator.cpu",  # the four that the first question for an accelerator imports
+    "mizzen.accelerator.cuda",
+    "mizzen.accelerator.mps",
+    "mizzen.accelerator.xpu",
     "mizzen.api",
+    "mizzen.cli",
+    "mizzen.cli.plan",
     "mizzen.zero",
 )
 """What nearly every rank needs. Importing any of it runs no operation and starts no thread (test_pool looks)."""
@@ -174,6 +184,86 @@ def _reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What would follow `python` on a command line, with the surroundings of the process that asks."""
+
+    words: tuple[str, ...]
+    timeout: float
+    environment: dict[str, str]
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended; `code` is None for one that was still running at the end of its time."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+def run_program(program: Program, parent: Connection) -> Ended:
+    """Fork, and be `python` with these words; what it has started is gone when this ends."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        zygote = os.getpid()
+        pid = os.fork()
+        if not pid:
+            _die_with(zygote)
+            os.setpgid(0, 0)
+            parent.close()
+            for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out.fileno(), 1), (err.fileno(), 2)):
+                os.dup2(source, target)
+            _be_program(program)
+        deadline = time.monotonic() + program.timeout
+        while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < deadline:
+            if parent.poll(LOOK):
+                break  # nothing is asked while a program runs: this is the end of the pipe
+        is_over = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return Ended(code if is_over else None, _text(out), _text(err))
+
+
+def _be_program(program: Program) -> NoReturn:
+    """What an interpreter does with the words of its command line, and at its end."""
+    os.environ.clear()
+    os.environ.update(program.environment)
+    os.chdir(program.folder)
+    more = program.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in more if path and path not in sys.path]
+    kind, *rest = program.words
+    code: Any = 0
+    try:
+        if kind == "-c":
+            sys.modules["__main__"] = ModuleType("__main__")
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+        elif kind == "-m":
+            sys.path.insert(0, program.folder)
+            sys.argv = ["-m", *rest[1:]]
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
+            sys.argv = [kind, *rest]
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as left:
+        code = left.code
+    except BaseException:  # noqa: BLE001  as an interpreter does
+        traceback.print_exc()
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 def run(job: Job, parent: Connection) -> list[Outcome]:
@@ -326,4 +416,5 @@ def serve(descriptor: int, search: list[str]) -> None:
     parent = Connection(descriptor)
     with suppress(EOFError):
         while True:
-            parent.send(run(parent.recv(), parent))
+            asked = parent.recv()
+            parent.send(run(asked, parent) if isinstance(asked, Job) else run_program(asked, parent))

@@ -2,8 +2,6 @@
 
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -25,18 +23,11 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_the_commands_print_what_the_page_shows(folder):
+def test_the_commands_print_what_the_page_shows(python, folder):
     for line, shown in COMMANDS:
         program, *words = shlex.split(line)
         assert program == "mizzen"
-        ran = subprocess.run(
-            [sys.executable, "-m", "mizzen.cli", *words],
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ran = python("-m", "mizzen.cli", *words, cwd=folder, env=environment())
         is_refused = "NotBuilt" in shown
         assert ran.returncode == (1 if is_refused else 0), ran.stdout + ran.stderr
         if is_refused:

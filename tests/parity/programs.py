@@ -3,7 +3,7 @@
 Ranks import this and not the grid, which chooses its cases when it is imported.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -234,3 +234,8 @@ def train(case: Case, with_train_batch: bool = False) -> tuple[list[float], dict
     values = {name: mizzen.zero.safe_get_full_fp32_param(p) for name, p in model.named_parameters() if p.requires_grad}
     engine.destroy()
     return losses, values, norms
+
+
+def train_at(case: Case, stages: tuple[int, ...]) -> list:
+    """One stage after the other, on the same ranks."""
+    return [train(replace(case, stage=stage)) for stage in stages]

@@ -293,3 +293,46 @@ def test_no_rank_outlives_the_tests(tmp_path):
             program.kill()
     ranks, zygotes = zip(*(map(int, mark.read_text().split()[:2]) for mark in marks), strict=True)
     assert all(map(is_gone_soon, (*ranks, *zygotes)))
+
+
+SPEAKS = """
+import atexit, os, sys, threading
+print(sys.argv[1:], os.getcwd() == sys.argv[1], os.environ["FROM_THE_TEST"], __name__)
+print("aside", file=sys.stderr)
+atexit.register(print, "at the end")
+threading.Timer(0.1, print, ["a thread"]).start()
+"""
+
+
+def test_a_program_has_its_words_its_folder_its_variables_and_an_end(python, tmp_path):
+    (tmp_path / "speaks.py").write_text(SPEAKS + "sys.exit(int(sys.argv[2]))")
+    environment = {**os.environ, "FROM_THE_TEST": "yes"}
+    expected = f"{[str(tmp_path), '3']} True yes __main__\na thread\nat the end\n"
+    for words in (
+        ("speaks.py",),
+        ("-m", "speaks"),
+        ("-c", "import runpy; runpy.run_path('speaks.py', None, '__main__')"),
+    ):
+        ran = python(*words, tmp_path, 3, cwd=tmp_path, env=environment)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (3, expected, "aside\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "said"),
+    [
+        ("pass", 0, ""),
+        ("import sys; sys.exit('no data')", 1, "no data\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_a_program_ends_as_any_other(python, code, ended, said):
+    ran = python("-c", code)
+    assert ran.returncode == ended and ran.stderr.endswith(said) and bool(ran.stderr) == bool(said)
+
+
+def test_a_program_that_hangs_is_ended_with_what_it_has_started(python):
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
+        python("-c", code, timeout=1)
+    assert is_gone_soon(int(raised.value.output))

