@@ -9,7 +9,7 @@ from typing import Literal
 
 from mizzen.launcher.failure import Failure
 from mizzen.launcher.stops import SAVED, UNSAVED
-from mizzen.monitor.append import LineFile
+from mizzen.monitor.output import LineFile
 from mizzen.progress import announced_run
 
 Kind = Literal["done", "saved", "unsaved", "stopped", "changed", "failed", "lost"]

@@ -1,6 +1,6 @@
 import pytest
 
-from mizzen.monitor.append import LineFile
+from mizzen.monitor.output import LineFile
 
 
 def test_lines_are_there_at_once_and_a_second_run_appends(tmp_path):
