@@ -13,7 +13,7 @@ ROWS = [
     {"environment"},
     {"log"},
     {"config", "progress", "files", "backport", "network"},
-    {"accelerator"},
+    {"accelerator", "hang"},
     {"monitor"},
     {"launcher", "model", "kernels"},
     {"comm"},

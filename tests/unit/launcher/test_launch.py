@@ -6,28 +6,27 @@ from dataclasses import replace
 import pytest
 
 from mizzen.errors import UsageError
-from mizzen.launcher.arrange import PORTS, Asked, Facts, again, arrange
 from mizzen.launcher.backends import NAMES
-from mizzen.launcher.devices import KINDS
-from mizzen.launcher.drop_in import FOLDER, with_drop_in
-from mizzen.launcher.emit import emit_k8s, emit_slurm
+from mizzen.launcher.describe import describe, emit_k8s, emit_slurm
+from mizzen.launcher.hosts import KINDS
 from mizzen.launcher.job import Job
-from mizzen.launcher.show import describe
+from mizzen.launcher.launch import PORTS, LaunchOptions, LocalMachine, plan_launch, with_next_port
+from mizzen.launcher.variables import DROP_IN, with_drop_in
 
 HOSTFILE = "w0 slots=4\nw1 slots=2\n"
 EVEN = "w0 slots=4\nw1 slots=4\n"
-FACTS = Facts(id="abc", folder="/job", python="/py", hostfile=None)
+FACTS = LocalMachine(id="abc", folder="/job", python="/py", hostfile=None)
 
 
 def made(facts=FACTS, **asked):
-    return arrange(Asked(**{"script": "t.py", **asked}), facts)
+    return plan_launch(LaunchOptions(**{"script": "t.py", **asked}), facts)
 
 
 def test_this_machine():
     launch = made(num_gpus=2, arguments=("-x",))
     assert [str(host) for host in launch.job.hosts] == ["localhost:0,1"]
     assert launch.backend is None and launch.job.master_addr == "" and launch.job.master_port == 0
-    assert launch.job.care.max_restarts == 0 and not launch.job.is_elastic
+    assert launch.job.supervision.max_restarts == 0 and not launch.job.is_elastic
 
 
 def test_devices_of_this_machine():
@@ -45,7 +44,7 @@ def test_devices_of_this_machine():
 def test_hosts_of_a_file():
     facts = replace(FACTS, hostfile=HOSTFILE, env={"NCCL_DEBUG": "INFO", "HOME": "x", "PYTHONPATH": "/p"})
     launch = made(facts)
-    assert launch.backend is not None and launch.backend.name == "ssh" and launch.job.lifeline
+    assert launch.backend is not None and launch.backend.name == "ssh" and launch.job.follows_stdin
     assert launch.job.master_addr == "w0" and launch.job.master_port in PORTS
     assert launch.job.environment == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/job:/p"}
     assert [str(host) for host in made(facts, include="w1:1").job.hosts] == ["w1:1"]
@@ -53,7 +52,7 @@ def test_hosts_of_a_file():
     here = replace(facts, is_here=lambda name: name == "w1")
     assert made(here, include="w1").backend is None
     assert made(here, include="w1", force_multi=True).backend is not None
-    assert again(launch, 1).job.master_port != launch.job.master_port
+    assert with_next_port(launch, 1).job.master_port != launch.job.master_port
 
 
 def test_files_of_variables_win_in_order_and_count_on_one_machine():
@@ -84,9 +83,9 @@ def test_slurm_without_a_file():
 def test_elastic_jobs():
     facts = replace(FACTS, hostfile=HOSTFILE)
     job = made(facts, elastic_training=True).job
-    assert (job.min_nodes, job.max_nodes, job.care.max_restarts) == (1, 2, 100)
+    assert (job.min_nodes, job.max_nodes, job.supervision.max_restarts) == (1, 2, 100)
     job = made(facts, min_elastic_nodes=2, max_restarts=1).job
-    assert (job.min_nodes, job.max_nodes, job.care.max_restarts) == (2, 2, 1)
+    assert (job.min_nodes, job.max_nodes, job.supervision.max_restarts) == (2, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +145,10 @@ def test_a_script_for_slurm_keeps_every_word(tmp_path):
 
     words = ("a b", "$(touch canary)", "it's", "x\ny", "")
     facts = replace(FACTS, hostfile=EVEN, folder=str(tmp_path), env={"NCCL_X": "a 'b'"})
-    asked = Asked(
+    asked = LaunchOptions(
         script="my train.py", arguments=words, max_restarts=2, grace=90, launcher_args="-p gpu --comment='a b'"
     )
-    text = emit_slurm(arrange(asked, facts).job, asked)
+    text = emit_slurm(plan_launch(asked, facts).job, asked)
     assert (
         "#SBATCH --nodes=2" in text and "#SBATCH --signal=USR1@90" in text and "#SBATCH -p gpu '--comment=a b'" in text
     )
@@ -177,19 +176,19 @@ def test_a_script_for_slurm_keeps_every_word(tmp_path):
 
 
 def test_a_scheduler_needs_no_names():
-    asked = Asked(script="t.py", num_nodes=4, num_gpus=8, emit="slurm")
-    text = emit_slurm(arrange(asked, FACTS).job, asked)
+    asked = LaunchOptions(script="t.py", num_nodes=4, num_gpus=8, emit="slurm")
+    text = emit_slurm(plan_launch(asked, FACTS).job, asked)
     assert "#SBATCH --nodes=4" in text and "--num_nodes 4 --num_gpus 8" in text
     one = replace(FACTS, devices=KINDS[0], count=lambda: 1, env={"CUDA_VISIBLE_DEVICES": "3"})
-    assert emit_slurm(arrange(asked, one).job, asked) == text, "what this machine has says nothing about others"
+    assert emit_slurm(plan_launch(asked, one).job, asked) == text, "what this machine has says nothing about others"
 
 
 def test_files_for_a_scheduler_hold_no_password():
     """Slurm keeps the script, and a manifest is put into a repository."""
     files = (("/home/u/.mizzen_env", "WANDB_API_KEY=PASSWORD\nNCCL_DEBUG=INFO\nMIZZEN_SECRET=PASSWORD of the nodes\n"),)
     facts = replace(FACTS, files=files, env={"MLFLOW_TRACKING_TOKEN": "PASSWORD"}, secret="PASSWORD")
-    asked = Asked(script="t.py", num_nodes=2, num_gpus=1, emit="slurm")
-    text = emit_slurm(arrange(asked, facts).job, asked)
+    asked = LaunchOptions(script="t.py", num_nodes=2, num_gpus=1, emit="slurm")
+    text = emit_slurm(plan_launch(asked, facts).job, asked)
     assert "PASSWORD" not in text and "export NCCL_DEBUG=INFO" in text
     assert (
         "# sbatch passes these on, or each node reads them from its file: MLFLOW_TRACKING_TOKEN, WANDB_API_KEY" in text
@@ -198,7 +197,7 @@ def test_files_for_a_scheduler_hold_no_password():
     made = [subprocess.run(["bash", "-c", f"{line}; echo $MIZZEN_SECRET"], capture_output=True).stdout for _ in "ab"]
     assert len(set(made)) == 2 and len(made[0].strip()) == 64, "each run of the script has its own"
     asked = replace(asked, emit="k8s")
-    text = emit_k8s(arrange(asked, facts).job, asked)
+    text = emit_k8s(plan_launch(asked, facts).job, asked)
     assert "PASSWORD" not in text and '"name": "NCCL_DEBUG"' not in text
     assert text.count("secretKeyRef") == 3 and 'key: "MIZZEN_SECRET"' in text
     assert text.splitlines()[1].startswith("# kubectl create secret generic t --from-literal=MLFLOW_TRACKING_TOKEN=...")
@@ -207,11 +206,11 @@ def test_files_for_a_scheduler_hold_no_password():
 def test_where_the_secret_comes_from():
     """Of a launch from here it is fresh; nodes that are started one by one have one in common."""
     facts = replace(FACTS, secret="fresh", common_secret=lambda env: env.get("MIZZEN_SECRET", "of the file"))
-    assert arrange(Asked(script="t.py", num_gpus=1), facts).job.secret == "fresh"
+    assert plan_launch(LaunchOptions(script="t.py", num_gpus=1), facts).job.secret == "fresh"
     assert made(replace(facts, hostfile=EVEN)).job.secret == "fresh"
-    alone = Asked(script="t.py", num_nodes=2, num_gpus=1, no_ssh=True, node_rank=1, master_addr="w0")
-    assert arrange(alone, facts).job.secret == "of the file"
-    told = arrange(alone, replace(facts, files=(("f", "MIZZEN_SECRET=told\n"),)))
+    alone = LaunchOptions(script="t.py", num_nodes=2, num_gpus=1, no_ssh=True, node_rank=1, master_addr="w0")
+    assert plan_launch(alone, facts).job.secret == "of the file"
+    told = plan_launch(alone, replace(facts, files=(("f", "MIZZEN_SECRET=told\n"),)))
     assert told.job.secret == "told" and "MIZZEN_SECRET" not in told.job.environment
     assert "fresh" not in repr(made(replace(facts, hostfile=EVEN)).job)
 
@@ -233,8 +232,8 @@ def test_a_user_is_another_than_the_one_here():
 
 
 def test_a_manifest_for_kubernetes():
-    asked = Asked(script="train.py", arguments=("--name", "$(HOME)", "$$x$", "\U0001f600\x7f\n"))
-    text = emit_k8s(arrange(asked, replace(FACTS, hostfile="w0 slots=8\nw1 slots=8\n")).job, asked)
+    asked = LaunchOptions(script="train.py", arguments=("--name", "$(HOME)", "$$x$", "\U0001f600\x7f\n"))
+    text = emit_k8s(plan_launch(asked, replace(FACTS, hostfile="w0 slots=8\nw1 slots=8\n")).job, asked)
     for line in ("kind: JobSet", "parallelism: 2", "nvidia.com/gpu: 8", '- "$$(HOME)"', '- "$(JOB_COMPLETION_INDEX)"'):
         assert line in text.replace('"JobSet"', "JobSet"), text
     assert '- "$$$$x$$"' in text and '- "\\U0001f600\\U0000007f\\n"' in text
@@ -245,8 +244,8 @@ def test_a_manifest_for_kubernetes():
     [("7_train.py", "job-7-train"), ("_.py", "job"), (f"{'a' * 39}_b.py", "a" * 39), ("pkg/My Train.py", "my-train")],
 )
 def test_the_name_of_a_manifest_is_one_that_kubernetes_takes(script, name):
-    asked = Asked(script=script, num_nodes=1, num_gpus=1, emit="k8s")
-    assert f'\n  name: "{name}"\n' in emit_k8s(arrange(asked, FACTS).job, asked)
+    asked = LaunchOptions(script=script, num_nodes=1, num_gpus=1, emit="k8s")
+    assert f'\n  name: "{name}"\n' in emit_k8s(plan_launch(asked, FACTS).job, asked)
 
 
 def test_the_drop_in_goes_with_the_job_on_every_back_end():
@@ -255,11 +254,11 @@ def test_the_drop_in_goes_with_the_job_on_every_back_end():
         launch = made(facts, drop_in=True, **({"launcher": name} if name else {}))
         assert Job.decode(launch.job.encode()).drop_in
         assert "which finds the drop-in" in describe(launch)
-    assert "--drop-in" in emit_slurm(launch.job, Asked(script="t.py"))
+    assert "--drop-in" in emit_slurm(launch.job, LaunchOptions(script="t.py"))
 
 
 def test_the_file_of_a_scheduler_keeps_what_was_asked():
-    asked = Asked(
+    asked = LaunchOptions(
         script="t.py",
         num_nodes=2,
         num_gpus=4,
@@ -270,7 +269,7 @@ def test_the_file_of_a_scheduler_keeps_what_was_asked():
         log_level="debug",
         bind_cores_to_rank=True,
     )
-    text = emit_slurm(arrange(asked, FACTS).job, asked)
+    text = emit_slurm(plan_launch(asked, FACTS).job, asked)
     assert "--master_port 12345" in text
     assert "--hang_timeout 60 --show all --log_level debug --bind_cores_to_rank" in text
 
@@ -279,19 +278,19 @@ def test_the_file_of_a_scheduler_keeps_what_was_asked():
     ("hostfile", "include"), [("w0 slots=2\nw1 slots=4\n", ""), ("w0 slots=4\nw1 slots=4\n", "w1:2,3")]
 )
 def test_a_job_that_a_scheduler_cannot_give_out_is_refused(hostfile, include):
-    asked = Asked(script="t.py", emit="slurm", include=include, no_ssh=True, node_rank=0, master_addr="w0")
-    job = arrange(replace(asked, no_ssh=False, node_rank=None), replace(FACTS, hostfile=hostfile)).job
+    asked = LaunchOptions(script="t.py", emit="slurm", include=include, no_ssh=True, node_rank=0, master_addr="w0")
+    job = plan_launch(replace(asked, no_ssh=False, node_rank=None), replace(FACTS, hostfile=hostfile)).job
     with pytest.raises(UsageError, match=r"--emit: a scheduler gives every node the same number of devices.*w1: "):
         emit_slurm(job, asked)
 
 
 def test_bound_cores_are_in_what_would_run():
-    launch = arrange(Asked(script="t.py", num_gpus=2, bind_cores_to_rank=True), FACTS)
+    launch = plan_launch(LaunchOptions(script="t.py", num_gpus=2, bind_cores_to_rank=True), FACTS)
     assert "numactl -C CORES" in describe(launch)
-    assert "numactl" not in describe(arrange(Asked(script="t.py", num_gpus=2), FACTS))
+    assert "numactl" not in describe(plan_launch(LaunchOptions(script="t.py", num_gpus=2), FACTS))
 
 
 def test_ranks_look_at_the_drop_in_first():
-    assert with_drop_in({})["PYTHONPATH"] == str(FOLDER)
-    assert with_drop_in({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == f"{FOLDER}:/a:/b"
-    assert (FOLDER / "deepspeed" / "__init__.py").is_file() and next(FOLDER.glob("deepspeed-*.dist-info/METADATA"))
+    assert with_drop_in({})["PYTHONPATH"] == str(DROP_IN)
+    assert with_drop_in({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == f"{DROP_IN}:/a:/b"
+    assert (DROP_IN / "deepspeed" / "__init__.py").is_file() and next(DROP_IN.glob("deepspeed-*.dist-info/METADATA"))
