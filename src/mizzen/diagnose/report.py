@@ -111,14 +111,9 @@ class Report:
     def as_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Chapter -> name -> finding, made of what JSON knows."""
         return {
-            chapter.title: {each.name: _without_name(each) for each in chapter.findings} for chapter in self.chapters
+            chapter.title: {(values := asdict(each)).pop("name"): values for each in chapter.findings}
+            for chapter in self.chapters
         }
-
-
-def _without_name(finding: Finding) -> dict[str, Any]:
-    values = asdict(finding)
-    del values["name"]
-    return values
 
 
 def collect() -> Report:

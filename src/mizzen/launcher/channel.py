@@ -50,7 +50,9 @@ class MessageSigner:
     def wrap(self, message: Any) -> bytes:
         """A message as it travels."""
         text = json.dumps(message, separators=(",", ":")).encode()
-        return HEAD.pack(len(text)) + self._next(text) + text
+        proof = prove(self._key, self._number(), text)
+        self._count += 1
+        return HEAD.pack(len(text)) + proof + text
 
     def unwrap(self, proof: bytes, text: bytes) -> Any:
         """What a message says, once it is known whose it is."""
@@ -58,11 +60,6 @@ class MessageSigner:
             raise Refused("a message was changed on its way, or somebody else has written it")
         self._count += 1
         return json.loads(text)
-
-    def _next(self, text: bytes) -> bytes:
-        proof = prove(self._key, self._number(), text)
-        self._count += 1
-        return proof
 
     def _number(self) -> bytes:
         return self._count.to_bytes(8, "big")
@@ -191,7 +188,9 @@ class ChannelServer:
                     self._accept()
                 elif key.data.connection.fileno() >= 0:
                     self._handle(key.data, events)
-            self._drop_unproved(time.monotonic() - HANDSHAKE)
+            late = time.monotonic() - HANDSHAKE
+            for peer in [peer for peer in self._unproved if peer.since < late]:
+                self._disconnect(peer)
             self._tick()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
@@ -212,10 +211,6 @@ class ChannelServer:
         self._unproved[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._send(peer, GREETING + peer.nonce)
-
-    def _drop_unproved(self, before: float) -> None:
-        for peer in [peer for peer in self._unproved if peer.since < before]:
-            self._disconnect(peer)
 
     def _disconnect(self, peer: Peer) -> None:
         if peer.connection.fileno() < 0:

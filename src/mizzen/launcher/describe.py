@@ -78,7 +78,7 @@ def emit_slurm(job: Job, options: LaunchOptions) -> str:
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         'srun --kill-on-bad-exit=0 --mpi=none bash -c \'exec mizzen run --node_rank "$SLURM_NODEID" "$@"\' mizzen \\',
         f'  --master_addr "$first" {shlex.join(_options(job, options))} \\',
-        f"  {shlex.join(_program(job))}",
+        f"  {shlex.join((job.program.name, *job.program.arguments))}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -92,7 +92,7 @@ def emit_k8s(job: Job, options: LaunchOptions) -> str:
         raise UsageError(
             f"--venv_script {options.venv_script} with --emit k8s: a pod has an image instead; leave it out"
         )
-    words = [*_options(job, options), *_program(job)]
+    words = [*_options(job, options), job.program.name, *job.program.arguments]
     plain, hidden = _plain_and_secret(job)
     hidden.append("MIZZEN_SECRET")
     container: dict[str, Any] = {
@@ -181,10 +181,6 @@ def _options(job: Job, options: LaunchOptions) -> list[str]:
     words += {"module": ["--module"], "executable": ["--no_python"], "script": []}[program.kind]
     words += ["--drop-in"] if job.drop_in else []
     return [*words, *([] if program.takes_local_rank else ["--no_local_rank"])]
-
-
-def _program(job: Job) -> list[str]:
-    return [job.program.name, *job.program.arguments]
 
 
 def _name(job: Job) -> str:

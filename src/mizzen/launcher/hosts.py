@@ -5,7 +5,7 @@ Parsing is pure. Only `find_devices`, `count_devices`, `numa_nodes` and `physica
 
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -51,7 +51,8 @@ class Host:
         return ":" in self.name
 
     def __str__(self) -> str:
-        return f"{_bracketed(self.name)}:{','.join(map(str, self.slots))}"
+        name = f"[{self.name}]" if self.is_ipv6 else self.name
+        return f"{name}:{','.join(map(str, self.slots))}"
 
 
 Hosts = tuple[Host, ...]
@@ -113,10 +114,6 @@ def _host_name(word: str) -> str | None:
         return None
 
 
-def _bracketed(name: str) -> str:
-    return f"[{name}]" if ":" in name else name
-
-
 def select(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
     """The hosts and slots that a filter leaves: `host[:slot,slot]@host`, in the order of the hosts."""
     if include and exclude:
@@ -128,7 +125,8 @@ def select(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
     if include:
         left = (replace(host, slots=named[host.name]) for host in hosts if host.name in named)
     else:
-        left = (_without(host, named.get(host.name, ())) for host in hosts)
+        kept = {host.name: set(host.slots).difference(named.get(host.name, ())) for host in hosts}
+        left = (replace(host, slots=tuple(slot for slot in host.slots if slot in kept[host.name])) for host in hosts)
     chosen = tuple(host for host in left if host.slots)
     if not chosen:
         raise UsageError(f"{option} {text!r} leaves no slot of {_names(hosts)}")
@@ -166,10 +164,6 @@ def _slots(option: str, text: str, slots: str) -> list[int]:
         if not is_number(word.strip()):
             raise UsageError(f"{option} {text!r}: {word!r} is no slot number: write host:0,2@host")
     return [int(word) for word in words]
-
-
-def _without(host: Host, slots: Iterable[int]) -> Host:
-    return replace(host, slots=tuple(slot for slot in host.slots if slot not in set(slots)))
 
 
 def limit(hosts: Hosts, nodes: int | None = None, devices: int | None = None) -> Hosts:

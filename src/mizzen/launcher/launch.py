@@ -21,7 +21,7 @@ from mizzen.launcher.hosts import (
     select,
     visible,
 )
-from mizzen.launcher.job import Job, Program, Supervision
+from mizzen.launcher.job import Job, Kind, Program, Supervision
 from mizzen.launcher.variables import exported, parse_file, with_interface
 
 HOSTFILE: Final = "/job/hostfile"
@@ -141,12 +141,13 @@ def plan_launch(options: LaunchOptions, machine: LocalMachine) -> LaunchPlan:
     is_alone = options.no_ssh and is_many and not (options.dry_run or options.emit)
     secret = machine.common_secret({**machine.env, **environment}) if is_alone else machine.secret
     environment.pop("MIZZEN_SECRET", None)
+    kind: Kind = "module" if options.module else "executable" if options.no_python else "script"
     least, most = _range(options, len(hosts))
     master, port = _master(options, machine, hosts) if is_many else "", _port(options, machine, is_many)
     job = Job(
         # Nodes that are started one by one know nothing of each other but where they meet.
         id=f"{zlib.crc32(f'{master}:{port}'.encode()):08x}" if options.no_ssh and is_many else machine.id,
-        program=_program(options),
+        program=Program(kind, options.script, options.arguments, not options.no_local_rank),
         hosts=hosts,
         folder=machine.folder,
         python=machine.python,
@@ -337,13 +338,6 @@ def _node(options: LaunchOptions, nodes: int) -> int:
     if not 0 <= rank < nodes:
         raise UsageError(f"--node_rank {rank}: the nodes are 0 to {nodes - 1}")
     return rank
-
-
-def _program(options: LaunchOptions) -> Program:
-    kind: Literal["script", "module", "executable"] = (
-        "module" if options.module else "executable" if options.no_python else "script"
-    )
-    return Program(kind, options.script, options.arguments, not options.no_local_rank)
 
 
 def _supervision(options: LaunchOptions, machine: LocalMachine) -> Supervision:

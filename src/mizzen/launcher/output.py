@@ -93,7 +93,8 @@ class ProcessOutput:
 
     def _whole_lines(self, data: bytes, pipe: Pipe) -> list[bytes]:
         text = self.partial_lines.pop(pipe, b"") + data
-        lines = text.splitlines(keepends=True) if b"\r" not in text else _split(text)
+        *whole, rest = text.split(b"\n")  # a carriage return is no end: a progress bar draws over itself
+        lines = [line + b"\n" for line in whole] + ([rest] if rest else [])
         if not data:
             return [line if line.endswith(b"\n") else line + b"\n" for line in lines]
         if lines and not lines[-1].endswith(b"\n"):
@@ -102,11 +103,6 @@ class ProcessOutput:
             else:
                 lines[-1] += b"\n"
         return lines
-
-
-def _split(text: bytes) -> list[bytes]:
-    """Lines by newline alone: a carriage return is a progress bar that draws over itself."""
-    return [line + b"\n" for line in text.split(b"\n")[:-1]] + ([last] if (last := text.split(b"\n")[-1]) else [])
 
 
 def write(pipe: Pipe, data: bytes) -> None:

@@ -50,7 +50,9 @@ def end_processes(groups: Iterable[int], folders: Iterable[Path]) -> None:
     for group in groups:
         signal_group(group, signal.SIGKILL)
     for pid in seen | groups:
-        _sweep_shared_memory(pid)
+        # What torch has left of a dead process in shared memory carries the number of the process.
+        for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+            path.unlink(missing_ok=True)
 
 
 def signal_group(group: int, number: int) -> bool:
@@ -78,13 +80,6 @@ def _has_mark(path: Path, marks: tuple[bytes, ...]) -> bool:
     """Whether a process was started with one of the folders, or one inside of it, in its environment."""
     variables = (path / "environ").read_bytes().split(b"\0")
     return any(one == mark or one.startswith(mark + b"/") for one in variables for mark in marks)
-
-
-def _sweep_shared_memory(pid: int) -> None:
-    """Remove what torch has left of a dead process in shared memory: its files carry the number of the process."""
-    if SHARED_MEMORY.is_dir():
-        for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
-            path.unlink(missing_ok=True)
 
 
 def dies_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:

@@ -257,7 +257,9 @@ class MultiNodeRendezvous:
         found = self._ask("assignment", self._attempt)
         while "nodes" not in found:
             if "closed" in found:
-                raise self._closed(*found["closed"])
+                words, was_asked = found["closed"]
+                said = f"the first node has left, and no other can take its place ({words or 'its ranks are done'})"
+                raise JobStopped(said) if was_asked else LaunchError(said)
             if found["gone"] and not found["are_enough"]:
                 raise LaunchError(found["gone"])
             if time.monotonic() > until or self._is_leaving:
@@ -273,10 +275,6 @@ class MultiNodeRendezvous:
             if time.monotonic() > until or self._is_leaving:
                 raise LaunchError(str(taken))
             time.sleep(1.0)
-
-    def _closed(self, words: str, was_asked: bool) -> LaunchError:
-        said = f"the first node has left, and no other can take its place ({words or 'its ranks are done'})"
-        return JobStopped(said) if was_asked else LaunchError(said)
 
     def _too_few(self, waiting: int, patience: float) -> str:
         return (

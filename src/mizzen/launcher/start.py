@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 from typing import IO, Final, NoReturn
 from uuid import uuid4
 
@@ -120,7 +119,8 @@ def address_of(name: str, options: LaunchOptions) -> str:
     """A host's address: its name where that resolves, else what ssh's own configuration calls it."""
     if resolve(name):
         return name
-    words = [*ssh(_ssh_options(options)), "-G", name]
+    remote = RemoteOptions(arguments=split_words(options.launcher_args) if options.launcher.lower() == "ssh" else ())
+    words = [*ssh(remote), "-G", name]
     with suppress(OSError):
         shown = subprocess.run(words, capture_output=True, text=True, check=False).stdout
         for line in shown.splitlines():
@@ -128,10 +128,6 @@ def address_of(name: str, options: LaunchOptions) -> str:
             if key == "hostname" and resolve(value):
                 return value
     return name
-
-
-def _ssh_options(options: LaunchOptions) -> RemoteOptions:
-    return RemoteOptions(arguments=split_words(options.launcher_args) if options.launcher.lower() == "ssh" else ())
 
 
 def execute(launch: LaunchPlan, env: Mapping[str, str]) -> int:
@@ -286,7 +282,7 @@ class RemoteJob:
         if backend is None:
             raise AssertionError("a launch on this machine has no remote commands")
         for number in filter(is_handled, HANDLED):
-            signal.signal(number, self._receive)
+            signal.signal(number, lambda number, _: self.received.append(number))
         if self.launch.pid_file is not None:
             Path(self.launch.pid_file).write_text(str(os.getpid()))
         pipes = PipeReader()
@@ -334,9 +330,6 @@ class RemoteJob:
         running.passed_on += len(words)
         said = [word.removeprefix(SAID) for word in words if word.startswith(SAID)]
         write("err", "".join(f"{line}\n" for line in said).encode(errors="backslashreplace"))
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        self.received.append(number)
 
     def _start(self, command: RemoteCommand, pipes: PipeReader) -> RunningCommand:
         has_line = command.channel == "line"
@@ -389,19 +382,15 @@ class RemoteJob:
             if one.process.poll() is not None:
                 continue
             if one.command.channel == "ask":
-                self._ask(request)
+                command = Pdsh().ask(self.launch.job, self.launch.remote, request)
+                words, env = (self.program, *command.words[1:]), {**self.env, **command.environment}
+                subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL)
             elif one.input is None:
                 one.process.send_signal(signal.SIGTERM if request == "end" else signal.SIGUSR1)
             elif request == "end":
                 one.input.close()
             else:
                 one.input.say("stop")
-
-    def _ask(self, request: str) -> None:
-        command = Pdsh().ask(self.launch.job, self.launch.remote, request)
-        subprocess.Popen(
-            (self.program, *command.words[1:]), env={**self.env, **command.environment}, stdin=subprocess.DEVNULL
-        )
 
     def _end(self) -> None:
         for one in self.running:

@@ -119,13 +119,13 @@ class WorkerGroup:
         failed = [worker for worker in ended if not self._has_stopped(worker, is_asked)]
         if failed:
             self.pipes.drain()  # a traceback may still be in the pipe
-        return [self._failure(worker) for worker in failed]
-
-    def _failure(self, worker: Worker) -> Failure:
-        spec, status = worker.spec, worker.process.returncode
-        text = spec.output.error_tail.decode(errors="replace")
-        words = last_words(text, status, is_python=spec.is_python, is_shown=spec.output.is_shown)
-        return Failure(spec.rank, self.host, status, words, worker.resident)
+        failures = []
+        for worker in failed:
+            spec, status = worker.spec, worker.process.returncode
+            text = spec.output.error_tail.decode(errors="replace")
+            words = last_words(text, status, is_python=spec.is_python, is_shown=spec.output.is_shown)
+            failures.append(Failure(spec.rank, self.host, status, words, worker.resident))
+        return failures
 
     def note_memory(self) -> None:
         """Note how much memory each rank has now, in case it is killed for it."""

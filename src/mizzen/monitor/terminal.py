@@ -179,17 +179,19 @@ def is_milestone(count: int) -> bool:
 class Printer(Observer):
     """Reads the loss only for a line that is due. Breakdowns of time are means over the steps since the last line."""
 
-    def __init__(self, screen: Screen, memory: Callable[[], Memory], lines: PrintOptions) -> None:
+    def __init__(self, screen: Screen, memory: Callable[[], Memory], options: PrintOptions) -> None:
         self._screen = screen
         self._memory = memory
-        self._lines = lines
+        self._options = options
         self._count = 0
         self._window = StepWindow(is_first=True)
 
     def on_step(self, report: StepReport) -> None:
         """Count the step, and print what is due."""
         self._window.add(report)
-        if report.applied and self._is_due(report.step):
+        self._count += report.applied  # of this process: a resumed run shows soon that it lives, as a new one does
+        every = self._options.every
+        if report.applied and (is_milestone(self._count) if every is None else report.step % every == 0):
             for line in self._due(report):
                 self._screen.say(line)
             self._window = StepWindow()
@@ -197,17 +199,13 @@ class Printer(Observer):
     def close(self) -> None:
         """Nothing is held back."""
 
-    def _is_due(self, step: int) -> bool:
-        self._count += 1  # steps of this process: a resumed run shows soon that it lives, as a new one does
-        return is_milestone(self._count) if self._lines.every is None else step % self._lines.every == 0
-
     def _due(self, report: StepReport) -> Iterator[str]:
         memory = self._memory()
-        if self._lines.progress:
+        if self._options.progress:
             yield ", ".join(f"{name}={text}" for name, text in self._figures(report, memory))
-        if self._lines.phases and (phases := self._window.phases()):
+        if self._options.phases and (phases := self._window.phases()):
             yield " | ".join(["time (ms)", *(f"{phase}: {value:.2f}" for phase, value in phases.items())])
-        if self._lines.memory:
+        if self._options.memory:
             sizes = {"allocated": memory.allocated, "reserved": memory.reserved, "peak": memory.peak}
             yield " | ".join(["memory", *(f"{name}: {gib(size)}" for name, size in sizes.items())])
 
@@ -220,9 +218,9 @@ class Printer(Observer):
         for name, value in (("loss", report.loss), ("grad_norm", report.grad_norm)):
             if value is not None:
                 yield name, f"{value:.6g}"
-        if self._lines.loss_scale:
+        if self._options.loss_scale:
             yield "loss_scale", f"{report.loss_scale:.6g}"
-        if self._lines.rate:
+        if self._options.rate:
             for unit, rate in self._window.rates().items():
                 yield f"{unit}_per_sec", f"{rate:.2f}"
             if (mfu := self._window.mfu()) is not None:

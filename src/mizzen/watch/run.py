@@ -91,7 +91,7 @@ class Run:
     def read(self, revision: int) -> bool:
         """Take in a chunk of each file. True when there is more to read at once."""
         self._tails.setdefault(self.events, Tail(self.events))
-        for path in _listed(ranks_folder(self.events)):
+        for path in sorted(ranks_folder(self.events).glob("*.jsonl")):
             self._tails.setdefault(path, Tail(path))
         is_more = False
         for tail in self._tails.values():
@@ -259,7 +259,7 @@ class Run:
             "world": self.world,
             "read": self.share_read,
             "passed_over": self.unreadable + self.unlisted,
-            "latest": {name: _as_json(value) for name, value in self.latest.items()},
+            "latest": {name: value if math.isfinite(value) else str(value) for name, value in self.latest.items()},
             "series": {name: columns for name, columns in changed.items() if columns["time"]},
             "memory": {number: columns for number, columns in memory.items() if columns["time"]},
             "ranks": [
@@ -312,10 +312,6 @@ def _one(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
-
-
-def _listed(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.jsonl"))
 
 
 def _event(line: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -377,10 +373,6 @@ def _moment(value: Any) -> float | None:
 
 def _short(value: Any) -> str:
     return value[:LONGEST_TEXT] if isinstance(value, str) else str(value)[:LONGEST_TEXT] if value is not None else ""
-
-
-def _as_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 PAUSE: Final = 0.5
