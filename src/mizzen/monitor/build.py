@@ -9,7 +9,7 @@ from mizzen.environment import World
 from mizzen.monitor.output import OutputGuard
 from mizzen.monitor.rank_record import RankRecord
 from mizzen.monitor.report import Observer
-from mizzen.monitor.sinks import CometSink, CsvSink, JsonlSink, Monitor, Sink, TensorboardSink, WandbSink
+from mizzen.monitor.sinks import CometSink, CsvSink, JsonlSink, RunMonitor, Sink, TensorboardSink, WandbSink
 from mizzen.monitor.terminal import Printer, PrintOptions, ProgressLine, Screen, SkippedSteps
 
 Make = Callable[[], Sink]
@@ -22,7 +22,7 @@ def build_observers(config: Config, world: World, plan: Mapping[str, Any] | None
     """
     asked = _asked(config)
     if world.rank != 0:
-        return (Monitor({}, enabled=True), *_records(config, world, None)) if asked else ()
+        return (RunMonitor({}, enabled=True), *_records(config, world, None)) if asked else ()
     screen = Screen()
     monitors = [_monitor(config, asked)] if asked else []
     return (SkippedSteps(screen), *_progress(config, screen), *monitors, *_records(config, world, plan))
@@ -79,11 +79,11 @@ def _asked(config: Config) -> dict[str, Make]:
     return {name: make for name, make in makers.items() if config.at(f"{name}.enabled")}
 
 
-def _monitor(config: Config, makers: Mapping[str, Make]) -> Monitor:
+def _monitor(config: Config, makers: Mapping[str, Make]) -> RunMonitor:
     """The monitor, with every sink that could be opened."""
     sinks: dict[str, Sink] = {}
     for name, make in makers.items():
         with OutputGuard(name):
             sinks[name] = make()
     rate = config.timers.throughput.enabled
-    return Monitor(sinks, enabled=True, has_loss_scale=config.computes_in_fp16, has_rate=rate)
+    return RunMonitor(sinks, enabled=True, has_loss_scale=config.computes_in_fp16, has_rate=rate)

@@ -45,7 +45,7 @@ class Sink(Protocol):
         ...
 
 
-class Monitor(Observer):
+class RunMonitor(Observer):
     """An observer that writes each step to every sink, and what users reach as `engine.monitor`."""
 
     def __init__(
@@ -93,9 +93,9 @@ class Monitor(Observer):
         self._sinks = [(guard, sink) for guard, sink in self._sinks if guard.is_open]
 
 
-def monitor_of(observers: Iterable[Observer]) -> Monitor:
+def monitor_of(observers: Iterable[Observer]) -> RunMonitor:
     """The monitor among some observers; one that writes nothing where there is none."""
-    return next((each for each in observers if isinstance(each, Monitor)), Monitor({}, enabled=False))
+    return next((each for each in observers if isinstance(each, RunMonitor)), RunMonitor({}, enabled=False))
 
 
 def _checked(event: Any) -> Event:
