@@ -174,7 +174,7 @@ class Supervisor:
                     local_rank,
                     (*binding, *job.program.words(job.python, local_rank)),
                     {**given, **own},
-                    self._outlet(assignment, assignment.first_rank + local_rank),
+                    self._output(assignment, assignment.first_rank + local_rank),
                     is_python=job.program.kind != "executable",
                 )
             )
@@ -190,7 +190,7 @@ class Supervisor:
             )
         return shares(asked or physical(sorted(os.sched_getaffinity(0))), ranks)
 
-    def _outlet(self, assignment: Assignment, rank: int) -> ProcessOutput:
+    def _output(self, assignment: Assignment, rank: int) -> ProcessOutput:
         supervision = self._job.supervision
         is_shown = supervision.shown is None or rank in supervision.shown
         is_alone = supervision.shown is not None and len(supervision.shown) == 1

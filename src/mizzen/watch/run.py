@@ -18,7 +18,7 @@ from mizzen.errors import UsageError
 from mizzen.monitor.rank_record import ranks_folder
 from mizzen.watch.series import Series
 from mizzen.watch.tail import Tail
-from mizzen.wording import duration, rank_list
+from mizzen.wording import and_more, duration, rank_list
 
 MOST_NAMES: Final = 256
 """Numbers that are kept of a run. A run that writes one for each layer is read; what is above is only counted."""
@@ -226,7 +226,7 @@ class Run:
             return "failed", ending["text"]
         if failed := [number for number, state in states.items() if state == "failed"]:
             silent = [number for number, state in states.items() if state in ("silent", "alive")]
-            words = "; ".join(f"rank {number}: {shown[number].error}" for number in failed[:4])
+            words = and_more([f"rank {number}: {shown[number].error}" for number in failed], 4, separator="; ")
             return "failed", f"{words}; {rank_list(silent, 4)} left no word" if silent else words
         if ending is not None:
             return "finished" if ending["code"] is not None else "running", ending["text"]
