@@ -40,7 +40,7 @@ from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import LEVELS, set_level
 from mizzen.model.sketch import Sketch
-from mizzen.monitor.printer import dump_state
+from mizzen.monitor.terminal import dump_state
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.early import built
 from mizzen.plan.build import build

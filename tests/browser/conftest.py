@@ -99,9 +99,8 @@ def visit(browser):
 @contextmanager
 def serving(*paths):
     """The page of some runs, served in this process."""
-    from mizzen.watch.run import find_runs
+    from mizzen.watch.run import Watcher, find_runs
     from mizzen.watch.server import Server
-    from mizzen.watch.watcher import Watcher
 
     watcher = Watcher(find_runs([str(path) for path in paths]))
     watcher.start()

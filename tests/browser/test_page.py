@@ -200,14 +200,13 @@ def test_no_text_of_a_run_becomes_markup(visit, hostile, finished):
 
 
 def test_nor_in_an_exported_file(visit, hostile, finished, tmp_path):
-    from mizzen.watch.document import exported
-    from mizzen.watch.run import find_runs
-    from mizzen.watch.watcher import Watcher
+    from mizzen.watch.run import Watcher, find_runs
+    from mizzen.watch.server import exported_page
 
     watcher = Watcher(find_runs([str(hostile), str(finished)]))
     watcher.read_all()
     out = tmp_path / "page.html"
-    out.write_text(exported(watcher.since(0)))
+    out.write_text(exported_page(watcher.since(0)))
     seen = first_run(visit, out.as_uri())
     look_at_all(seen, hostile.stem)
     seen.check(out.as_uri())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mizzen.launcher.drop_in import FOLDER
+from mizzen.launcher.variables import DROP_IN
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -17,7 +17,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def environment(**more: str) -> dict[str, str]:
-    search = [FOLDER, ROOT / "src", ROOT / "tests"]
+    search = [DROP_IN, ROOT / "src", ROOT / "tests"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PL_"))}
     return kept | {
         "PYTHONPATH": os.pathsep.join(map(str, search)),

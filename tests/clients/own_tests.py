@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mizzen.launcher.drop_in import FOLDER
+from mizzen.launcher.variables import DROP_IN
 
 PLACES = (
     "tests/deepspeed",
@@ -75,7 +75,7 @@ def surroundings(checkout: Path) -> dict[str, str]:
     Folders are whole paths, because the tests run in another folder than this program. The commands `accelerate` and
     `torchrun` are those of this environment, also when it is not activated. pytest itself adds the checkout.
     """
-    search = [str(FOLDER), str(checkout / "src"), os.environ.get("PYTHONPATH", "")]
+    search = [str(DROP_IN), str(checkout / "src"), os.environ.get("PYTHONPATH", "")]
     commands = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, search)),

@@ -5,16 +5,16 @@ import sys
 import pytest
 import torch
 
-from mizzen.launcher.drop_in import FOLDER
+from mizzen.launcher.variables import DROP_IN
 
 
 @pytest.fixture(autouse=True)
 def on_the_path(request):
     """Ranks put it there themselves: the process that they are forked from serves other tests, too."""
     if "world" not in request.fixturenames:
-        sys.path.insert(0, str(FOLDER))
+        sys.path.insert(0, str(DROP_IN))
     yield
-    sys.path[:] = [path for path in sys.path if path != str(FOLDER)]
+    sys.path[:] = [path for path in sys.path if path != str(DROP_IN)]
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "deepspeed.finder"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         del sys.modules[name]

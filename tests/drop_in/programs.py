@@ -9,13 +9,13 @@ from torch import nn
 
 import mizzen
 from mizzen.errors import NotBuilt, UsageError
-from mizzen.launcher.drop_in import FOLDER
+from mizzen.launcher.variables import DROP_IN
 
 
 def deepspeed():
     """The package, in a process that has only mizzen on its path."""
-    if str(FOLDER) not in sys.path:
-        sys.path.insert(0, str(FOLDER))
+    if str(DROP_IN) not in sys.path:
+        sys.path.insert(0, str(DROP_IN))
     import deepspeed
 
     return deepspeed

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from house.tree import ROOT
-from mizzen.launcher.drop_in import FOLDER
+from mizzen.launcher.variables import DROP_IN
 
-INFO = next(FOLDER.glob("*.dist-info"))
+INFO = next(DROP_IN.glob("*.dist-info"))
 PROJECT = tomllib.loads((ROOT / "compat" / "pyproject.toml").read_text())["project"]
 PIP = ("-m", "pip", "--disable-pip-version-check")
 OFFLINE = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
@@ -219,6 +219,6 @@ def test_the_metadata_that_the_wheel_carries_is_that_of_the_distribution():
 
 
 def test_there_is_one_copy_of_the_source():
-    link = FOLDER / "deepspeed"
+    link = DROP_IN / "deepspeed"
     assert link.is_symlink() and link.resolve() == (ROOT / "compat" / "deepspeed").resolve()
     assert Path(os.readlink(link)).parts[:3] == ("..", "..", "..")

@@ -16,7 +16,7 @@ from torch import nn
 from drop_in import listing
 from house.tree import ROOT
 from mizzen.errors import NotBuilt
-from mizzen.launcher.drop_in import FOLDER
+from mizzen.launcher.variables import DROP_IN
 
 TABLE = listing.table()
 NAMED = [(path, name, row) for row in TABLE.ROWS for path in row.paths for name in row.names]
@@ -147,7 +147,7 @@ assert metadata.version("deepspeed") == deepspeed.__version__ == "0.19.8+mizzen"
 def test_the_import_is_light_silent_and_found():
     ran = subprocess.run(
         [sys.executable, "-c", CHECK],
-        env={"PYTHONPATH": f"{ROOT / 'src'}:{FOLDER}"},
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{DROP_IN}"},
         capture_output=True,
         text=True,
         check=False,
@@ -222,7 +222,7 @@ def test_constants_are_where_scripts_look_for_them():
 
 def test_every_file_of_constants_is_in_the_table():
     found = {}
-    for path in (FOLDER / "deepspeed" / "values").glob("*.json"):
+    for path in (DROP_IN / "deepspeed" / "values").glob("*.json"):
         modules = json.loads(path.read_text())
         assert {module.split(".")[1] for module in modules} == {path.stem}
         found |= modules

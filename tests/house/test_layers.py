@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from house.tree import Module, made_up, modules
 
 ROWS = [
-    {"errors", "ambient"},
+    {"errors", "ambient", "wording"},
     {"environment"},
     {"log"},
     {"config", "progress", "files", "backport", "network"},
-    {"accelerator"},
+    {"accelerator", "hang"},
     {"monitor"},
     {"launcher", "model", "kernels"},
     {"comm"},

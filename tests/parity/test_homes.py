@@ -12,7 +12,7 @@ import mizzen.plan.build
 from breadth import choice, covering
 from mizzen.comm.mesh import Mesh
 from mizzen.config.load import load
-from mizzen.launcher.stops import UNSAVED
+from mizzen.launcher.signals import UNSAVED
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.progress import get_progress

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from deepspeed.faces.errors import also
 from mizzen.errors import UsageError
-from mizzen.launcher.arrange import HOSTFILE
+from mizzen.launcher.launch import HOSTFILE
 from mizzen.optim.flags import FLAGS, add_tuning_arguments
 from mizzen.optim.schedules import SCHEDULES, VALID_LR_SCHEDULES
 

@@ -14,9 +14,9 @@ from mizzen.cli.main import main
 from mizzen.cli.run import split
 from mizzen.environment import environ
 from mizzen.errors import MizzenError, NotBuilt, UsageError
-from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, arrange
 from mizzen.launcher.hosts import Host, Hosts, parse_hostfile, select
-from mizzen.launcher.start import execute, gather
+from mizzen.launcher.launch import HOSTFILE, LaunchOptions, LaunchPlan, LocalMachine, plan_launch
+from mizzen.launcher.start import execute, inspect_machine
 
 DEEPSPEED_ENVIRONMENT_NAME: Final = ".deepspeed_env"
 DLTS_HOSTFILE: Final = HOSTFILE
@@ -117,16 +117,19 @@ def launch(args: Sequence[str] | None = None) -> int:
     try:
         hosts = decode_world_info(given.pop("world_info"))
         given |= {"arguments": tuple(given["arguments"]), "save_pid": bool(given["save_pid"]), "quiet": quiet}
-        return execute(arrange_on(hosts, Asked(no_ssh=True, **given), gather(Asked(), environ())), environ())
+        return execute(
+            plan_launch_on(hosts, LaunchOptions(no_ssh=True, **given), inspect_machine(LaunchOptions(), environ())),
+            environ(),
+        )
     except MizzenError as error:
         return _told(error)
 
 
-def arrange_on(hosts: Mapping[str, Sequence[int]], asked: Asked, facts: Facts) -> Launch:
+def plan_launch_on(hosts: Mapping[str, Sequence[int]], options: LaunchOptions, machine: LocalMachine) -> LaunchPlan:
     """The launch of a job on these slots of these hosts."""
     filters = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in hosts.items())
     lines = "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in _hosts(hosts))
-    return arrange(replace(asked, include=filters, hostfile="--world_info"), replace(facts, hostfile=lines))
+    return plan_launch(replace(options, include=filters, hostfile="--world_info"), replace(machine, hostfile=lines))
 
 
 def _hosts(given: Mapping[str, Sequence[int]]) -> Hosts:

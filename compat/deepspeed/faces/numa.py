@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from mizzen.environment import environ
 from mizzen.errors import UsageError
-from mizzen.launcher.cores import check_affinity, domains, numactl, parse_cores, physical, shares
+from mizzen.launcher.hosts import check_affinity, numa_nodes, numactl, parse_cores, physical, shares
 
 
 def get_numa_cores() -> list[list[int]]:
     """The cores of each domain of memory; none where the kernel does not say."""
-    return [list(domain.cores) for domain in domains()]
+    return [list(domain.cores) for domain in numa_nodes()]
 
 
 def check_for_numactl_pkg() -> bool:
@@ -46,7 +46,7 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
     check_affinity(environ())
     cores: Sequence[int] = parse_cores(bind_core_list) if bind_core_list is not None else _all_cores()
     mine = shares(cores, num_local_procs)[local_rank]
-    return list(numactl(mine, domains())), len(mine)
+    return list(numactl(mine, numa_nodes())), len(mine)
 
 
 def _all_cores() -> tuple[int, ...]:

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from deepspeed.faces.commands import arrange_on
+from deepspeed.faces.commands import plan_launch_on
 from mizzen.errors import LaunchError
-from mizzen.launcher.arrange import Asked, Launch
-from mizzen.launcher.backends import Command, find_backend
-from mizzen.launcher.start import gather
+from mizzen.launcher.backends import RemoteCommand, find_backend
+from mizzen.launcher.launch import LaunchOptions, LaunchPlan
+from mizzen.launcher.start import inspect_machine
 
 PDSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER = "pdsh", "openmpi", "mpich"
 IMPI_LAUNCHER, SLURM_LAUNCHER, MVAPICH_LAUNCHER = "impi", "slurm", "mvapich"
@@ -39,7 +39,7 @@ class MultiNodeRunner:
 
     def backend_exists(self) -> bool:
         """Whether its program is installed here."""
-        return any(map(shutil.which, find_backend(self.name).needs.programs))
+        return any(map(shutil.which, find_backend(self.name).requirements.programs))
 
     def validate_args(self) -> None:
         """Nothing: what does not fit is told when a command is made."""
@@ -55,16 +55,18 @@ class MultiNodeRunner:
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> Any:
         """The words of the command; what it needs beside them is put into the environment."""
         launch = self._launch(environment, active_resources)
-        (command,) = find_backend(self.name).commands(launch.job, launch.way)
+        (command,) = find_backend(self.name).commands(launch.job, launch.remote)
         return _words(command, environment)
 
-    def _launch(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> Launch:
+    def _launch(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> LaunchPlan:
         given = {name: value for name in FLAGS if (value := vars(self.args).get(name)) not in (None, "", "None")}
         own = {"script": self.user_script, "arguments": tuple(self.user_arguments), "launcher": self.name}
-        asked = Asked(**{**given, **own, "force_multi": True})
-        facts = gather(Asked(), environment)
+        options = LaunchOptions(**{**given, **own, "force_multi": True})
+        machine = inspect_machine(LaunchOptions(), environment)
         exports = "".join(f"{key}={value}\n" for key, value in self.exports.items())
-        return arrange_on(active_resources, asked, replace(facts, files=(*facts.files, ("add_export", exports))))
+        return plan_launch_on(
+            active_resources, options, replace(machine, files=(*machine.files, ("add_export", exports)))
+        )
 
 
 class PDSHRunner(MultiNodeRunner):
@@ -110,6 +112,6 @@ class SlurmRunner(MultiNodeRunner):
     launcher = SLURM_LAUNCHER
 
 
-def _words(command: Command, environment: dict[str, str]) -> list[str]:
+def _words(command: RemoteCommand, environment: dict[str, str]) -> list[str]:
     environment.update(command.environment)
     return list(command.words)

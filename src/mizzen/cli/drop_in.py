@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from mizzen.errors import FileError, UsageError
-from mizzen.launcher.drop_in import FOLDER
+from mizzen.launcher.variables import DROP_IN
 
 NAME: Final = "deepspeed"
 OURS: Final = "+mizzen"
@@ -87,13 +87,13 @@ def remove(place: Place) -> int:
 
 
 def _copy(place: Place) -> list[str]:
-    sources = [*(FOLDER / NAME).rglob("*.py"), *(FOLDER / NAME).rglob("*.json"), *FOLDER.glob("*.dist-info/*")]
-    written = [_write(place.packages / source.relative_to(FOLDER), source.read_bytes()) for source in sources]
-    scripts = dict(_scripts(FOLDER))
+    sources = [*(DROP_IN / NAME).rglob("*.py"), *(DROP_IN / NAME).rglob("*.json"), *DROP_IN.glob("*.dist-info/*")]
+    written = [_write(place.packages / source.relative_to(DROP_IN), source.read_bytes()) for source in sources]
+    scripts = dict(_scripts(DROP_IN))
     for name, text in scripts.items():
         written.append(_write(place.scripts / name, text.encode()))
         written[-1].chmod(0o755)
-    info = place.packages / next(FOLDER.glob("*.dist-info")).name
+    info = place.packages / next(DROP_IN.glob("*.dist-info")).name
     written += [_write(info / "WHEEL", WHEEL.encode()), _write(info / "INSTALLER", b"mizzen\n")]
     _write(info / "RECORD", _record(written, info / "RECORD", place).encode())
     return list(scripts)

@@ -12,7 +12,7 @@ from typing import Final
 from mizzen.cli.parser import Parser, examples, write
 from mizzen.errors import ConfigError, LayoutError, MizzenError, PlanError, UsageError
 from mizzen.launcher.output import open_standard_streams
-from mizzen.launcher.stops import leaving
+from mizzen.launcher.signals import exit_on_signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _run(words: list[str]) -> int:
         write(top.format_help())
         return 0
     command = _find(words[split])
-    with leaving() if command.name == "run" else nullcontext():
+    with exit_on_signals() if command.name == "run" else nullcontext():
         parser = Parser(prog=f"mizzen {command.name}", description=command.summary)
         importlib.import_module(command.module).configure(parser)
         arguments = parser.parse_args(words[split + 1 :])

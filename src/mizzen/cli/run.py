@@ -7,17 +7,16 @@ from typing import Any, Final
 
 from mizzen.cli.parser import Parser, count, examples, split_off, whole, write
 from mizzen.environment import environ
-from mizzen.launcher.arrange import HOSTFILE, Asked, arrange
 from mizzen.launcher.backends import NAMES
-from mizzen.launcher.emit import emit_k8s, emit_slurm
-from mizzen.launcher.show import describe
-from mizzen.launcher.start import execute, gather
+from mizzen.launcher.describe import describe, emit_k8s, emit_slurm
+from mizzen.launcher.launch import HOSTFILE, LaunchOptions, plan_launch
+from mizzen.launcher.start import execute, inspect_machine
 from mizzen.log import LEVELS
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option; its first name with `_` for `-` is the field of `Asked` that it fills."""
+    """One option; its first name with `_` for `-` is the field of `LaunchOptions` that it fills."""
 
     names: tuple[str, ...]
     help: str
@@ -84,7 +83,7 @@ GROUPS: Final = (
         ),
     ),
     (
-        "care",
+        "supervision",
         (
             Flag(
                 ("--max_restarts", "--max-restarts"), "failures after which ranks start again (default: 0)", "N", whole
@@ -153,20 +152,20 @@ def _add(group: Any, flag: Flag) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Decide, then show or do."""
-    asked = asked_of(arguments)
-    launch = arrange(asked, gather(asked, environ()))
-    if asked.emit:
-        write({"slurm": emit_slurm, "k8s": emit_k8s}[asked.emit](launch.job, asked))
+    options = options_of(arguments)
+    launch = plan_launch(options, inspect_machine(options, environ()))
+    if options.emit:
+        write({"slurm": emit_slurm, "k8s": emit_k8s}[options.emit](launch.job, options))
         return 0
-    if asked.dry_run:
+    if options.dry_run:
         write(describe(launch))
         return 0
     return execute(launch, environ())
 
 
-def asked_of(arguments: argparse.Namespace) -> Asked:
+def options_of(arguments: argparse.Namespace) -> LaunchOptions:
     """The words of the command line as a value."""
-    known = {field.name for field in fields(Asked)}
+    known = {field.name for field in fields(LaunchOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in known}
     script, rest = (arguments.rest[0], arguments.rest[1:]) if arguments.rest else ("", ())
-    return Asked(script=script, arguments=rest, **given)
+    return LaunchOptions(script=script, arguments=rest, **given)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from mizzen.cli.parser import Parser, examples, split_off
 from mizzen.errors import UsageError
-from mizzen.launcher.arrange import HOSTFILE
-from mizzen.launcher.backends import Way, split_words
+from mizzen.launcher.backends import RemoteOptions, split_words
 from mizzen.launcher.hosts import parse_hostfile, select
+from mizzen.launcher.launch import HOSTFILE
 from mizzen.launcher.start import read_hostfile, run_everywhere
 
 VALUED = ("-f", "-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--ssh_port", "--launcher_args")
@@ -41,5 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--hostfile {path}: there is no such file")
     hosts = select(parse_hostfile(text, str(path)), arguments.include, arguments.exclude)
     line = arguments.rest[0] if len(arguments.rest) == 1 else shlex.join(arguments.rest)
-    way = Way(split_words(arguments.launcher_args), arguments.ssh_port)
+    way = RemoteOptions(split_words(arguments.launcher_args), arguments.ssh_port)
     return run_everywhere(hosts, line, way)

@@ -7,8 +7,7 @@ from pathlib import Path
 from mizzen.cli.parser import Parser, examples, whole, write
 from mizzen.errors import UsageError
 from mizzen.files import commit_text
-from mizzen.watch.run import find_runs
-from mizzen.watch.watcher import Watcher
+from mizzen.watch.run import Watcher, find_runs
 
 
 def configure(parser: Parser) -> None:
@@ -51,10 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _export(watcher: Watcher, path: Path) -> None:
-    from mizzen.watch.document import exported
+    from mizzen.watch.server import exported_page
 
     watcher.read_all()
-    commit_text(path, exported(watcher.since(0)))
+    commit_text(path, exported_page(watcher.since(0)))
     write(f"wrote {path}")
 
 

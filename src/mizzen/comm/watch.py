@@ -6,6 +6,7 @@ ranks comes from `lookout.py`; what follows from it is decided in `whereabouts.p
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,8 +14,9 @@ from mizzen.comm.account import Account, Call
 from mizzen.comm.backend import Group, Handle, Request, Store
 from mizzen.comm.lookout import Lookout
 from mizzen.comm.tags import Tag
-from mizzen.comm.whereabouts import Case, Wait, absent, verdict
+from mizzen.comm.whereabouts import Case, Sighting, Wait, states, verdict
 from mizzen.errors import CommError
+from mizzen.hang import find_hang
 from mizzen.progress import get_progress
 
 SLICE: Final = 0.25
@@ -107,12 +109,20 @@ class Watch:
                 f"the job's store has not answered for {unanswered:.0f} s: the process that hosts it (rank 0, unless a "
                 "launcher does) has left or is stopped"
             )
-        return f"the limit is {limit:g} s; {self._roll_call(wait)}" if waited > limit else None
+        # Under a launcher its supervisor asks the same question, with the limit of the configuration.
+        own, peers = states(self._account.whereabouts(), wait, waited, self._sightings)
+        hang = find_hang([own, *peers], limit, first_step=-1)
+        if hang is None:
+            return None
+        who = f"{len(hang.missing)} of {len(peers)} peers have not come: {hang.peers_in_words}"
+        return f"the limit is {limit:g} s; {who if hang.missing else 'all peers have come, or are not heard of'}"
 
     def _verdict(self, wait: Wait, silence: float) -> str | None:
-        if self._lookout is None:
-            return None
-        return verdict(Case(self._account.whereabouts(), wait, silence), self._lookout.sightings)
+        return verdict(Case(self._account.whereabouts(), wait, silence), self._sightings)
+
+    @property
+    def _sightings(self) -> Mapping[int, Sighting]:
+        return self._lookout.sightings if self._lookout is not None else {}
 
     def refuse(self, call: Call, error: Exception) -> CommError | None:
         """Account for an operation that could not even be issued; an error of ours when a lost peer is the cause."""
@@ -153,20 +163,6 @@ class Watch:
     def _hurry(self) -> None:
         if self._lookout is not None:
             self._lookout.hurry()
-
-    def _roll_call(self, wait: Wait) -> str:
-        sightings = self._lookout.sightings if self._lookout is not None else {}
-        missing = absent(wait, sightings)
-        if not missing:
-            return "all peers have come, or are not heard of"
-        words = []
-        for rank in missing[:8]:
-            seen = sightings.get(rank)
-            outside = seen.whereabouts.outside if seen else None
-            place = seen.whereabouts.place or "alive" if seen else "never heard of"
-            place += f", in torch.distributed.{outside.operation}() at {outside.place}" if outside else ""
-            words.append(f"rank {rank} ({place})")
-        return f"{len(missing)} of {len(wait.peers)} peers have not come: {', '.join(words)}"
 
     def leave(self, reason: str) -> None:
         """Tell the others that this rank takes no further part."""

@@ -5,8 +5,10 @@ Values and pure functions only. Who publishes and reads them, and when, is in `w
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from mizzen.hang import NEVER, RankState
 
 NAMED_PEERS: Final = 64
 """A wait for more peers than this is published without their ranks: the record has to stay small."""
@@ -144,9 +146,24 @@ def verdict(case: Case, sightings: Mapping[int, Sighting]) -> str | None:
     return None
 
 
-def absent(wait: Wait, sightings: Mapping[int, Sighting]) -> list[int]:
-    """The peers that, as far as is known, have not come to the collective."""
-    return [rank for rank in wait.peers if _calls(wait, sightings.get(rank)).issued < wait.number]
+def states(
+    own: Whereabouts, wait: Wait, waited: float, sightings: Mapping[int, Sighting]
+) -> tuple[RankState, list[RankState]]:
+    """This rank and the peers of a wait, for `find_hang`: a peer that has come to the collective waits there, too."""
+    here: dict[str, Any] = {"collective": wait.title, "number": wait.number, "is_waiting": True}
+    me = RankState(own.rank, step=own.step, unit=own.unit, phase=own.phase, waited=waited, **here)
+    peers = []
+    for rank in wait.peers:
+        sighting = sightings.get(rank)
+        has_come = _calls(wait, sighting).issued >= wait.number
+        if sighting is None:
+            state = RankState(rank, step=NEVER)
+        else:
+            seen, outside = sighting.whereabouts, sighting.whereabouts.outside
+            elsewhere = f"torch.distributed.{outside.operation}() at {outside.place}" if outside else ""
+            state = RankState(rank, step=seen.step, unit=seen.unit, phase=seen.phase, elsewhere=elsewhere)
+        peers.append(replace(state, **here) if has_come else state)
+    return me, peers
 
 
 def _calls(wait: Wait, sighting: Sighting | None) -> Calls:

@@ -39,7 +39,7 @@ SIZES: Final = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 PERCENTILES: Final = (5, 50, 95)
 
 
-class Field(NamedTuple):
+class Participants(NamedTuple):
     """The ranks that take part, and this one's place among them."""
 
     group: Any
@@ -47,7 +47,7 @@ class Field(NamedTuple):
     place: int
 
 
-Run = Callable[[torch.Tensor, torch.Tensor, Field], Any]
+Run = Callable[[torch.Tensor, torch.Tensor, Participants], Any]
 
 
 class Operation(NamedTuple):
@@ -57,11 +57,11 @@ class Operation(NamedTuple):
     share: Callable[[int], float]
 
 
-def _ring(whole: torch.Tensor, _: torch.Tensor, field: Field) -> None:
+def _ring(whole: torch.Tensor, _: torch.Tensor, peers: Participants) -> None:
     """Send to the next rank while receiving from the one before."""
     received = torch.empty_like(whole)
-    following, previous = (field.ranks[(field.place + step) % len(field.ranks)] for step in (1, -1))
-    works = [isend(whole, following, group=field.group), irecv(received, previous, group=field.group)]
+    following, previous = (peers.ranks[(peers.place + step) % len(peers.ranks)] for step in (1, -1))
+    works = [isend(whole, following, group=peers.group), irecv(received, previous, group=peers.group)]
     for work in works:
         if work is not None:
             work.wait()
@@ -120,7 +120,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class BenchResult:
     """All measurements of a run, and what they were taken on."""
 
     backend: str
@@ -142,11 +142,11 @@ def bench(
     warmups: int = 5,
     dtype: torch.dtype = torch.float32,
     group: Any = None,
-) -> Bench:
+) -> BenchResult:
     """Measure operations among the ranks of a group. Every rank of it calls this, with the same arguments."""
     ranks = get_all_ranks_from_group(group)
     found = measure(operations, sizes, trials=trials, warmups=warmups, dtype=dtype, group=group)
-    return Bench(get_backend(group), str(_device(group)), len(ranks), tuple(found))
+    return BenchResult(get_backend(group), str(_device(group)), len(ranks), tuple(found))
 
 
 def measure(
@@ -164,7 +164,7 @@ def measure(
     if trials < 1 or warmups < 0 or any(size < 1 for size in sizes):
         raise UsageError(f"trials={trials}, warmups={warmups}, sizes={list(sizes)}: use at least 1 trial and 1 byte")
     ranks = tuple(get_all_ranks_from_group(group))
-    field = Field(group, ranks, get_rank(group))
+    peers = Participants(group, ranks, get_rank(group))
     for name in operations:
         if name == "send_recv" and len(ranks) == 1:
             continue  # nobody to send to
@@ -172,7 +172,7 @@ def measure(
             each = math.ceil(size / dtype.itemsize / len(ranks))
             whole = torch.ones(each * len(ranks), dtype=dtype, device=_device(group))
             part = whole[:each].clone()
-            seconds = [_timed(OPERATIONS[name].run, whole, part, field) for _ in range(warmups + trials)][warmups:]
+            seconds = [_timed(OPERATIONS[name].run, whole, part, peers) for _ in range(warmups + trials)][warmups:]
             yield Measurement(name, whole.nbytes, len(ranks), _slowest(seconds, group))
 
 
@@ -181,13 +181,13 @@ def _device(group: Any) -> torch.device:
     return torch.device("cpu") if get_backend(group) == "gloo" else get_accelerator().device()
 
 
-def _timed(run: Run, whole: torch.Tensor, part: torch.Tensor, field: Field) -> float:
+def _timed(run: Run, whole: torch.Tensor, part: torch.Tensor, peers: Participants) -> float:
     accelerator = get_accelerator()
     whole.fill_(1)  # sums must not grow until they overflow
-    barrier(field.group)
+    barrier(peers.group)
     accelerator.synchronize()
     started = time.perf_counter()
-    run(whole, part, field)
+    run(whole, part, peers)
     accelerator.synchronize()
     return time.perf_counter() - started
 
@@ -199,7 +199,7 @@ def _slowest(seconds: Sequence[float], group: Any) -> tuple[float, ...]:
     return tuple(times.tolist())
 
 
-def render(found: Bench) -> Table:
+def render(found: BenchResult) -> Table:
     """A table for people."""
     table = Table(title=f"{found.ranks} ranks, {found.backend}, {found.device}", title_justify="left")
     for heading in ("operation", "bytes", *(f"p{percent} us" for percent in PERCENTILES), "algorithm GB/s", "bus GB/s"):

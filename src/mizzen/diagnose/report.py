@@ -23,6 +23,7 @@ from rich.text import Text
 
 from mizzen.accelerator import host
 from mizzen.accelerator.registry import get_accelerator, survey
+from mizzen.wording import byte_size
 
 State = Literal["ok", "absent", "problem"]
 STYLES: Final[dict[State, str]] = {"ok": "", "absent": "dim", "problem": "yellow"}
@@ -110,14 +111,9 @@ class Report:
     def as_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Chapter -> name -> finding, made of what JSON knows."""
         return {
-            chapter.title: {each.name: _without_name(each) for each in chapter.findings} for chapter in self.chapters
+            chapter.title: {(values := asdict(each)).pop("name"): values for each in chapter.findings}
+            for chapter in self.chapters
         }
-
-
-def _without_name(finding: Finding) -> dict[str, Any]:
-    values = asdict(finding)
-    del values["name"]
-    return values
 
 
 def collect() -> Report:
@@ -193,7 +189,9 @@ def _devices() -> Iterator[Finding]:
         info, memory = accelerator.describe(index), accelerator.capacity(index)
         what = ", ".join(part for part in (info.name, info.architecture) if part)
         yield Finding(
-            f"device {index}", f"{what}, {_size(memory.total)}, {_size(memory.available)} free", amount=memory.total
+            f"device {index}",
+            f"{what}, {byte_size(memory.total)}, {byte_size(memory.available)} free",
+            amount=memory.total,
         )
     for name, version in accelerator.describe().versions.items():
         yield Finding(name, version)
@@ -264,8 +262,10 @@ def _processor() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     memory, machine = host.capacity(), psutil.virtual_memory().total
-    limit = f" (a container's limit; the machine has {_size(machine)})" if memory.total < machine else ""
-    yield Finding("memory", f"{_size(memory.total)}, {_size(memory.available)} free{limit}", amount=memory.total)
+    limit = f" (a container's limit; the machine has {byte_size(machine)})" if memory.total < machine else ""
+    yield Finding(
+        "memory", f"{byte_size(memory.total)}, {byte_size(memory.available)} free{limit}", amount=memory.total
+    )
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -273,11 +273,11 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding("shared memory", f"no {SHARED_MEMORY} on this system", "absent")
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
-    text = f"{_size(usage.total)}, {_size(usage.free)} free"
+    text = f"{byte_size(usage.total)}, {byte_size(usage.free)} free"
     if usage.free < SMALLEST_SHARED_MEMORY:
         remedy = (
-            f"NCCL and data loader workers need {_size(SMALLEST_SHARED_MEMORY)} or more: docker run --shm-size=8g or "
-            f"--ipc=host; mount -o remount,size=8G {SHARED_MEMORY}"
+            f"NCCL and data loader workers need {byte_size(SMALLEST_SHARED_MEMORY)} or more: docker run --shm-size=8g "
+            f"or --ipc=host; mount -o remount,size=8G {SHARED_MEMORY}"
         )
         yield Finding("shared memory", text, "problem", remedy, usage.total)
     else:
@@ -291,7 +291,7 @@ def _temporary_folder() -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     few = free < GIB
     remedy = "free some, or set TMPDIR to a folder with space" if few else ""
-    yield Finding("temporary folder", f"{folder}, {_size(free)} free", "problem" if few else "ok", remedy, free)
+    yield Finding("temporary folder", f"{folder}, {byte_size(free)} free", "problem" if few else "ok", remedy, free)
 
 
 def _open_files() -> Iterator[Finding]:
@@ -317,9 +317,9 @@ def _locked_memory() -> Iterator[Finding]:
         yield Finding("locked memory", "unlimited")
     elif adapters:
         remedy = "InfiniBand registers the memory that it sends: ulimit -l unlimited; docker run --ulimit memlock=-1"
-        yield Finding("locked memory", f"at most {_size(soft)}", "problem", remedy, soft)
+        yield Finding("locked memory", f"at most {byte_size(soft)}", "problem", remedy, soft)
     else:
-        yield Finding("locked memory", f"at most {_size(soft)}", amount=soft)
+        yield Finding("locked memory", f"at most {byte_size(soft)}", amount=soft)
 
 
 def _version(distribution: str) -> str | None:
@@ -327,16 +327,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _size(count: int) -> str:
-    """Bytes in the largest unit that leaves a number of at least 1."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 PROBES: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (

@@ -17,7 +17,7 @@ from mizzen.comm.communicator import current
 from mizzen.engine.parley import Parley
 from mizzen.engine.run_state import RunState
 from mizzen.environment import Switches, environ
-from mizzen.launcher.stops import SAVED, UNSAVED
+from mizzen.launcher.signals import SAVED, UNSAVED
 from mizzen.log import get_logger, log_dist
 from mizzen.progress import get_progress
 

@@ -1,4 +1,4 @@
-"""How a job is started on other hosts: one `Backend` per remote program, each a pure function from a job to commands.
+"""How a job is started on other hosts: one `LaunchBackend` per remote program, from a job to commands. Pure.
 
 Whatever the program, it starts one process per host, the supervisor, and never sees a word of the user's own.
 """
@@ -20,7 +20,7 @@ VARIABLE: Final = "MIZZEN_JOB"
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RemoteCommand:
     """One process on this machine, and the hosts that it reaches."""
 
     words: tuple[str, ...]
@@ -42,8 +42,8 @@ def split_words(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """What the user says about the way to the hosts."""
+class RemoteOptions:
+    """What the user says about how the hosts are reached."""
 
     arguments: tuple[str, ...] = ()
     """Words for the remote program itself."""
@@ -55,14 +55,14 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class Requirements:
     """What a back end needs to be installed here."""
 
     programs: tuple[str, ...]
     """Its names; the first that is found is used."""
     package: str
     """What to install where it is missing."""
-    sign: str = ""
+    version_word: str = ""
     """A word that its `--version` prints; empty where its name says enough."""
     takes_users: bool = False
     """Whether it can log in as the user that a hostfile names for one host."""
@@ -70,7 +70,7 @@ class Needs:
     """Whether it takes an IPv6 address for a host's name."""
 
 
-class Backend(Protocol):
+class LaunchBackend(Protocol):
     """A remote program. `start.py` looks for it, then runs its commands; `mizzen run --dry-run` prints them."""
 
     @property
@@ -78,20 +78,20 @@ class Backend(Protocol):
         """What `--launcher` calls it."""
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> Requirements:
         """What it needs."""
 
-    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+    def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
         """What to run here."""
 
 
-def supervisor(job: Job, way: Way, *options: str, word: str = "") -> str:
+def supervisor(job: Job, remote: RemoteOptions, *flags: str, word: str = "") -> str:
     """The line that a remote shell reads: words of our own, and one that says where the job is."""
-    python = "python" if way.venv_script else job.python
-    words = (python, "-u", "-m", MODULE, *options, *([word] if word else []))
+    python = "python" if remote.venv_script else job.python
+    words = (python, "-u", "-m", MODULE, *flags, *([word] if word else []))
     line = f"exec {shlex.join(words)}"
-    if way.venv_script:
-        line = f"exec sh -c {shlex.quote(f'. {shlex.quote(way.venv_script)} && {line}')}"
+    if remote.venv_script:
+        line = f"exec sh -c {shlex.quote(f'. {shlex.quote(remote.venv_script)} && {line}')}"
     return line
 
 
@@ -99,13 +99,13 @@ class Ssh:
     """One ssh per host. Its input brings the job, then requests to the supervisor there: when it is cut, ranks end."""
 
     name = "ssh"
-    needs = Needs(("ssh",), "the Debian package openssh-client", takes_users=True, takes_ipv6=True)
+    requirements = Requirements(("ssh",), "the Debian package openssh-client", takes_users=True, takes_ipv6=True)
 
-    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+    def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
         """What to run here."""
         return tuple(
-            Command(
-                (*ssh(way), host.login, supervisor(job, way, "--node", str(node), word=INPUT)),
+            RemoteCommand(
+                (*ssh(remote), host.login, supervisor(job, remote, "--node", str(node), word=INPUT)),
                 (host.name,),
                 channel="line",
                 handover="input",
@@ -114,37 +114,37 @@ class Ssh:
         )
 
 
-def ssh(way: Way) -> tuple[str, ...]:
+def ssh(remote: RemoteOptions) -> tuple[str, ...]:
     """ssh with what the user says, and without questions that nobody can answer."""
-    port = ("-p", str(way.ssh_port)) if way.ssh_port else ()
-    return ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", *port, *way.arguments)
+    port = ("-p", str(remote.ssh_port)) if remote.ssh_port else ()
+    return ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", *port, *remote.arguments)
 
 
 class Pdsh:
     """One pdsh for all hosts; a supervisor finds its place by the name that pdsh puts in for `%h`."""
 
     name = "pdsh"
-    needs = Needs(("pdsh",), "the Debian package pdsh", takes_users=True)
+    requirements = Requirements(("pdsh",), "the Debian package pdsh", takes_users=True)
 
-    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+    def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
         """What to run here."""
-        line = supervisor(job, way, "--host", "HOST", word=job.file("HOST")).replace("%", "%%")
+        line = supervisor(job, remote, "--host", "HOST", word=job.file("HOST")).replace("%", "%%")
         line = line.replace("--host HOST", "--host %h", 1).replace(job.file("HOST"), job.file("%h"))
-        words = (*self._start(job, way), line)
-        return (Command(words, _names(job), self._environment(way), channel="ask", handover="file"),)
+        words = (*self._start(job, remote), line)
+        return (RemoteCommand(words, _names(job), self._environment(remote), channel="ask", handover="file"),)
 
-    def ask(self, job: Job, way: Way, request: str) -> Command:
+    def ask(self, job: Job, remote: RemoteOptions, request: str) -> RemoteCommand:
         """The command that brings a request to the supervisors."""
-        line = supervisor(job, way, "--ask", request, word=job.id).replace("%", "%%")
-        return Command((*self._start(job, way), line), _names(job), self._environment(way))
+        line = supervisor(job, remote, "--ask", request, word=job.id).replace("%", "%%")
+        return RemoteCommand((*self._start(job, remote), line), _names(job), self._environment(remote))
 
-    def _start(self, job: Job, way: Way) -> tuple[str, ...]:
+    def _start(self, job: Job, remote: RemoteOptions) -> tuple[str, ...]:
         logins = ",".join(host.login for host in job.hosts)
-        return ("pdsh", "-S", "-N", "-R", "ssh", "-f", "1024", "-w", logins, *way.arguments)
+        return ("pdsh", "-S", "-N", "-R", "ssh", "-f", "1024", "-w", logins, *remote.arguments)
 
-    def _environment(self, way: Way) -> dict[str, str]:
-        given = way.environment.get("PDSH_SSH_ARGS_APPEND", "")
-        port = f"-p {way.ssh_port}" if way.ssh_port else ""
+    def _environment(self, remote: RemoteOptions) -> dict[str, str]:
+        given = remote.environment.get("PDSH_SSH_ARGS_APPEND", "")
+        port = f"-p {remote.ssh_port}" if remote.ssh_port else ""
         return {"PDSH_SSH_ARGS_APPEND": " ".join(filter(None, (given, "-o BatchMode=yes", port)))}
 
 
@@ -152,17 +152,17 @@ class OpenMpi:
     """One block of mpirun's command line per host, so that a supervisor knows its place whatever mpirun does."""
 
     name = "openmpi"
-    needs = Needs(("mpirun.openmpi", "mpirun"), "the Debian package openmpi-bin", "Open MPI")
+    requirements = Requirements(("mpirun.openmpi", "mpirun"), "the Debian package openmpi-bin", "Open MPI")
 
-    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+    def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
         """What to run here."""
-        port = ("--mca", "plm_rsh_args", f"-p {way.ssh_port}") if way.ssh_port else ()
-        root = ("--allow-run-as-root",) if way.is_root else ()
-        words = ["mpirun", *root, "--bind-to", "none", *port, *way.arguments]
+        port = ("--mca", "plm_rsh_args", f"-p {remote.ssh_port}") if remote.ssh_port else ()
+        root = ("--allow-run-as-root",) if remote.is_root else ()
+        words = ["mpirun", *root, "--bind-to", "none", *port, *remote.arguments]
         for node, host in enumerate(job.hosts):
-            block = ("-np", "1", "--host", host.name, "-x", VARIABLE, *interpreter(job, way), "--node", str(node))
+            block = ("-np", "1", "--host", host.name, "-x", VARIABLE, *interpreter(job, remote), "--node", str(node))
             words += [*((":",) if node else ()), *block]
-        return (Command(tuple(words), _names(job), {VARIABLE: job.word()}),)
+        return (RemoteCommand(tuple(words), _names(job), {VARIABLE: job.word()}),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,43 +170,43 @@ class Hydra:
     """MPICH and what was made from it share one launcher, hydra, and differ in names."""
 
     name: str
-    needs: Needs
+    requirements: Requirements
     ssh_arguments: str
     """The variable that holds more words for ssh."""
 
-    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+    def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
         """What to run here."""
-        port = {self.ssh_arguments: f"-p {way.ssh_port}"} if way.ssh_port else {}
+        port = {self.ssh_arguments: f"-p {remote.ssh_port}"} if remote.ssh_port else {}
         words = ["mpirun", "-launcher", "ssh", "-hosts", ",".join(_names(job)), "-ppn", "1", "-genvlist", VARIABLE]
-        words += way.arguments
+        words += remote.arguments
         for node in range(len(job.hosts)):
-            words += [*((":",) if node else ()), "-n", "1", *interpreter(job, way), "--node", str(node)]
-        return (Command(tuple(words), _names(job), {VARIABLE: job.word(), **port}),)
+            words += [*((":",) if node else ()), "-n", "1", *interpreter(job, remote), "--node", str(node)]
+        return (RemoteCommand(tuple(words), _names(job), {VARIABLE: job.word(), **port}),)
 
 
 class Slurm:
     """One srun for all hosts, inside an allocation or making its own; a supervisor is told its place by Slurm."""
 
     name = "slurm"
-    needs = Needs(("srun",), "the Debian package slurm-client")
+    requirements = Requirements(("srun",), "the Debian package slurm-client")
 
-    def commands(self, job: Job, way: Way) -> tuple[Command, ...]:
+    def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
         """What to run here."""
         count = len(job.hosts)
         names = (f"--nodelist={','.join(_names(job))}",) if job.hosts[0].name else ()
         words = (
             *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", *names),
-            *("--kill-on-bad-exit=0", "--mpi=none", "--export=ALL", *way.arguments),
-            *interpreter(job, way),
+            *("--kill-on-bad-exit=0", "--mpi=none", "--export=ALL", *remote.arguments),
+            *interpreter(job, remote),
             "--slurm",
         )
-        return (Command(words, _names(job), {VARIABLE: job.word()}),)
+        return (RemoteCommand(words, _names(job), {VARIABLE: job.word()}),)
 
 
-def interpreter(job: Job, way: Way) -> tuple[str, ...]:
+def interpreter(job: Job, remote: RemoteOptions) -> tuple[str, ...]:
     """The supervisor without its place, for programs that need no shell to start it."""
-    if way.venv_script:
-        line = f'. {shlex.quote(way.venv_script)} && exec python -u -m {MODULE} "$@"'
+    if remote.venv_script:
+        line = f'. {shlex.quote(remote.venv_script)} && exec python -u -m {MODULE} "$@"'
         return ("sh", "-c", line, "mizzen")
     return (job.python, "-u", "-m", MODULE)
 
@@ -217,30 +217,34 @@ def _names(job: Job) -> tuple[str, ...]:
 
 INTEL: Final = "intel-oneapi-mpi (from Intel's own package archive; Debian has none), and source its setvars.sh"
 MVAPICH: Final = "MVAPICH from its source at mvapich.cse.ohio-state.edu (Debian has no package)"
-BACKENDS: Final[tuple[Backend, ...]] = (
+BACKENDS: Final[tuple[LaunchBackend, ...]] = (
     Ssh(),
     Pdsh(),
     OpenMpi(),
-    Hydra("mpich", Needs(("mpirun.mpich", "mpirun"), "the Debian package mpich", "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
-    Hydra("impi", Needs(("mpirun",), INTEL, "Intel"), "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
-    Hydra("mvapich", Needs(("mpirun",), MVAPICH, "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
+    Hydra(
+        "mpich",
+        Requirements(("mpirun.mpich", "mpirun"), "the Debian package mpich", "HYDRA"),
+        "HYDRA_LAUNCHER_EXTRA_ARGS",
+    ),
+    Hydra("impi", Requirements(("mpirun",), INTEL, "Intel"), "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
+    Hydra("mvapich", Requirements(("mpirun",), MVAPICH, "HYDRA"), "HYDRA_LAUNCHER_EXTRA_ARGS"),
     Slurm(),
 )
 NAMES: Final = tuple(backend.name for backend in BACKENDS)
 
 
-def brought(job: Job, host: str) -> str:
+def copy_line(job: Job, host: str) -> str:
     """The line that a remote shell reads to put its input into a file that is its user's alone."""
     script = f'umask 077; set -C; d=/dev/shm; [ -w $d ] || d=/tmp; cat > "$d/{job.file(host)}"'
     return f"exec sh -c {shlex.quote(script)}"
 
 
-def taken_back(job: Job, host: str) -> str:
-    """The line that removes that file, where no supervisor has come to read it."""
+def remove_line(job: Job, host: str) -> str:
+    """The line that removes that file again."""
     return shlex.join(("rm", "-f", *(f"{folder}/{job.file(host)}" for folder in ("/dev/shm", "/tmp"))))
 
 
-def find_backend(name: str) -> Backend:
+def find_backend(name: str) -> LaunchBackend:
     """The back end of that name, in any case."""
     for backend in BACKENDS:
         if backend.name == name.lower():

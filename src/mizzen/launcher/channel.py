@@ -1,10 +1,11 @@
 """Messages between supervisors that nobody else can write or repeat. What is in them can be read on the way.
 
 [Note: who may speak]
-Both ends prove that they know the job's secret, over numbers that each has just made up: the host of the meeting first,
-so that it does nothing for a stranger but wait a little and hang up. Every message then carries a proof, under a key of
-this one connection and this one direction, over its number and its text. So a message cannot be forged, changed, left
-out, repeated, or used in another job. The text is JSON, and is read after its proof. Nothing here is ever unpickled.
+Both ends prove that they know the job's secret, over numbers that each has just made up. Who connects proves it first,
+so that the first node does nothing for others but wait a little and hang up. Every message then carries a proof, under
+a key of this one connection and this one direction, over its number and its text. So a message cannot be forged,
+changed, left out, repeated, or used in another job. The text is JSON, and is read after its proof. Nothing here is ever
+unpickled.
 """
 
 import json
@@ -27,10 +28,10 @@ NONCE: Final = 32
 HEAD: Final = struct.Struct(">I")
 LARGEST: Final = 1 << 26
 """Bytes of one message: the stacks of all ranks of a node are the longest."""
-HELLO: Final = 20.0
+HANDSHAKE: Final = 20.0
 """Seconds that a connection has to prove who it is."""
-STRANGERS: Final = 128
-"""Connections that may be about to do so; the oldest makes room for one more."""
+MOST_UNPROVED: Final = 128
+"""Connections that have yet to prove it; the oldest makes room for one more."""
 TICK: Final = 0.1
 PAUSE: Final = 0.2
 """Seconds between two attempts to reach a node that is not there yet."""
@@ -40,8 +41,8 @@ class Refused(LaunchError):
     """Who is at the other end does not know the secret of this job, or does not know us."""
 
 
-class Seal:
-    """One direction of a connection: numbered proofs."""
+class MessageSigner:
+    """One direction of a connection: every message carries a proof over its number and its text."""
 
     def __init__(self, secret: bytes, direction: bytes, nonces: bytes) -> None:
         self._key, self._count = prove(secret, b"messages", direction, nonces), 0
@@ -49,7 +50,9 @@ class Seal:
     def wrap(self, message: Any) -> bytes:
         """A message as it travels."""
         text = json.dumps(message, separators=(",", ":")).encode()
-        return HEAD.pack(len(text)) + self._next(text) + text
+        proof = prove(self._key, self._number(), text)
+        self._count += 1
+        return HEAD.pack(len(text)) + proof + text
 
     def unwrap(self, proof: bytes, text: bytes) -> Any:
         """What a message says, once it is known whose it is."""
@@ -58,17 +61,12 @@ class Seal:
         self._count += 1
         return json.loads(text)
 
-    def _next(self, text: bytes) -> bytes:
-        proof = prove(self._key, self._number(), text)
-        self._count += 1
-        return proof
-
     def _number(self) -> bytes:
         return self._count.to_bytes(8, "big")
 
 
 class Channel:
-    """A supervisor's connection to the host of the meeting. One thread uses it."""
+    """A supervisor's connection to the first node. One thread uses it."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self._socket = connection
@@ -84,7 +82,8 @@ class Channel:
             raise Refused("the node there does not know the secret of this job") from None
         if not is_proof(answer, secret, b"host", nonces):
             raise Refused("what listens there does not know the secret of this job")
-        self._out, self._in = Seal(secret, b"to the host", nonces), Seal(secret, b"from the host", nonces)
+        self._out = MessageSigner(secret, b"to the host", nonces)
+        self._in = MessageSigner(secret, b"from the host", nonces)
 
     def ask(self, *message: Any) -> Any:
         """Send a message and wait for its answer; OSError when the other end is gone."""
@@ -107,15 +106,15 @@ class Channel:
         return bytes(found)
 
 
-def call(
-    place: tuple[str, int], secret: bytes, *, wait: float, silence: float, is_over: Callable[[], bool] = lambda: False
+def connect(
+    host: tuple[str, int], secret: bytes, *, wait: float, silence: float, is_over: Callable[[], bool] = lambda: False
 ) -> Channel:
-    """Reach the host of the meeting, which may not be there yet; no answer of it may take longer than `silence`."""
-    until, failed, (address, port) = time.monotonic() + wait, "", place
+    """Reach the first node, which may not be there yet; no answer of it may take longer than `silence`."""
+    until, failed, (address, port) = time.monotonic() + wait, "", host
     while time.monotonic() < until and not is_over():
         connection = None
         try:
-            connection = socket.create_connection(place, timeout=min(silence, wait))
+            connection = socket.create_connection(host, timeout=min(silence, wait))
             return Channel(connection, secret)
         except (OSError, UnicodeError) as error:
             failed = str(error)
@@ -140,19 +139,19 @@ def _close(connection: socket.socket | None) -> None:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One connection to the host, as the host sees it."""
+    """One connection, as the first node sees it."""
 
     connection: socket.socket
     nonce: bytes
     since: float
     received: bytearray = field(default_factory=bytearray)
     to_send: bytearray = field(default_factory=bytearray)
-    seals: tuple[Seal, Seal] | None = None
+    signers: tuple[MessageSigner, MessageSigner] | None = None
     """What it sends and what it is sent, once it has proved that it knows the secret."""
 
 
 class ChannelServer:
-    """The host's side: a thread that lets those in who know the secret, and answers them one message at a time.
+    """The first node's side: a thread that lets those in who know the secret, and answers them one message at a time.
 
     `answer` is called with a peer and its message, `gone` with a peer that has hung up, `tick` every now and then.
     All three run in that thread, and none of them may wait.
@@ -170,11 +169,11 @@ class ChannelServer:
         self._listener, self._secret = listener, secret
         self._answer, self._gone, self._tick = answer, gone, tick
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[Peer, None] = {}
+        self._unproved: dict[Peer, None] = {}
         self._is_closed = False
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._run, name="mizzen-meeting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mizzen-rendezvous", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -186,65 +185,63 @@ class ChannelServer:
         while not self._is_closed:
             for key, events in self._selector.select(TICK):
                 if key.data is None:
-                    self._welcome()
+                    self._accept()
                 elif key.data.connection.fileno() >= 0:
-                    self._serve(key.data, events)
-            self._turn_away(time.monotonic() - HELLO)
+                    self._handle(key.data, events)
+            late = time.monotonic() - HANDSHAKE
+            for peer in [peer for peer in self._unproved if peer.since < late]:
+                self._disconnect(peer)
             self._tick()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            time.sleep(TICK)  # no descriptor is left; a stranger that gives up, or is turned away, frees one
+            time.sleep(TICK)  # no descriptor is left; a connection that gives up, or is dropped, frees one
             return
-        while len(self._strangers) >= STRANGERS:
-            self._dismiss(next(iter(self._strangers)))
+        while len(self._unproved) >= MOST_UNPROVED:
+            self._disconnect(next(iter(self._unproved)))
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = Peer(connection, os.urandom(NONCE), time.monotonic())
-        self._strangers[peer] = None
+        self._unproved[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._send(peer, GREETING + peer.nonce)
 
-    def _turn_away(self, before: float) -> None:
-        for peer in [peer for peer in self._strangers if peer.since < before]:
-            self._dismiss(peer)
-
-    def _dismiss(self, peer: Peer) -> None:
+    def _disconnect(self, peer: Peer) -> None:
         if peer.connection.fileno() < 0:
             return
-        self._strangers.pop(peer, None)
+        self._unproved.pop(peer, None)
         with suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
-        if peer.seals is not None:
+        if peer.signers is not None:
             self._gone(peer)
 
-    def _serve(self, peer: Peer, events: int) -> None:
+    def _handle(self, peer: Peer, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 self._send(peer, b"")
             if events & selectors.EVENT_READ:
                 more = peer.connection.recv(1 << 16)
                 if not more:
-                    self._dismiss(peer)
+                    self._disconnect(peer)
                     return
                 peer.received += more
                 self._read(peer)
         except BlockingIOError:
             return
         except (OSError, Refused, ValueError, TypeError, LookupError):
-            self._dismiss(peer)
+            self._disconnect(peer)
 
     def _read(self, peer: Peer) -> None:
-        if peer.seals is None:
-            self._admit(peer)
-        while peer.seals is not None and peer.connection.fileno() >= 0 and len(peer.received) >= HEAD.size + PROOF:
+        if peer.signers is None:
+            self._authenticate(peer)
+        while peer.signers is not None and peer.connection.fileno() >= 0 and len(peer.received) >= HEAD.size + PROOF:
             (size,) = HEAD.unpack_from(peer.received)
             if size > LARGEST:
                 raise Refused(f"a message of {size:,} bytes")
@@ -253,12 +250,12 @@ class ChannelServer:
                 return
             proof, text = peer.received[HEAD.size : HEAD.size + PROOF], peer.received[HEAD.size + PROOF : end]
             del peer.received[:end]
-            theirs, ours = peer.seals
+            theirs, ours = peer.signers
             message = theirs.unwrap(bytes(proof), bytes(text))
             self._send(peer, ours.wrap(self._answer(peer, message)))
 
-    def _admit(self, peer: Peer) -> None:
-        """Take the greeting of a peer, once it is there; a stranger is sent away at the first wrong byte."""
+    def _authenticate(self, peer: Peer) -> None:
+        """Take the greeting of a peer, once it is there; others are dropped at the first wrong byte."""
         length = len(GREETING)
         start = bytes(peer.received[:length])
         if not GREETING.startswith(start):
@@ -270,8 +267,11 @@ class ChannelServer:
         del peer.received[: length + NONCE + PROOF]
         if not is_proof(proof, self._secret, b"peer", nonces):
             raise Refused("this is no peer of ours")
-        peer.seals = Seal(self._secret, b"to the host", nonces), Seal(self._secret, b"from the host", nonces)
-        del self._strangers[peer]
+        peer.signers = (
+            MessageSigner(self._secret, b"to the host", nonces),
+            MessageSigner(self._secret, b"from the host", nonces),
+        )
+        del self._unproved[peer]
         self._send(peer, prove(self._secret, b"host", nonces))
 
     def _send(self, peer: Peer, data: bytes) -> None:
@@ -283,7 +283,7 @@ class ChannelServer:
         except BlockingIOError:
             pass
         except OSError:
-            self._dismiss(peer)
+            self._disconnect(peer)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.to_send else 0)
         self._selector.modify(peer.connection, wanted, peer)

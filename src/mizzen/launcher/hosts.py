@@ -1,13 +1,20 @@
-"""Which hosts a job uses, and which devices of each: the hostfile, the filters, and how Slurm writes names. Pure."""
+"""Which hosts a job uses, and which devices and cores of each: the hostfile, the filters, Slurm's lists, numactl.
+
+Parsing is pure. Only `find_devices`, `count_devices`, `numa_nodes` and `physical` look at this machine.
+"""
 
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Final
 
+from mizzen.accelerator.registry import get_accelerator
+from mizzen.environment import Switches
 from mizzen.errors import UsageError
+from mizzen.wording import and_more
 
 NAME: Final = re.compile(
     r"(?=[A-Za-z0-9])[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*(?<=[A-Za-z0-9])"
@@ -19,6 +26,7 @@ LOCAL: Final = "localhost"
 SLOTS: Final = re.compile(r"slots=(\d+)", re.ASCII)
 IGNORED: Final = re.compile(r"max[-_]slots=\d+", re.ASCII)
 """What Open MPI's own hostfiles add to a line."""
+ROOT: Final = Path("/")
 MOST: Final = 9_999
 """Slots that a host may have; a larger number is a slip of the hand."""
 
@@ -43,7 +51,8 @@ class Host:
         return ":" in self.name
 
     def __str__(self) -> str:
-        return f"{_bracketed(self.name)}:{','.join(map(str, self.slots))}"
+        name = f"[{self.name}]" if self.is_ipv6 else self.name
+        return f"{name}:{','.join(map(str, self.slots))}"
 
 
 Hosts = tuple[Host, ...]
@@ -105,10 +114,6 @@ def _host_name(word: str) -> str | None:
         return None
 
 
-def _bracketed(name: str) -> str:
-    return f"[{name}]" if ":" in name else name
-
-
 def select(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
     """The hosts and slots that a filter leaves: `host[:slot,slot]@host`, in the order of the hosts."""
     if include and exclude:
@@ -120,7 +125,8 @@ def select(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
     if include:
         left = (replace(host, slots=named[host.name]) for host in hosts if host.name in named)
     else:
-        left = (_without(host, named.get(host.name, ())) for host in hosts)
+        kept = {host.name: set(host.slots).difference(named.get(host.name, ())) for host in hosts}
+        left = (replace(host, slots=tuple(slot for slot in host.slots if slot in kept[host.name])) for host in hosts)
     chosen = tuple(host for host in left if host.slots)
     if not chosen:
         raise UsageError(f"{option} {text!r} leaves no slot of {_names(hosts)}")
@@ -137,7 +143,7 @@ def _parse_filter(option: str, text: str, hosts: Hosts) -> dict[str, tuple[int, 
         wanted = _slots(option, text, slots) if colon else known[name].slots
         for slot in wanted:
             if slot not in known[name].slots:
-                raise UsageError(f"{option} {text!r}: {name} has no slot {slot}; it has {_listed(known[name].slots)}")
+                raise UsageError(f"{option} {text!r}: {name} has no slot {slot}; it has {and_more(known[name].slots)}")
         named.setdefault(name, set()).update(wanted)
     return {name: tuple(sorted(slots)) for name, slots in named.items()}
 
@@ -158,10 +164,6 @@ def _slots(option: str, text: str, slots: str) -> list[int]:
         if not is_number(word.strip()):
             raise UsageError(f"{option} {text!r}: {word!r} is no slot number: write host:0,2@host")
     return [int(word) for word in words]
-
-
-def _without(host: Host, slots: Iterable[int]) -> Host:
-    return replace(host, slots=tuple(slot for slot in host.slots if slot not in set(slots)))
 
 
 def limit(hosts: Hosts, nodes: int | None = None, devices: int | None = None) -> Hosts:
@@ -223,9 +225,114 @@ def in_allocation(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _names(hosts: Hosts) -> str:
-    shown = ", ".join(host.name for host in hosts[:16])
-    return shown if len(hosts) <= 16 else f"{shown} and {len(hosts) - 16} more"
+    return and_more((host.name for host in hosts), 16)
 
 
-def _listed(slots: Sequence[int]) -> str:
-    return ", ".join(map(str, slots))
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A kind of device that Linux lists."""
+
+    name: str
+    variable: str
+    """The variable that shows only some of them to a process."""
+    files: str
+    prefixes: tuple[str, ...]
+    """Variables that go along with a job."""
+
+
+KINDS: Final = (
+    DeviceKind("cuda", "CUDA_VISIBLE_DEVICES", "dev/nvidia[0-9]*", ("NCCL_", "CUDA_")),
+    DeviceKind(
+        "cuda", "HIP_VISIBLE_DEVICES", "sys/class/kfd/kfd/topology/nodes/*/gpu_id", ("RCCL_", "HSA_", "MIOPEN_")
+    ),
+    DeviceKind("xpu", "ZE_AFFINITY_MASK", "nothing", ("CCL_", "FI_", "I_MPI_", "ZE_")),
+)
+
+
+def find_devices(env: Mapping[str, str], root: Path = ROOT) -> DeviceKind | None:
+    """The kind that this host has, or that the environment names; None means the processor."""
+    asked = Switches.read(env).accelerator
+    for kind in KINDS:
+        if asked == kind.name == "xpu" or (asked in (None, kind.name) and _device_files(kind, root)):
+            return kind
+    return None
+
+
+def count_devices(env: Mapping[str, str], root: Path = ROOT) -> int:
+    """How many ranks this host is for; torch is asked where the kernel does not list the devices."""
+    kind = find_devices(env, root)
+    if kind is not None and (found := _device_files(kind, root)):
+        return len(found)
+    return get_accelerator().device_count()
+
+
+def _device_files(kind: DeviceKind, root: Path) -> list[Path]:
+    found = root.glob(kind.files)
+    return sorted(path for path in found if path.name != "gpu_id" or path.read_text().strip() not in ("", "0"))
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """A NUMA node of a host, and the cores that are near to it; one without cores is fast memory."""
+
+    number: int
+    cores: tuple[int, ...]
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """The numbers of `1,3-5,7`: ranges ascend and do not overlap."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        words = (first, last) if dash else (first, first)
+        if not all(word.isascii() and word.isdigit() for word in words):
+            raise UsageError(f"--bind_core_list {text!r}: {part!r} is no core and no range: write 0,2-5,7")
+        low, high = int(words[0]), int(words[1])
+        if high < low or (found and low <= found[-1]):
+            raise UsageError(f"--bind_core_list {text!r}: {part!r} is out of order: ranges ascend and do not overlap")
+        found += range(low, high + 1)
+    return tuple(found)
+
+
+def shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """Equal parts, in order; what is left over stays unused."""
+    each = len(cores) // ranks
+    if each < 1:
+        raise UsageError(f"--bind_cores_to_rank: {len(cores)} cores for {ranks} ranks: start fewer, or name more cores")
+    return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def check_affinity(env: Mapping[str, str]) -> None:
+    """Refuse to bind threads that another setting binds already."""
+    if "KMP_AFFINITY" in env:
+        raise UsageError("--bind_cores_to_rank while KMP_AFFINITY is set: both would bind the same threads; unset it")
+
+
+def numactl(cores: Sequence[int], near: Sequence[NumaNode]) -> tuple[str, ...]:
+    """The words before a rank's command: its cores, and the memory of the one NUMA node that holds them all."""
+    home = [node.number for node in near if node.cores and set(cores) <= set(node.cores)]
+    memory = ("-m", str(home[0])) if len(home) == 1 and len([node for node in near if node.cores]) > 1 else ()
+    return ("numactl", "-C", ",".join(map(str, cores)), *memory)
+
+
+def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
+    """The NUMA nodes of this host."""
+    found = []
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+        text = (folder / "cpulist").read_text().strip()
+        found.append(NumaNode(int(folder.name.removeprefix("node")), _core_numbers(text)))
+    return tuple(sorted(found, key=lambda node: node.number))
+
+
+def physical(allowed: Sequence[int], root: Path = ROOT) -> tuple[int, ...]:
+    """The cores among these that are not the second thread of another one."""
+    seen: dict[str, int] = {}
+    for core in sorted(allowed):
+        path = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        seen.setdefault(path.read_text().strip() if path.exists() else str(core), core)
+    return tuple(sorted(seen.values()))
+
+
+def _core_numbers(text: str) -> tuple[int, ...]:
+    parts = [part.partition("-") for part in text.split(",") if part]
+    return tuple(core for first, _, last in parts for core in range(int(first), int(last or first) + 1))

@@ -52,7 +52,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Care:
+class Supervision:
     """How a supervisor looks after its ranks."""
 
     max_restarts: int = 0
@@ -86,14 +86,14 @@ class Job:
     master_port: int = 0
     min_nodes: int = 1
     max_nodes: int = 1
-    care: Care = Care()
+    supervision: Supervision = Supervision()
     secret: str = field(default="", repr=False)
     """What only the nodes of this job know: see docs/security.md."""
     drop_in: bool = False
     """Whether ranks find the drop-in; each host has its own copy of it."""
-    lifeline: bool = False
+    follows_stdin: bool = False
     """Whether standard input ties a supervisor to the launcher: it brings requests, and its end is the end."""
-    is_followed: bool = False
+    reports_to_launcher: bool = False
     """Whether a launcher reads what a supervisor writes, and so its last word: see `last_word`."""
 
     @property
@@ -102,7 +102,7 @@ class Job:
 
         Programs such as mpirun have a word of their own on a job that failed, and ours is to be the last.
         """
-        return self.last_word(SAID) if self.is_followed else ""
+        return self.last_word(SAID) if self.reports_to_launcher else ""
 
     @property
     def is_elastic(self) -> bool:
@@ -112,7 +112,7 @@ class Job:
     def last_word(self, word: str = "") -> str:
         """What a supervisor ends with, for the launcher alone: the exit code that it leaves with is its own.
 
-        Without it nobody could tell a script's 255 from that of ssh, or its 98 from a meeting port that is taken.
+        Without it nobody could tell a script's 255 from that of ssh, or its 98 from a rendezvous port that is taken.
         """
         return f"mizzen-{self.id}-last-word:{word}"
 
@@ -155,11 +155,13 @@ class Job:
 
     @classmethod
     def _from(cls, given: dict[str, Any]) -> "Job":
-        program, care = given.pop("program"), given.pop("care")
+        program, supervision = given.pop("program"), given.pop("supervision")
         hosts = tuple(Host(host["name"], tuple(host["slots"]), host["user"]) for host in given.pop("hosts"))
         return cls(
             program=Program(**{**program, "arguments": tuple(program["arguments"])}),
-            care=Care(**{**care, "shown": _tuple(care["shown"]), "cores": _tuple(care["cores"])}),
+            supervision=Supervision(
+                **{**supervision, "shown": _tuple(supervision["shown"]), "cores": _tuple(supervision["cores"])}
+            ),
             hosts=hosts,
             **given,
         )

@@ -1,287 +1,433 @@
-"""What the supervisors of a job know together: who is there, who takes part in which attempt, how that goes. Pure.
+"""How supervisors find each other: one alone, or several through the first of them.
 
-The first node keeps it, and all nodes ask it through `channel.py`. Time and connections are told to it.
-
-[Note: rounds]
-Nodes that want to take part wait. When enough of them wait, a round begins: one attempt to run the job. Who comes later
-waits for the next one, and the nodes of the round are told of it. The next round begins when every node of this one
-wants it, is lost, or has left; the numbers of rounds are those of the attempts.
-
-[Note: who is gone]
-A node whose connection ends without a word is lost at once: its supervisor was killed. One that is silent for long is
-lost, too: its machine or its network is gone. Until then it is in doubt, and no failure that might be its doing is held
-against anybody. While a node is gone, a failure in the same round counts for nothing: ranks fall when others vanish.
+[Note: two stores]
+What supervisors tell each other goes through the first node, at the job's rendezvous port, for as long as the job lives
+(`rendezvous_state.py` is what it keeps, `channel.py` how it is reached). The ranks of an attempt get a store of torch,
+at a port that the system chose, hosted by the first supervisor of that attempt: so no attempt ever reads an address
+that a dead one has left, and no two jobs want the same port. The port is bound before its number is told to anybody.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Protocol, TypeVar
 
-from mizzen.launcher.failure import Failure
-from mizzen.launcher.place import Member
-from mizzen.launcher.pulse import LOST, Pulse
+import psutil
 
-FIRST: Final = 0
-"""The node that keeps all this."""
-LAST_CALL: Final = 3.0
-"""Seconds for which an elastic job that could start for the first time waits for more nodes."""
-STRAGGLERS: Final = 30.0
-"""Seconds for which nodes that want another attempt wait for one that is there and does not."""
-UNHEARD: Final = 15.0
-"""Seconds after which a node that waits and no longer asks is forgotten."""
+from mizzen.errors import LaunchError
+from mizzen.launcher.channel import Channel, ChannelServer, Peer, Refused, connect
+from mizzen.launcher.hosts import Host
+from mizzen.launcher.job import Job
+from mizzen.launcher.outcome import Failure
+from mizzen.launcher.rendezvous_state import (
+    LONGEST_LOOK,
+    LOST,
+    QUESTIONS,
+    Assignment,
+    NodeInfo,
+    RendezvousState,
+    RendezvousStatus,
+    assign_ranks,
+)
+from mizzen.network import is_loopback, listen, resolve
+
+Result = TypeVar("Result")
+
+LOOPBACK: Final = "127.0.0.1"
+JOIN: Final = 600.0
+"""Seconds for which the other nodes are waited for at the start."""
+POLL: Final = 0.1
+"""Seconds between two questions of a node that waits for something."""
+REJOIN: Final = 60.0
+"""Seconds in which nodes that all want another attempt must have met."""
+SILENCE: Final = 30.0
+"""Seconds without an answer from the first node after which it counts as lost."""
+GOODBYE: Final = 5.0
+"""Seconds for which the first node waits at the end for the others to have heard of it."""
+
+
+class JobStopped(LaunchError):
+    """The first node was asked to stop, and the job with it."""
+
+
+class PortTaken(LaunchError):
+    """The rendezvous port belongs to somebody else."""
+
+
+def bind(name: str, port: int) -> socket.socket:
+    """A socket that listens at the address that others call `name`."""
+    try:
+        return listen(name, port)
+    except OSError as error:
+        raise PortTaken(
+            f"port {port} of this machine cannot be had ({error.strerror}), most likely because another job has "
+            "it: leave --master_port out and a free one is found, or name another"
+        ) from error
+
+
+class StoreHost:
+    """A store for the ranks of one attempt. Its port is bound at once; torch answers there as soon as it is loaded."""
+
+    def __init__(self, address: str, port: int = 0) -> None:
+        self._socket = bind(address, port)
+        self.port: int = self._socket.getsockname()[1]
+        self.address = address
+        self.store: Any = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def serve(self) -> None:
+        """Load torch and answer."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        with self._lock:
+            if self._is_closed:
+                return
+            self.store = TCPStore(
+                self.address,
+                self.port,
+                None,
+                True,
+                wait_for_workers=False,
+                master_listen_fd=os.dup(self._socket.fileno()),
+            )
+
+    def serve_soon(self) -> None:
+        """Serve in a thread: loading torch takes as long as the ranks take to need the store."""
+        threading.Thread(target=self.serve, name="mizzen-store", daemon=True).start()
+
+    def close(self) -> None:
+        """Free the port."""
+        with self._lock:
+            self._is_closed = True
+            self._socket.close()
+            self.store = None
+
+
+class Rendezvous(Protocol):
+    """How supervisors deal with each other. Each calls join, then the rest while ranks run, and leave at the end."""
+
+    def join(self) -> Assignment:
+        """Wait until the next attempt can start."""
+
+    def report_failure(self, failure: Failure) -> Failure | None:
+        """Tell the others of a failure; the one that counts for this attempt comes back, with its number.
+
+        None counts where nodes are gone: `status` says who.
+        """
+
+    def report_done(self) -> None:
+        """Say that the ranks of this node are done."""
+
+    def status(self) -> RendezvousStatus:
+        """What is known now; this never waits. Raises a LaunchError when nothing was heard for long."""
+
+    def request(self, word: str) -> None:
+        """Ask all nodes for something."""
+
+    def share(self, key: str, text: str) -> list[str]:
+        """What every node has to say under this key; those that do not answer in a moment are left out."""
+
+    def leave(self, words: str, *, was_asked: bool = False) -> None:
+        """Take no further part; the others learn why, and whether this node was asked to."""
+
+
+class SingleNodeRendezvous:
+    """One node: nobody to wait for, nobody to tell."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._store_host: StoreHost | None = None
+        self._attempts = self._failures = 0
+
+    def join(self) -> Assignment:
+        """A fresh port each time, unless the user has fixed one."""
+        if self._store_host is not None:
+            self._store_host.close()
+        self._store_host = StoreHost(LOOPBACK, self._job.master_port)
+        self._store_host.serve_soon()
+        slots = len(self._job.hosts[0].slots)
+        self._attempts += 1
+        return Assignment(0, 1, 0, slots, LOOPBACK, self._store_host.port, attempt=self._attempts - 1)
+
+    def report_failure(self, failure: Failure) -> Failure:
+        """Count the failure."""
+        self._failures += 1
+        return replace(failure, number=self._failures)
+
+    def report_done(self) -> None:
+        """Nobody to tell."""
+
+    def status(self) -> RendezvousStatus:
+        """Nobody else has anything to do."""
+        return RendezvousStatus(are_finished=True)
+
+    def request(self, word: str) -> None:
+        """Nobody to ask."""
+
+    def share(self, key: str, text: str) -> list[str]:
+        """Only what this node says."""
+        return [text]
+
+    def leave(self, words: str, *, was_asked: bool = False) -> None:
+        """Free the port."""
+        if self._store_host is not None:
+            self._store_host.close()
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What a node learns of the others."""
+class Node:
+    """Which node of a job this is, and what it has."""
 
-    failure: Failure | None = None
-    """The one that counts for this attempt."""
-    request: str = ""
-    """What some node has asked all for."""
-    has_changed: bool = False
-    """Whether nodes wait to join."""
-    is_over: bool = False
-    """Whether other nodes of this attempt want another one already."""
-    are_finished: bool = False
-    """Whether the ranks of all nodes are done."""
-    gone: str = ""
-    """Who has left before its ranks were done, or is lost, in words."""
-    are_enough: bool = False
-    """Whether those that remain may go on without them."""
-    is_in_doubt: bool = False
-    """Whether a node has been silent for a while, so that it may be gone."""
-
-    @classmethod
-    def unpack(cls, given: dict[str, Any]) -> "News":
-        """From what `asdict` gives."""
-        failure = given.pop("failure")
-        return cls(failure=None if failure is None else Failure(**failure), **given)
+    index: int
+    host: Host
+    master_addr: str
 
 
-@dataclass(slots=True)
-class Round:
-    """One attempt: its nodes, in the order of their indices, and what they have said."""
+class MultiNodeRendezvous:
+    """Several nodes; the first of them keeps what all of them know."""
 
-    attempt: int
-    members: tuple[Member, ...]
-    pulse: Pulse
-    beats: dict[int, int]
-    finished: set[int] = field(default_factory=set)
-    left: set[int] = field(default_factory=set)
-    """Nodes that take no further part."""
-    gone: dict[int, str] = field(default_factory=dict)
-    """Nodes that are gone before their ranks were done, and how."""
-    failure: Failure | None = None
-    request: str = ""
-    master: tuple[str, int] | None = None
-    """Where the ranks meet."""
-    shared: dict[str, dict[int, str]] = field(default_factory=dict)
+    def __init__(self, job: Job, node: Node, env: Mapping[str, str]) -> None:
+        self._job, self._node, self._env = job, node, env
+        self._address = address_towards(node.master_addr)
+        self._state_host: _RendezvousHost | None = None
+        self._channel: Channel | None = None
+        self._attempt = -1
+        self._store_host: StoreHost | None = None
+        self._is_leaving = False
+        # [Note: a first node that does not answer]
+        # When the first node vanishes without a word, a question to it is never answered. So all of them are put by a
+        # thread, and the supervisor, which must watch its ranks and its signals, waits for none of them for long.
+        self._pool = ThreadPoolExecutor(1, "mizzen-asking")
+        self._asking: Future[RendezvousStatus] | None = None
+        self._asked_at = 0.0
+        self._status = RendezvousStatus()
 
-    @property
-    def present(self) -> list[int]:
-        """The nodes that are still there."""
-        return [index for index in self.indices if index not in self.left]
+    def _in_thread(self, call: Callable[[], Result], patience: float) -> Result:
+        """What the thread brings back."""
+        try:
+            return self._pool.submit(call).result(patience)
+        except TimeoutError:
+            raise self._lost() from None
 
-    @property
-    def indices(self) -> list[int]:
-        """All nodes of this attempt."""
-        return [member.index for member in self.members]
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether a node whose ranks are not done has been silent for a while."""
-        doubtful = {self.indices[position] for position in self.pulse.doubtful}
-        return bool(doubtful.intersection(self.present) - self.finished)
-
-    def lose(self, index: int, how: str) -> None:
-        """A node takes no further part; where its ranks were not done, it is gone."""
-        if index not in self.finished:
-            member = next(member for member in self.members if member.index == index)
-            self.gone[index] = f"node {index} ({member.host}) {how}"
-        self.left.add(index)
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A node that wants to take part."""
-
-    member: Member
-    asked: float
-
-
-class Rendezvous:
-    """The state, and everything that a node may ask: the methods in `QUESTIONS`, each with the node's index first."""
-
-    def __init__(self, min_nodes: int, max_nodes: int) -> None:
-        self._min_nodes, self._max_nodes = min_nodes, max_nodes
-        self._waiting: dict[int, Waiting] = {}
-        self._round: Round | None = None
-        self._failures = 0
-        self._enough_since: float | None = None
-        self._over_since: float | None = None
-        self._closed: tuple[str, bool] | None = None
-        self.now = 0.0
-
-    # What nodes ask
-
-    def want(self, index: int, member: dict[str, Any]) -> None:
-        """Wait for the next round."""
-        self._waiting[index] = Waiting(Member(**member), self.now)
-        self._begin_round()
-
-    def place(self, index: int, after: int) -> dict[str, Any]:
-        """The round that began after attempt `after` and has this node; until then, how many wait and who is gone.
-
-        Where the first node has left, so that there will be no more rounds: its words, and whether it was asked to.
-        """
-        if self._closed is not None:
-            return {"closed": self._closed}
-        waiting = self._waiting.get(index)
-        if waiting is not None:
-            waiting.asked = self.now
-        self._begin_round()
-        current = self._round
-        if current is not None and current.attempt > after and index in current.present:
-            members = [asdict(member) for member in current.members]
-            return {"attempt": current.attempt, "members": members, "master": current.master}
-        return {"waiting": len(self._waiting), "gone": self._gone_in_words(), "are_enough": self._are_enough()}
-
-    def open_store(self, index: int, address: str, port: int) -> None:
-        """Say where the ranks of this attempt meet."""
-        self._of(index).master = (address, port)
-
-    def look(self, index: int) -> dict[str, Any]:
-        """What is known now. It is also the sign of life of the node that asks."""
-        if self._round is None or index not in self._round.indices:
-            return asdict(News(is_over=True))  # the others have not waited for it
-        current = self._round
-        current.beats[index] += 1
-        newcomers = [other for other in self._waiting if other not in current.present]
-        return asdict(
-            News(
-                failure=current.failure,
-                request=current.request,
-                has_changed=bool(newcomers) and len(current.present) < self._max_nodes,
-                is_over=any(other in self._waiting for other in current.present),
-                are_finished=len(current.finished) == len(current.members),
-                gone=self._gone_in_words(),
-                are_enough=self._are_enough(),
-                is_in_doubt=current.is_in_doubt,
-            )
+    def _lost(self) -> LaunchError:
+        return LaunchError(
+            f"node {self._node.index} has not heard from the first node at {self._node.master_addr}:"
+            f"{self._job.master_port} for {SILENCE:.0f} s: that node, or the network to it, is gone"
         )
 
-    def fail(self, index: int, failure: dict[str, Any]) -> dict[str, Any] | None:
-        """Tell of a failure; the one that counts comes back. None where nodes are gone, and none counts."""
-        current = self._of(index)
-        if current.failure is None and not current.gone:
-            self._failures += 1
-            current.failure = Failure(**{**failure, "number": self._failures})
-        return None if current.failure is None else asdict(current.failure)
+    def _ask(self, question: str, *words: Any) -> Any:
+        """Put a question to the first node. Only the thread does this."""
+        if self._channel is None:
+            raise AssertionError("the nodes have not met yet")
+        try:
+            return self._channel.ask(question, self._node.index, *words)
+        except TimeoutError:
+            raise self._lost() from None
+        except (OSError, Refused) as error:
+            raise LaunchError(
+                f"the first node, through which all nodes hear of each other, has left ({error})"
+            ) from error
 
-    def finish(self, index: int) -> None:
-        """Say that the ranks of this node are done."""
-        self._of(index).finished.add(index)
+    def join(self) -> Assignment:
+        """Wait for the others; the first node in order hosts the store of the ranks."""
+        if self._channel is None and self._node.index == 0 and self._state_host is None:
+            self._state_host = _RendezvousHost(self._job, self._node)
+        if self._store_host is not None:
+            self._store_host.close()
+            self._store_host = None
+        patience = REJOIN if self._attempt >= 0 else JOIN
+        assignment = self._in_thread(lambda: self._join(patience), patience + 2 * SILENCE)
+        self._asking, self._status = None, RendezvousStatus()
+        return assignment
 
-    def request(self, index: int, word: str) -> None:
+    def _join(self, patience: float) -> Assignment:
+        until = time.monotonic() + patience
+        if self._channel is None:
+            port, secret = self._job.master_port, self._job.key("supervisors")
+            address = (self._node.master_addr, port)
+            self._channel = connect(address, secret, wait=JOIN, silence=SILENCE, is_over=lambda: self._is_leaving)
+        own = NodeInfo(self._node.index, len(self._node.host.slots), self._node.host.name, self._address)
+        self._ask_to_join(own)
+        found = self._ask("assignment", self._attempt)
+        while "nodes" not in found:
+            if "closed" in found:
+                words, was_asked = found["closed"]
+                said = f"the first node has left, and no other can take its place ({words or 'its ranks are done'})"
+                raise JobStopped(said) if was_asked else LaunchError(said)
+            if found["gone"] and not found["are_enough"]:
+                raise LaunchError(found["gone"])
+            if time.monotonic() > until or self._is_leaving:
+                raise LaunchError(self._too_few(found["waiting"], patience))
+            time.sleep(POLL)
+            found = self._ask("assignment", self._attempt)
+        return self._take_assignment(own, found["attempt"], [NodeInfo(**node) for node in found["nodes"]])
+
+    def _ask_to_join(self, own: NodeInfo) -> None:
+        """Say that this node wants to take part; another of its number may be about to be forgotten."""
+        until = time.monotonic() + LOST + REJOIN / 4
+        while taken := self._ask("join", asdict(own)):
+            if time.monotonic() > until or self._is_leaving:
+                raise LaunchError(str(taken))
+            time.sleep(1.0)
+
+    def _too_few(self, waiting: int, patience: float) -> str:
+        return (
+            f"node {self._node.index} has waited {patience:.0f} s at {self._node.master_addr}:{self._job.master_port}, "
+            f"and {waiting} of {self._job.min_nodes} nodes are there that want to start: see whether all of them run "
+            "and can reach that port"
+        )
+
+    def _take_assignment(self, own: NodeInfo, attempt: int, nodes: Sequence[NodeInfo]) -> Assignment:
+        """Host the store of the ranks, or wait to be told where it is."""
+        before, self._attempt = self._attempt, attempt
+        number, first_rank, world = assign_ranks(nodes, own.index)
+        address = _reachable_address(own, nodes)
+        if number == 0:
+            self._store_host = StoreHost(address)
+            self._store_host.serve_soon()
+            self._ask("open_store", address, self._store_host.port)
+        until = time.monotonic() + SILENCE
+        while (found := self._ask("assignment", before)).get("master") is None:
+            if time.monotonic() > until or found.get("attempt", -1) != attempt:
+                # The node that was to host it has left in between: join again without it.
+                return self._join(REJOIN)
+            time.sleep(POLL)
+        master_addr, master_port = found["master"]
+        interface = None if "GLOO_SOCKET_IFNAME" in self._env else interface_of(address)
+        return Assignment(number, len(nodes), first_rank, world, master_addr, master_port, attempt, interface)
+
+    def report_failure(self, failure: Failure) -> Failure | None:
+        """The first to tell is the one that counts."""
+        counted = self._in_thread(lambda: self._ask("report_failure", asdict(failure)), SILENCE)
+        return None if counted is None else Failure(**counted)
+
+    def report_done(self) -> None:
+        """Count this node among those whose ranks are done."""
+        self._in_thread(lambda: self._ask("report_done"), SILENCE)
+
+    def status(self) -> RendezvousStatus:
+        """The last answer of the first node; the next question is on its way."""
+        if self._asking is None:
+            self._asking, self._asked_at = (
+                self._pool.submit(lambda: RendezvousStatus.unpack(self._ask("status"))),
+                time.monotonic(),
+            )
+        elif self._asking.done():
+            self._status, self._asking = self._asking.result(), None
+        elif time.monotonic() - self._asked_at > SILENCE:
+            raise self._lost()
+        return self._status
+
+    def request(self, word: str) -> None:
         """Ask all nodes for something."""
-        self._of(index).request = word
+        self._in_thread(lambda: self._ask("request", word), SILENCE)
 
-    def share(self, index: int, key: str, text: str) -> None:
-        """Say something under a key."""
-        self._of(index).shared.setdefault(key, {})[index] = text
+    def share(self, key: str, text: str) -> list[str]:
+        """What every node has to say; those that do not answer within two seconds are left out."""
+        return self._in_thread(lambda: self._share(key, text), SILENCE)
 
-    def shared(self, index: int, key: str) -> tuple[bool, list[str]]:
-        """What nodes have said under a key, in their order, and whether that is all of them."""
-        current = self._of(index)
-        said = current.shared.get(key, {})
-        return all(other in said for other in current.present), [said[other] for other in sorted(said)]
+    def _share(self, key: str, text: str) -> list[str]:
+        until = time.monotonic() + 2.0
+        self._ask("share", key, text)
+        is_all, said = self._ask("shared", key)
+        while not is_all and time.monotonic() < until:
+            time.sleep(POLL / 2)
+            is_all, said = self._ask("shared", key)
+        return list(said)
 
-    def leave(self, index: int, words: str, was_asked: bool) -> None:
-        """Take no further part."""
-        self._waiting.pop(index, None)
-        if index == FIRST:
-            self._closed = (words, was_asked)
-        if self._round is not None and index in self._round.present:
-            self._round.lose(index, "has left" + (f": {words}" if words else ""))
-        self._begin_round()
+    def leave(self, words: str, *, was_asked: bool = False) -> None:
+        """Take no further part; the first node waits a moment, so that the others can hear of it."""
+        self._is_leaving = True
+        if self._store_host is not None:
+            self._store_host.close()
+        if self._channel is not None:
+            with suppress(RuntimeError):  # the first node may have left already
+                self._in_thread(lambda: self._say_goodbye(words, was_asked), GOODBYE)
+        if self._state_host is not None:
+            self._state_host.close()
 
-    def others(self, index: int) -> list[int]:
-        """Which other nodes have yet to leave."""
-        present = self._round.present if self._round is not None else []
-        return [other for other in (*present, *self._waiting) if other != index]
-
-    # What the host of the meeting says
-
-    def hang_up(self, index: int) -> None:
-        """The connection of a node has ended."""
-        self._waiting.pop(index, None)
-        if self._round is not None and index in self._round.present:
-            self._round.lose(index, "is lost: its supervisor has ended without a word")
-        self._begin_round()
-
-    def tick(self, now: float) -> None:
-        """Time passes: silent nodes are lost, and rounds begin."""
-        self.now = now
-        for index in [index for index, one in self._waiting.items() if now - one.asked > UNHEARD]:
-            del self._waiting[index]
-        if (current := self._round) is not None:
-            beats = [current.beats[index] for index in current.indices]
-            for position in current.pulse.silent(beats, now):
-                index = current.indices[position]
-                if index in current.present and index not in self._waiting:
-                    current.lose(index, f"is lost: its supervisor has not been heard of for {LOST:.0f} s")
-        self._begin_round()
-
-    def is_taken(self, index: int) -> bool:
-        """Whether a node of that index is there already."""
-        return index in self._waiting or (self._round is not None and index in self._round.present)
-
-    def _of(self, index: int) -> Round:
-        if self._round is None or index not in self._round.indices:
-            raise LookupError(f"node {index} takes part in no attempt")
-        return self._round
-
-    def _gone_in_words(self) -> str:
-        return "; ".join(self._round.gone.values()) if self._round is not None else ""
-
-    def _are_enough(self) -> bool:
-        present = self._round.present if self._round is not None else []
-        return len({*present, *self._waiting}) >= self._min_nodes
-
-    def _begin_round(self) -> None:
-        chosen = self._chosen()
-        if not chosen:
-            return
-        members = tuple(self._waiting.pop(index).member for index in sorted(chosen))
-        attempt = self._round.attempt + 1 if self._round is not None else 0
-        beats = {member.index: 0 for member in members}
-        self._round = Round(attempt, members, Pulse(len(members), self.now), beats)
-        self._enough_since = self._over_since = None
-
-    def _chosen(self) -> Sequence[int]:
-        """Who takes part in a round that begins now; nobody where none does."""
-        if self._closed is not None:
-            return ()
-        present = self._round.present if self._round is not None else []
-        staying = [index for index in present if index in self._waiting]
-        wanted = sorted(self._waiting, key=lambda index: (index not in staying, index))[: self._max_nodes]
-        if len(wanted) < self._min_nodes:
-            self._enough_since = None
-            return ()
-        if len(wanted) == self._max_nodes and len(staying) == len(present):
-            return wanted
-        if self._round is None:
-            self._enough_since = self._enough_since if self._enough_since is not None else self.now
-            return wanted if self.now - self._enough_since >= LAST_CALL else ()
-        if not staying and present:
-            return ()  # newcomers, and a round that goes on
-        self._over_since = self._over_since if self._over_since is not None else self.now
-        is_long = self.now - self._over_since >= STRAGGLERS
-        return wanted if len(staying) == len(present) or is_long else ()
+    def _say_goodbye(self, words: str, was_asked: bool) -> None:
+        self._ask("leave", words, was_asked)
+        until = time.monotonic() + GOODBYE - 0.5
+        while self._state_host is not None and self._ask("remaining") and time.monotonic() < until:
+            time.sleep(POLL / 5)
 
 
-QUESTIONS: Final = (
-    *(Rendezvous.want, Rendezvous.place, Rendezvous.open_store, Rendezvous.look, Rendezvous.fail, Rendezvous.finish),
-    *(Rendezvous.request, Rendezvous.share, Rendezvous.shared, Rendezvous.leave, Rendezvous.others),
-)
+class _RendezvousHost:
+    """The first node's part: it keeps the state, and answers the questions of all nodes."""
+
+    def __init__(self, job: Job, node: Node) -> None:
+        self._state = RendezvousState(job.min_nodes, job.max_nodes)
+        self._questions = {question.__name__: question for question in QUESTIONS}
+        self._indices: dict[Peer, int] = {}
+        self._now, self._ticked = 0.0, time.monotonic()
+        self._server = ChannelServer(
+            bind(node.master_addr, job.master_port),
+            job.key("supervisors"),
+            answer=self._answer,
+            gone=self._gone,
+            tick=self._tick,
+        )
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _tick(self) -> None:
+        """Tell the state what time it is: while this process was held up, nodes that asked were not silent."""
+        before, self._ticked = self._ticked, time.monotonic()
+        self._now += min(self._ticked - before, LONGEST_LOOK)
+        self._state.tick(self._now)
+
+    def _answer(self, peer: Peer, message: list[Any]) -> Any:
+        name, index, *words = message
+        if name == "join" and self._indices.get(peer) != index:
+            if self._state.is_taken(index):
+                return f"node {index} of this job is there already: give each node a --node_rank of its own"
+            self._indices[peer] = index
+        if self._indices.get(peer) != index:
+            raise LookupError(f"this peer is not node {index}")
+        return self._questions[name](self._state, index, *words)
+
+    def _gone(self, peer: Peer) -> None:
+        index = self._indices.pop(peer, None)
+        if index is not None and index not in self._indices.values():
+            self._state.disconnect(index)
+
+
+def _reachable_address(own: NodeInfo, nodes: Sequence[NodeInfo]) -> str:
+    """This node's address as the others see it. The first node's way to itself says nothing about that."""
+    others = [node.address for node in nodes if node.index != own.index]
+    way = next((other for other in others if not is_loopback(other)), None)
+    return address_towards(way) if way is not None and is_loopback(own.address) else own.address
+
+
+def address_towards(target: str) -> str:
+    """The address of this machine that packets to a host leave from; nothing is sent."""
+    try:
+        family, address = resolve(target)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    except (OSError, IndexError) as error:
+        raise LaunchError(f"{target} cannot be reached from this machine ({error}): check --master_addr") from error
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def open_rendezvous(job: Job, node: Node, env: Mapping[str, str]) -> Rendezvous:
+    """The rendezvous that a job needs."""
+    if job.max_nodes == 1 and not job.master_addr:
+        return SingleNodeRendezvous(job)
+    return MultiNodeRendezvous(job, node, env)

@@ -15,41 +15,49 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 from typing import IO, Final, NoReturn
 from uuid import uuid4
 
 import psutil
 
 from mizzen.errors import LaunchError, UsageError
-from mizzen.launcher.arrange import HOSTFILE, Asked, Facts, Launch, again
-from mizzen.launcher.backends import MODULE, Backend, Command, Pdsh, Way, brought, split_words, ssh, taken_back
-from mizzen.launcher.devices import count_devices, find_devices
-from mizzen.launcher.hosts import Host, Hosts
+from mizzen.launcher.backends import (
+    MODULE,
+    LaunchBackend,
+    Pdsh,
+    RemoteCommand,
+    RemoteOptions,
+    copy_line,
+    remove_line,
+    split_words,
+    ssh,
+)
+from mizzen.launcher.hosts import Host, Hosts, count_devices, find_devices
 from mizzen.launcher.job import ENDED, SAID, TAKEN
-from mizzen.launcher.keeper import dies_with_parent
-from mizzen.launcher.output import Outlet, Pump, say, write
-from mizzen.launcher.secret import common_secret
-from mizzen.launcher.stops import HEEDED, UNSAVED, hold, is_heeded
-from mizzen.launcher.variables import file_paths
+from mizzen.launcher.launch import HOSTFILE, LaunchOptions, LaunchPlan, LocalMachine, with_next_port
+from mizzen.launcher.output import PipeReader, ProcessOutput, say, write
+from mizzen.launcher.process_tree import dies_with_parent
+from mizzen.launcher.signals import HANDLED, UNSAVED, block_signals, is_handled
+from mizzen.launcher.variables import common_secret, file_paths
 from mizzen.network import fresh_key, resolve
+from mizzen.wording import and_more
 
 OTHERS: Final = 15.0
 """Seconds that the other hosts get to end by themselves after the first has failed."""
 ATTEMPTS: Final = 5
-"""Meeting ports that are tried."""
+"""Rendezvous ports that are tried."""
 UNREACHABLE: Final = 255
 """What ssh itself exits with."""
 TICK: Final = 0.05
 
 
-def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
+def inspect_machine(options: LaunchOptions, env: Mapping[str, str]) -> LocalMachine:
     """Everything that a launch depends on and that is not in the command line."""
     here, home = current_folder(), Path(env.get("HOME") or "~").expanduser()
-    hostfile = read_hostfile(Path(asked.hostfile or HOSTFILE))
-    if hostfile is None and asked.hostfile is not None and not asked.quiet:
-        say(f"warning: --hostfile {asked.hostfile}: there is no such file; going on without one")
-    return Facts(
+    hostfile = read_hostfile(Path(options.hostfile or HOSTFILE))
+    if hostfile is None and options.hostfile is not None and not options.quiet:
+        say(f"warning: --hostfile {options.hostfile}: there is no such file; going on without one")
+    return LocalMachine(
         id=uuid4().hex[:12],
         folder=str(here),
         python=sys.executable,
@@ -59,7 +67,7 @@ def gather(asked: Asked, env: Mapping[str, str]) -> Facts:
         devices=find_devices(env),
         count=lambda: count_devices(env),
         is_here=is_here,
-        address=lambda name: address_of(name, asked),
+        address=lambda name: address_of(name, options),
         is_root=os.getuid() == 0,
         pid_file=str(Path(tempfile.gettempdir()) / f"{os.getpid()}.mizzen"),
         secret=fresh_key(),
@@ -107,11 +115,12 @@ def is_here(name: str) -> bool:
     return bool(own & {address for _, address in resolve(name)})
 
 
-def address_of(name: str, asked: Asked) -> str:
+def address_of(name: str, options: LaunchOptions) -> str:
     """A host's address: its name where that resolves, else what ssh's own configuration calls it."""
     if resolve(name):
         return name
-    words = [*ssh(_way_of(asked)), "-G", name]
+    remote = RemoteOptions(arguments=split_words(options.launcher_args) if options.launcher.lower() == "ssh" else ())
+    words = [*ssh(remote), "-G", name]
     with suppress(OSError):
         shown = subprocess.run(words, capture_output=True, text=True, check=False).stdout
         for line in shown.splitlines():
@@ -121,11 +130,7 @@ def address_of(name: str, asked: Asked) -> str:
     return name
 
 
-def _way_of(asked: Asked) -> Way:
-    return Way(arguments=split_words(asked.launcher_args) if asked.launcher.lower() == "ssh" else ())
-
-
-def execute(launch: Launch, env: Mapping[str, str]) -> int:
+def execute(launch: LaunchPlan, env: Mapping[str, str]) -> int:
     """Run the job to its end and give its exit code; a supervisor on this machine takes the place of this process."""
     if launch.backend is None:
         _become_supervisor(launch, env)
@@ -133,45 +138,46 @@ def execute(launch: Launch, env: Mapping[str, str]) -> int:
     if launch.checks_ssh:
         check_ssh(launch)
     for attempt in range(1, ATTEMPTS + 1):
-        fleet = Fleet(launch, program, env)
-        code = fleet.run()
-        if not fleet.has_heard(TAKEN) or launch.has_fixed_port or fleet.received:
+        remote_job = RemoteJob(launch, program, env)
+        code = remote_job.run()
+        if not remote_job.has_heard(TAKEN) or launch.has_fixed_port or remote_job.received:
             break
-        launch = again(launch, attempt)
+        launch = with_next_port(launch, attempt)
         say(f"trying port {launch.job.master_port} instead")
     return code
 
 
-def _become_supervisor(launch: Launch, env: Mapping[str, str]) -> NoReturn:
-    job = replace(launch.job, care=replace(launch.job.care, pid_file=launch.pid_file))
+def _become_supervisor(launch: LaunchPlan, env: Mapping[str, str]) -> NoReturn:
+    job = replace(launch.job, supervision=replace(launch.job.supervision, pid_file=launch.pid_file))
     file = tempfile.TemporaryFile()  # noqa: SIM115 - it goes on to the program that takes our place
     file.write(job.encode().encode())
     file.flush()
     os.set_inheritable(file.fileno(), True)
     words = [job.python, "-u", "-m", MODULE, "--node", str(launch.node), f"@{file.fileno()}"]
     sys.stdout.flush()
-    hold()
+    block_signals()
     os.execve(job.python, words, env)
 
 
-def find_program(backend: Backend) -> str:
+def find_program(backend: LaunchBackend) -> str:
     """The path of a back end's program, or an error that names what to install."""
-    found = [path for name in backend.needs.programs if (path := shutil.which(name))]
+    found = [path for name in backend.requirements.programs if (path := shutil.which(name))]
     if not found:
         other = "start each node by itself with --no_ssh" if backend.name == "ssh" else "use --launcher ssh"
         raise LaunchError(
-            f"--launcher {backend.name} needs {backend.needs.programs[-1]}, which is not installed: install "
-            f"{backend.needs.package}, or {other}"
+            f"--launcher {backend.name} needs {backend.requirements.programs[-1]}, which is not installed: install "
+            f"{backend.requirements.package}, or {other}"
         )
-    if not backend.needs.sign:
+    if not backend.requirements.version_word:
         return found[0]
     for path in found:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-        if backend.needs.sign in said.stdout + said.stderr:
+        if backend.requirements.version_word in said.stdout + said.stderr:
             return path
+    word, package = backend.requirements.version_word, backend.requirements.package
     raise LaunchError(
-        f"--launcher {backend.name}: {found[-1]} belongs to another MPI (its --version does not say "
-        f"{backend.needs.sign!r}): install {backend.needs.package}, or name the launcher that you have"
+        f"--launcher {backend.name}: {found[-1]} belongs to another MPI (its --version does not say {word!r}): install "
+        f"{package}, or name the launcher that you have"
     )
 
 
@@ -180,42 +186,42 @@ def _need_ssh(who: str) -> None:
         raise LaunchError(f"{who} needs ssh, which is not installed: install the Debian package openssh-client")
 
 
-def check_ssh(launch: Launch) -> None:
+def check_ssh(launch: LaunchPlan) -> None:
     """Log in to every host once; who cannot be reached is named with the reason."""
     _need_ssh("the look at the hosts, which --no_ssh_check leaves out,")
     if bad := _on_all_hosts(launch, lambda host: "true"):
         raise LaunchError(f"{bad}. Set up key login, or pass --no_ssh_check if this back end needs no ssh")
 
 
-def bring_job(launch: Launch) -> None:
+def copy_job_to_hosts(launch: LaunchPlan) -> None:
     """Put the job into a file on every host, where its program can bring it there neither by input nor by variable."""
     _need_ssh("a job that pdsh starts")
-    if bad := _on_all_hosts(launch, lambda host: brought(launch.job, host), launch.job.encode()):
+    if bad := _on_all_hosts(launch, lambda host: copy_line(launch.job, host), launch.job.encode()):
         raise LaunchError(f"{bad}. The job is brought to each host by ssh: set up key login")
 
 
-def _on_all_hosts(launch: Launch, line: Callable[[str], str], given: str = "") -> str:
+def _on_all_hosts(launch: LaunchPlan, line: Callable[[str], str], given: str = "") -> str:
     """Run a line on every host at the same time, with this as its input; where it has failed, and why, in words."""
-    way = replace(launch.way, arguments=())
+    remote = replace(launch.remote, arguments=())
 
     def reach(host: Host) -> str:
-        words = [*ssh(way), "-o", "ConnectTimeout=10", host.login, line(host.name)]
+        words = [*ssh(remote), "-o", "ConnectTimeout=10", host.login, line(host.name)]
         ended = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
         return "" if ended.returncode == 0 else f"{host.login} ({ended.stderr.strip() or ended.returncode})"
 
     with ThreadPoolExecutor(max_workers=64) as pool:
         bad = list(filter(None, pool.map(reach, launch.job.hosts)))
     words = f"{len(bad)} of {len(launch.job.hosts)} hosts cannot be reached by ssh without a password"
-    return f"{words}: {'; '.join(bad[:8])}" if bad else ""
+    return f"{words}: {and_more(bad, separator='; ')}" if bad else ""
 
 
-class Line:
+class InputWriter:
     """The input of a command: a thread writes to it, since a host that cannot be reached reads nothing."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="mizzen-line", daemon=True).start()
+        threading.Thread(target=self._run, name="mizzen-input", daemon=True).start()
 
     def say(self, text: str) -> None:
         """Send a line, after those before it."""
@@ -236,14 +242,14 @@ class Line:
 
 
 @dataclass(slots=True)
-class Ship:
+class RunningCommand:
     """One command that runs."""
 
-    command: Command
+    command: RemoteCommand
     process: "subprocess.Popen[bytes]"
-    outlet: Outlet
-    line: "Line | None" = None
-    """The way to its input, where that brings something."""
+    output: ProcessOutput
+    input: "InputWriter | None" = None
+    """Its input, where that brings something."""
     passed_on: int = 0
     """How much of what was heard has been dealt with."""
 
@@ -257,78 +263,75 @@ class Ship:
     def is_lost(self) -> bool:
         """Whether ssh itself has failed: a supervisor that leaves with its code says so before."""
         is_ssh = self.command.words[0] == "ssh"
-        return is_ssh and self.process.returncode == UNREACHABLE and not self.outlet.heard
+        return is_ssh and self.process.returncode == UNREACHABLE and not self.output.messages
 
 
 @dataclass(slots=True)
-class Fleet:
+class RemoteJob:
     """The commands of one launch, from start to end."""
 
-    launch: Launch
+    launch: LaunchPlan
     program: str
     env: Mapping[str, str]
-    ships: list[Ship] = field(default_factory=list)
+    running: list[RunningCommand] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
 
     def run(self) -> int:
         """Start all of them, wait, and give the exit code of the first that failed."""
         backend = self.launch.backend
         if backend is None:
-            raise AssertionError("a launch on this machine has no fleet")
-        for number in filter(is_heeded, HEEDED):
-            signal.signal(number, self._receive)
+            raise AssertionError("a launch on this machine has no remote commands")
+        for number in filter(is_handled, HANDLED):
+            signal.signal(number, lambda number, _: self.received.append(number))
         if self.launch.pid_file is not None:
             Path(self.launch.pid_file).write_text(str(os.getpid()))
-        pump = Pump()
-        commands = backend.commands(self.launch.job, self.launch.way)
+        pipes = PipeReader()
+        commands = backend.commands(self.launch.job, self.launch.remote)
         if any(command.handover == "file" for command in commands):
-            bring_job(self.launch)
+            copy_job_to_hosts(self.launch)
         for command in commands:
-            self.ships.append(self._start(command, pump))
-        pump.start()
+            self.running.append(self._start(command, pipes))
+        pipes.start()
         first, ended = None, []
         try:
             first = self._wait()
-            ended = [ship for ship in self.ships if ship.process.poll() is not None]
+            ended = [one for one in self.running if one.process.poll() is not None]
         finally:
             self._end()
-            pump.finish(10.0)
-            self._take_back()
+            pipes.drain()
+            self._remove_job_files()
             if self.launch.pid_file is not None:
                 Path(self.launch.pid_file).unlink(missing_ok=True)
-        for ship in sorted(self.ships, key=lambda ship: ship is first):
-            self._pass_on(ship)
-        for ship in ended:
-            if ship.is_lost:
-                say(f"error: ssh to {ship.command.hosts[0]} has failed (exit code 255): see what it said above")
+        for one in sorted(self.running, key=lambda one: one is first):
+            self._pass_on(one)
+        for one in ended:
+            if one.is_lost:
+                say(f"error: ssh to {one.command.hosts[0]} has failed (exit code 255): see what it said above")
         if first is None:
             return 0
         if self.received and not self.has_heard(ENDED):
             return UNSAVED  # it was asked to stop before any supervisor was there to be asked
         return 1 if first.is_lost else first.code
 
-    def _take_back(self) -> None:
+    def _remove_job_files(self) -> None:
         """Remove the files with the job where not every supervisor has come to read its own."""
-        last_words = [word for ship in self.ships for word in ship.outlet.heard if word in (ENDED, TAKEN)]
-        is_brought = any(ship.command.handover == "file" for ship in self.ships)
-        if is_brought and len(last_words) < len(self.launch.job.hosts):
-            _on_all_hosts(self.launch, lambda host: taken_back(self.launch.job, host))
+        last_words = [word for one in self.running for word in one.output.messages if word in (ENDED, TAKEN)]
+        is_copied = any(one.command.handover == "file" for one in self.running)
+        if is_copied and len(last_words) < len(self.launch.job.hosts):
+            _on_all_hosts(self.launch, lambda host: remove_line(self.launch.job, host))
 
     def has_heard(self, word: str) -> bool:
         """Whether a supervisor has said this as its last word."""
-        return any(word in ship.outlet.heard for ship in self.ships)
+        return any(word in one.output.messages for one in self.running)
 
-    def _pass_on(self, ship: Ship) -> None:
+    def _pass_on(self, running: RunningCommand) -> None:
         """Print with what words its supervisors have left, after what the program itself had to say."""
-        words = ship.outlet.heard[ship.passed_on :]
-        ship.passed_on += len(words)
+        words = running.output.messages[running.passed_on :]
+        running.passed_on += len(words)
         said = [word.removeprefix(SAID) for word in words if word.startswith(SAID)]
         write("err", "".join(f"{line}\n" for line in said).encode(errors="backslashreplace"))
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        self.received.append(number)
-
-    def _start(self, command: Command, pump: Pump) -> Ship:
+    def _start(self, command: RemoteCommand, pipes: PipeReader) -> RunningCommand:
         has_line = command.channel == "line"
         process = subprocess.Popen(
             (self.program, *command.words[1:]),
@@ -340,30 +343,28 @@ class Fleet:
             start_new_session=True,
             preexec_fn=dies_with_parent(signal.SIGTERM),
         )
-        line = Line(process.stdin) if process.stdin is not None else None
-        if line is not None and command.handover == "input":
-            line.say(self.launch.job.encode())
-        outlet = Outlet(is_shown=True, mark=self.launch.job.last_word().encode())
-        for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
-            if pipe is not None:
-                pump.add(pipe, outlet, "out" if stream == "out" else "err")
-        return Ship(command, process, outlet, line)
+        writer = InputWriter(process.stdin) if process.stdin is not None else None
+        if writer is not None and command.handover == "input":
+            writer.say(self.launch.job.encode())
+        output = ProcessOutput(is_shown=True, mark=self.launch.job.last_word().encode())
+        pipes.add(process, output)
+        return RunningCommand(command, process, output, writer)
 
-    def _wait(self) -> Ship | None:
+    def _wait(self) -> RunningCommand | None:
         """The first that failed, when all have ended. The others get a little time; an elastic job needs only some."""
-        first: Ship | None = None
+        first: RunningCommand | None = None
         deadline, told, cut = None, 0, False
-        while any(ship.process.poll() is None for ship in self.ships):
+        while any(one.process.poll() is None for one in self.running):
             time.sleep(TICK)
             if len(self.received) > told:
                 told += 1
                 self._tell("stop" if told == 1 and signal.SIGHUP not in self.received else "end")
-            failed = [ship for ship in self.ships if ship.process.poll() not in (None, 0)]
-            for ship in failed if self.launch.job.is_elastic else ():
-                self._pass_on(ship)  # the others may go on for days
+            failed = [one for one in self.running if one.process.poll() not in (None, 0)]
+            for one in failed if self.launch.job.is_elastic else ():
+                self._pass_on(one)  # the others may go on for days
             first = first or next(iter(failed), None)
-            alive = len(self.ships) - len(failed)
-            if failed and deadline is None and (len(self.ships) == 1 or alive < self.launch.job.min_nodes):
+            alive = len(self.running) - len(failed)
+            if failed and deadline is None and (len(self.running) == 1 or alive < self.launch.job.min_nodes):
                 deadline = time.monotonic() + OTHERS
             if deadline is not None and time.monotonic() > deadline and not cut:
                 cut = True
@@ -371,58 +372,52 @@ class Fleet:
                 deadline = time.monotonic() + OTHERS
             elif cut and deadline is not None and time.monotonic() > deadline:
                 return first
-        if self.launch.job.is_elastic and any(ship.process.returncode == 0 for ship in self.ships):
+        if self.launch.job.is_elastic and any(one.process.returncode == 0 for one in self.running):
             return None
-        return first or next((ship for ship in self.ships if ship.process.returncode), None)
+        return first or next((one for one in self.running if one.process.returncode), None)
 
     def _tell(self, request: str) -> None:
-        """Bring a request to the supervisors, each back end in its way."""
-        for ship in self.ships:
-            if ship.process.poll() is not None:
+        """Bring a request to the supervisors, each back end in its own way."""
+        for one in self.running:
+            if one.process.poll() is not None:
                 continue
-            if ship.command.channel == "ask":
-                self._ask(request)
-            elif ship.line is None:
-                ship.process.send_signal(signal.SIGTERM if request == "end" else signal.SIGUSR1)
+            if one.command.channel == "ask":
+                command = Pdsh().ask(self.launch.job, self.launch.remote, request)
+                words, env = (self.program, *command.words[1:]), {**self.env, **command.environment}
+                subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL)
+            elif one.input is None:
+                one.process.send_signal(signal.SIGTERM if request == "end" else signal.SIGUSR1)
             elif request == "end":
-                ship.line.close()
+                one.input.close()
             else:
-                ship.line.say("stop")
-
-    def _ask(self, request: str) -> None:
-        command = Pdsh().ask(self.launch.job, self.launch.way, request)
-        subprocess.Popen(
-            (self.program, *command.words[1:]), env={**self.env, **command.environment}, stdin=subprocess.DEVNULL
-        )
+                one.input.say("stop")
 
     def _end(self) -> None:
-        for ship in self.ships:
-            if ship.line is not None:
-                ship.line.close()
-            if ship.process.poll() is None:
-                ship.process.terminate()
+        for one in self.running:
+            if one.input is not None:
+                one.input.close()
+            if one.process.poll() is None:
+                one.process.terminate()
                 try:
-                    ship.process.wait(OTHERS)
+                    one.process.wait(OTHERS)
                 except subprocess.TimeoutExpired:
-                    ship.process.kill()
+                    one.process.kill()
 
 
-def run_everywhere(hosts: Hosts, line: str, way: Way) -> int:
+def run_everywhere(hosts: Hosts, line: str, remote: RemoteOptions) -> int:
     """Run a shell's line on every host at once, each line of output after the name of its host; the largest code."""
     _need_ssh("mizzen ssh")
-    pump, processes = Pump(), []
+    pipes, processes = PipeReader(), []
     width = max(len(host.name) for host in hosts)
     for host in hosts:
-        words = (*ssh(way), host.login, line)
+        words = (*ssh(remote), host.login, line)
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
-        outlet = Outlet(prefix=f"{host.name:{width}}  ".encode(), is_shown=True)
-        for pipe, stream in ((process.stdout, "out"), (process.stderr, "err")):
-            if pipe is not None:
-                pump.add(pipe, outlet, "out" if stream == "out" else "err")
+        output = ProcessOutput(prefix=f"{host.name:{width}}  ".encode(), is_shown=True)
+        pipes.add(process, output)
         processes.append(process)
-    pump.start()
+    pipes.start()
     codes = [process.wait() for process in processes]
-    pump.finish()
+    pipes.drain()
     return max(128 - code if code < 0 else code for code in codes)

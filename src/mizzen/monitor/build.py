@@ -6,19 +6,11 @@ from typing import Any
 from mizzen.accelerator import Memory, get_accelerator
 from mizzen.config.schema import Config
 from mizzen.environment import World
-from mizzen.monitor.comet import CometSink
-from mizzen.monitor.csv import CsvSink
-from mizzen.monitor.guard import Guard
-from mizzen.monitor.jsonl import JsonlSink
-from mizzen.monitor.printer import Lines, Printer
-from mizzen.monitor.progress_line import ProgressLine
+from mizzen.monitor.output import OutputGuard
 from mizzen.monitor.rank_record import RankRecord
 from mizzen.monitor.report import Observer
-from mizzen.monitor.screen import Screen
-from mizzen.monitor.sinks import Monitor, Sink
-from mizzen.monitor.skips import SkippedSteps
-from mizzen.monitor.tensorboard import TensorboardSink
-from mizzen.monitor.wandb import WandbSink
+from mizzen.monitor.sinks import CometSink, CsvSink, JsonlSink, RunMonitor, Sink, TensorboardSink, WandbSink
+from mizzen.monitor.terminal import Printer, PrintOptions, ProgressLine, Screen, SkippedSteps
 
 Make = Callable[[], Sink]
 
@@ -30,7 +22,7 @@ def build_observers(config: Config, world: World, plan: Mapping[str, Any] | None
     """
     asked = _asked(config)
     if world.rank != 0:
-        return (Monitor({}, enabled=True), *_records(config, world, None)) if asked else ()
+        return (RunMonitor({}, enabled=True), *_records(config, world, None)) if asked else ()
     screen = Screen()
     monitors = [_monitor(config, asked)] if asked else []
     return (SkippedSteps(screen), *_progress(config, screen), *monitors, *_records(config, world, plan))
@@ -56,7 +48,7 @@ def _progress(config: Config, screen: Screen) -> list[Observer]:
         interval, total = config.progress.interval, total_steps(config)
         found.append(ProgressLine(screen, _memory, interval=interval, total=total, has_rate=rate))
         is_shown = False
-    lines = Lines(
+    lines = PrintOptions(
         every=every,
         progress=is_shown or every is not None,
         phases=config.wall_clock_breakdown,
@@ -87,11 +79,11 @@ def _asked(config: Config) -> dict[str, Make]:
     return {name: make for name, make in makers.items() if config.at(f"{name}.enabled")}
 
 
-def _monitor(config: Config, makers: Mapping[str, Make]) -> Monitor:
+def _monitor(config: Config, makers: Mapping[str, Make]) -> RunMonitor:
     """The monitor, with every sink that could be opened."""
     sinks: dict[str, Sink] = {}
     for name, make in makers.items():
-        with Guard(name):
+        with OutputGuard(name):
             sinks[name] = make()
     rate = config.timers.throughput.enabled
-    return Monitor(sinks, enabled=True, has_loss_scale=config.computes_in_fp16, has_rate=rate)
+    return RunMonitor(sinks, enabled=True, has_loss_scale=config.computes_in_fp16, has_rate=rate)

@@ -18,8 +18,7 @@ from typing import Any
 from mizzen.accelerator import Memory
 from mizzen.config.observe import JsonlConfig
 from mizzen.environment import World
-from mizzen.monitor.append import LineFile
-from mizzen.monitor.guard import Guard
+from mizzen.monitor.output import LineFile, OutputGuard
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.progress import announce_run, get_progress
 
@@ -40,7 +39,7 @@ class RankRecord(Observer):
         plan: Mapping[str, Any] | None = None,
     ) -> None:
         self._world, self._memory, self._pid = world, memory, os.getpid()
-        self._guard = Guard(f"jsonl_monitor, the record of rank {world.rank}")
+        self._guard = OutputGuard(f"jsonl_monitor, the record of rank {world.rank}")
         self._is_over = threading.Event()
         self._turn = threading.Lock()
         """Whoever writes of where the rank is: nothing may come after its end."""

@@ -1,9 +1,18 @@
-"""What happened in one optimizer step. Values on the device are read when they are asked for, not before."""
+"""What happened in one optimizer step, and who is told of it. Device values are read when they are asked for.
+
+The measures of a step, beside those that the profiler and the communication add:
+
+samples_per_sec, tokens_per_sec                    of all ranks
+elapsed_time_ms_forward, _backward, _step          with wall_clock_breakdown, of the latest step that is done
+memory_allocated, memory_reserved, memory_peak     bytes of this rank's device
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol
+
+from mizzen.accelerator import Memory
 
 Lazy = Callable[[], float | None]
 
@@ -44,7 +53,7 @@ class StepReport:
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds per phase of the latest step that the device has finished, with `wall_clock_breakdown`."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """Numbers by name, read without a wait for the device; `monitor/measures.py` has the names."""
+    """Numbers by name, read without a wait for the device; the names are at the top of this file."""
     read_loss: Lazy = field(default=_nothing, repr=False)
     read_norm: Lazy = field(default=_nothing, repr=False)
 
@@ -110,3 +119,39 @@ class Observer(Protocol):
 
 Event = tuple[str, Any, int]
 """(name, value, global samples): what sinks write."""
+
+
+class Rates(Meter):
+    """Samples and tokens per second. The first step is not timed: its seconds include the start of the run."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def read(self, report: StepReport) -> Mapping[str, float]:
+        """Those that are known."""
+        if self._is_first or report.seconds <= 0:
+            self._is_first = False
+            return {}
+        rates = {"samples_per_sec": report.samples / report.seconds}
+        return rates | ({"tokens_per_sec": report.tokens / report.seconds} if report.tokens is not None else {})
+
+
+class PhaseTimes(Meter):
+    """Milliseconds of each phase."""
+
+    def read(self, report: StepReport) -> Mapping[str, float]:
+        """Those of the report."""
+        return {f"elapsed_time_ms_{phase}": 1e3 * seconds for phase, seconds in report.phases.items()}
+
+
+class MemoryUse(Meter):
+    """What this process uses of its device."""
+
+    def __init__(self, memory: Callable[[], Memory]) -> None:
+        self._memory = memory
+
+    def read(self, report: StepReport) -> Mapping[str, float]:
+        """At the end of the step."""
+        memory = self._memory()
+        known = {"memory_allocated": memory.allocated, "memory_reserved": memory.reserved}
+        return known if memory.peak is None else known | {"memory_peak": memory.peak}

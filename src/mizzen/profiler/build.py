@@ -14,8 +14,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
 from mizzen.log import warn_once
-from mizzen.monitor.measures import MemoryUse, PhaseTimes, Rates
-from mizzen.monitor.report import Meter, Observer
+from mizzen.monitor.report import MemoryUse, Meter, Observer, PhaseTimes, Rates
 from mizzen.profiler.page import Setting
 from mizzen.profiler.peaks import peak_of
 from mizzen.profiler.spans import Recorder, Snapshot, Span, Trace

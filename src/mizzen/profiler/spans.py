@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mizzen.config.observe import SnapshotConfig, TraceConfig
 from mizzen.log import say
-from mizzen.monitor.guard import Guard
+from mizzen.monitor.output import OutputGuard
 from mizzen.monitor.report import Observer, StepReport
 
 
@@ -31,7 +31,7 @@ class Span(Observer):
     """Records `steps` steps from the one on that follows `start` others. A run that ends before writes what it has."""
 
     def __init__(self, name: str, recorder: Recorder, path: Path, *, start: int, steps: int) -> None:
-        self._guard = Guard(name)
+        self._guard = OutputGuard(name)
         self._recorder = recorder
         self._path = path
         self._start, self._steps = start, steps

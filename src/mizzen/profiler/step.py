@@ -9,7 +9,7 @@ from torch import nn
 
 from mizzen.accelerator import Accelerator, Timer
 from mizzen.config.observe import FlopsProfilerConfig
-from mizzen.monitor.guard import Guard
+from mizzen.monitor.output import OutputGuard
 from mizzen.monitor.report import Meter, Observer, StepReport
 from mizzen.profiler.count import Count
 from mizzen.profiler.flops import show
@@ -111,7 +111,7 @@ class ProfiledStep(Observer, Meter):
             top_modules=config.top_modules,
             detailed_too=config.detailed,
         )
-        with Guard("flops_profiler.output_file" if config.output_file else "standard output"):
+        with OutputGuard("flops_profiler.output_file" if config.output_file else "standard output"):
             show(text, config.output_file)
 
 

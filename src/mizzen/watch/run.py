@@ -1,13 +1,14 @@
-"""One run as it lies on disk: the numbers of its steps, the records of its ranks, and what follows from both.
+"""Runs as they lie on disk: the numbers of their steps, the records of their ranks, and what follows from both.
 
 Whatever is read here was written by others. A line that is no JSON, or not of our kind, is passed over and counted.
 """
 
 import json
 import math
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from mizzen.errors import UsageError
 from mizzen.monitor.rank_record import ranks_folder
 from mizzen.watch.series import Series
 from mizzen.watch.tail import Tail
+from mizzen.wording import and_more, duration, rank_list
 
 MOST_NAMES: Final = 256
 """Numbers that are kept of a run. A run that writes one for each layer is read; what is above is only counted."""
@@ -89,7 +91,7 @@ class Run:
     def read(self, revision: int) -> bool:
         """Take in a chunk of each file. True when there is more to read at once."""
         self._tails.setdefault(self.events, Tail(self.events))
-        for path in _listed(ranks_folder(self.events)):
+        for path in sorted(ranks_folder(self.events).glob("*.jsonl")):
             self._tails.setdefault(path, Tail(path))
         is_more = False
         for tail in self._tails.values():
@@ -224,18 +226,18 @@ class Run:
             return "failed", ending["text"]
         if failed := [number for number, state in states.items() if state == "failed"]:
             silent = [number for number, state in states.items() if state in ("silent", "alive")]
-            words = "; ".join(f"rank {number}: {shown[number].error}" for number in failed[:4])
-            return "failed", f"{words}; {_ranks(silent)} left no word" if silent else words
+            words = and_more([f"rank {number}: {shown[number].error}" for number in failed], 4, separator="; ")
+            return "failed", f"{words}; {rank_list(silent, 4)} left no word" if silent else words
         if ending is not None:
             return "finished" if ending["code"] is not None else "running", ending["text"]
         if silent := [number for number, state in states.items() if state == "silent"]:
             longest = max(now - shown[number].time for number in silent)
-            return "silent", f"{_ranks(silent)} not heard of for {_span(longest)}"
+            return "silent", f"{rank_list(silent, 4)} not heard of for {duration(longest)}"
         if states and all(state == "ended" for state in states.values()):
             return "finished", f"all {len(states)} ranks ended well"
         if not self.heard:
             return "empty", f"nothing to read yet in {self.events}"
-        return "running", f"last heard of {_span(max(0.0, now - self.heard))} ago"
+        return "running", f"last heard of {duration(max(0.0, now - self.heard))} ago"
 
     def _step_of(self, mark: Mark) -> float:
         known = self.series.get("samples")
@@ -257,7 +259,7 @@ class Run:
             "world": self.world,
             "read": self.share_read,
             "passed_over": self.unreadable + self.unlisted,
-            "latest": {name: _as_json(value) for name, value in self.latest.items()},
+            "latest": {name: value if math.isfinite(value) else str(value) for name, value in self.latest.items()},
             "series": {name: columns for name, columns in changed.items() if columns["time"]},
             "memory": {number: columns for number, columns in memory.items() if columns["time"]},
             "ranks": [
@@ -310,10 +312,6 @@ def _one(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
-
-
-def _listed(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.jsonl"))
 
 
 def _event(line: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -377,19 +375,48 @@ def _short(value: Any) -> str:
     return value[:LONGEST_TEXT] if isinstance(value, str) else str(value)[:LONGEST_TEXT] if value is not None else ""
 
 
-def _as_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+PAUSE: Final = 0.5
+"""Seconds between two looks at files that have not grown."""
 
 
-def _ranks(numbers: list[int]) -> str:
-    """`rank 2`, or `ranks 0, 1, 2, 3 and 12 more`."""
-    first = ", ".join(map(str, numbers[:4]))
-    more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {first}{more}"
+class Watcher:
+    """Each look has a number, the revision; who asks names the last one it has heard of, 0 at first."""
 
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self._revision = 0
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
 
-def _span(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    def look(self) -> bool:
+        """Read on in every run. True when there is more to read at once."""
+        more = False
+        for run in self.runs:
+            with self._lock:
+                self._revision += 1
+                more |= run.read(self._revision)
+        return more
+
+    def read_all(self) -> None:
+        """Read everything that is there now."""
+        while self.look():
+            pass
+
+    def since(self, revision: int) -> dict[str, Any]:
+        """What has changed after a revision, and the revision to ask with next."""
+        with self._lock:
+            runs = [run.since(revision) for run in self.runs]
+            return {"revision": self._revision, "now": time.time(), "runs": runs}
+
+    def start(self) -> None:
+        """Read on from now until `close`."""
+        threading.Thread(target=self._follow, name="mizzen-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._is_over.set()
+
+    def _follow(self) -> None:
+        while not self._is_over.is_set():
+            if not self.look():
+                self._is_over.wait(PAUSE)

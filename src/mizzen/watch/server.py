@@ -1,22 +1,30 @@
-"""The page on a port of this machine: read-only, for whoever has its address, and for nobody else.
+"""The page of `mizzen watch`: as one file with its data inside, or served on a port of this machine.
 
 [Note: who may read]
 Other users of this machine can reach the port, and so can any web page that its owner opens. The first do not know the
 token in the path. The second could only guess it too, and one that makes its own name point here (DNS rebinding) is
 known by the name in its Host header. Nothing is ever written: there is no request but GET.
+
+[Note: texts are never markup]
+The page's own script puts every text of a run in as text. In an exported file it lies in a block of JSON in which no
+tag can begin or end.
 """
 
+import base64
+import hashlib
 import json
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
 from typing import Any, Final
 
-from mizzen.watch.document import charts, served
-from mizzen.watch.watcher import Watcher
+from mizzen.monitor.output import require
+from mizzen.watch.run import Watcher
 
 LOOPBACK: Final = "127.0.0.1"
 OUR_NAMES: Final = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
@@ -73,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _page(self, _: str) -> None:
-        page, policy = served(secrets.token_urlsafe(16), self.server.charts)
+        page, policy = served_page(secrets.token_urlsafe(16), self.server.charts)
         self._send(page.encode(), "text/html; charset=utf-8", {"Content-Security-Policy": policy})
 
     def _charts(self, _: str) -> None:
@@ -100,3 +108,69 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: a page that asks every second would fill the terminal."""
+
+
+POLICY: Final = (
+    "default-src 'none'; script-src {scripts}; style-src-elem {styles}; style-src-attr 'unsafe-inline'; "
+    "img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+)
+"""What the page may do: run these scripts, ask this server, nothing else. Charts set attributes of style themselves."""
+
+
+def charts() -> str:
+    """The offline bundle of plotly: the script that draws."""
+    package = require("plotly", extra="watch", purpose="mizzen watch")
+    return (Path(str(package.__file__)).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+
+
+def served_page(nonce: str, bundle: str) -> tuple[str, str]:
+    """The page and its policy. The bundle comes from beside it; everything else is inside, under the nonce."""
+    scripts = f'<script nonce="{nonce}" src="plotly.js"></script>\n<script nonce="{nonce}">{_part("page.js")}</script>'
+    page = _filled(
+        style=f'<style nonce="{nonce}">{_part("page.css")}</style>', charts=_unstyled(bundle), scripts=scripts
+    )
+    allowed = f"'nonce-{nonce}'"
+    policy = POLICY.format(scripts=allowed, styles=allowed, connect="'self'")
+    return page, f"{policy}; frame-ancestors 'none'"
+
+
+def exported_page(data: Mapping[str, Any]) -> str:
+    """One file that needs nothing else, with the policy inside: only scripts and styles of these very bytes."""
+    scripts, style = (charts(), _part("page.js")), _part("page.css")
+    policy = POLICY.format(scripts=" ".join(map(_hash, scripts)), styles=_hash(style), connect="'none'")
+    return _filled(
+        policy=f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        style=f"<style>{style}</style>",
+        charts=_unstyled(scripts[0]),
+        data=_inert(data),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
+def _unstyled(bundle: str) -> str:
+    """What keeps plotly from adding styles that the policy would refuse: it adds none where it finds these elements."""
+    names = dict.fromkeys(re.findall(r'getElementById\("([0-9a-f]{64})"\)', bundle))
+    elements = ('<template id="plotly.js-style-global" class="no-inline-styles"></template>',)
+    return "".join((*elements, *(f'<template id="{name}"></template>' for name in names)))
+
+
+def _inert(data: Mapping[str, Any]) -> str:
+    """JSON that ends no script element and begins no comment, whatever texts are in it."""
+    text = json.dumps(data, allow_nan=False)
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def _part(name: str) -> str:
+    return resources.files("mizzen.watch").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _filled(**parts: str) -> str:
+    """The page with each `<!--name-->` replaced, in one pass: what is put in is not looked at again."""
+    return re.sub(r"<!--(\w+)-->", lambda found: parts.get(found[1], ""), _part("page.html"))
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from mizzen.watch.run import Run
-from mizzen.watch.watcher import Watcher
+from mizzen.watch.run import Run, Watcher
+from mizzen.wording import gib
 
 PERIOD: Final = 1.0
 BARS: Final = "▁▂▃▄▅▆▇█"
@@ -82,7 +82,7 @@ def _ranks(ranks: list[Mapping[str, Any]]) -> RenderableType:
             Text(rank["state"], style=COLOURS.get(rank["state"], "yellow")),
             str(rank["step"]),
             Text(_plain(rank["error"] or rank["where"])),
-            f"{rank['memory'] / 2**30:.2f} GiB" if rank["memory"] is not None else "",
+            gib(rank["memory"]) if rank["memory"] is not None else "",
             f"{rank['ago']:.0f} s",
         )
     left = len(ranks) - MOST_RANKS

@@ -233,7 +233,7 @@ def rejoined(chance, count):
                 third.remember_family()
                 return third.folders
 
-            wait_until(is_up, "the supervisor")  # until then a signal may come before there is anybody to heed it
+            wait_until(is_up, "the supervisor")  # until then a signal may come before there is anybody to receive it
             time.sleep(delay)
             for node in {"both": (first, third), "the first": (first,)}.get(asked, (third,)):
                 node.signal(signal.SIGTERM)
@@ -299,14 +299,14 @@ def visited(chance, count, whole):
             own = ("--no_ssh", "--num_nodes", 2, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port)
             rest = (TRAIN, "--out", folder, "--stage", 1, "--steps", STEPS, "--pause", 0.1)
             first = start(*own, "--node_rank", 0, *rest, cwd=folder, name="node0")
-            meeting = ("127.0.0.1", port)
-            wait_until(lambda: meeting in open_ports(first), "the meeting port")
-            guests = [annoy(chance, meeting, folder) for _ in range(20)]
+            rendezvous = ("127.0.0.1", port)
+            wait_until(lambda: rendezvous in open_ports(first), "the rendezvous port")
+            guests = [annoy(chance, rendezvous, folder) for _ in range(20)]
             second = start(*own, "--node_rank", 1, *rest, cwd=folder, name="node1")
             losses = folder / "loss-0.txt"
             wait_until(lambda: losses.exists() and "\n3 " in losses.read_text(), "step 3")
             ports = open_ports(first, second)
-            assert len(ports) >= 3, f"the meeting, the store and the ranks have ports, and these are {ports}"
+            assert len(ports) >= 3, f"the rendezvous, the store and the ranks have ports, and these are {ports}"
             guests += [annoy(chance, each, folder) for each in ports for _ in range(5)]
             assert (first.end(), second.end()) == (0, 0), first.text[-500:] + second.text[-500:]
             assert not (folder / CANARY).exists(), "something was unpickled"

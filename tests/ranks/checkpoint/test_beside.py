@@ -11,7 +11,7 @@ from mizzen.checkpoint.folder import committed
 from mizzen.comm.communicator import set_patience
 from mizzen.errors import CheckpointError
 from mizzen.files import watched
-from mizzen.launcher.stops import SAVED
+from mizzen.launcher.signals import SAVED
 from ranks.checkpoint.programs import Case, build, differences, train, warnings_of, whole
 
 

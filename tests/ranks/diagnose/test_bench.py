@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from mizzen.diagnose.bench import OPERATIONS, Bench, Measurement, bench, measure, render
+from mizzen.diagnose.bench import OPERATIONS, BenchResult, Measurement, bench, measure, render
 from mizzen.errors import UsageError
 
 
@@ -51,14 +51,14 @@ def test_in_a_group_that_starts_elsewhere(world):
 
 def results_are_right():
     """What the operations leave behind, on ranks that bring ones."""
-    from mizzen.diagnose.bench import Field
+    from mizzen.diagnose.bench import Participants
 
     size, rank = dist.get_world_size(), dist.get_rank()
-    field = Field(None, tuple(range(size)), rank)
+    peers = Participants(None, tuple(range(size)), rank)
     left = {}
     for name, operation in OPERATIONS.items():
         whole, part = torch.full((2 * size,), float(rank + 1)), torch.full((2,), float(rank + 1))
-        operation.run(whole, part, field)
+        operation.run(whole, part, peers)
         left[name] = (whole.tolist(), part.tolist())
     return left
 
@@ -94,7 +94,7 @@ def test_bandwidth(operation, share):
 
 
 def test_as_json_and_as_a_table():
-    found = Bench("gloo", "cpu", 2, (Measurement("all_reduce", 1 << 20, 2, (0.002,)),))
+    found = BenchResult("gloo", "cpu", 2, (Measurement("all_reduce", 1 << 20, 2, (0.002,)),))
     again = json.loads(json.dumps(found.as_dict()))
     assert again["measurements"][0] == {
         "operation": "all_reduce",

@@ -5,8 +5,7 @@ import time
 from pathlib import Path
 
 import mizzen
-from mizzen.watch.run import find_runs
-from mizzen.watch.watcher import Watcher
+from mizzen.watch.run import Watcher, find_runs
 from parity.programs import Case, build, micro_batches
 
 

@@ -451,8 +451,8 @@ def test_the_code_of_a_script_comes_through_ssh_as_it_is(tmp_path, code):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("mizzen/launcher/arrange.py", "stopped by SIGTERM before the ranks started"),
-        ("mizzen/launcher/serve.py", "stopped before the ranks started"),
+        ("mizzen/launcher/launch.py", "stopped by SIGTERM before the ranks started"),
+        ("mizzen/launcher/node_main.py", "stopped before the ranks started"),
     ],
 )
 def test_a_request_while_the_launcher_loads_is_heeded(tmp_path, module, said):

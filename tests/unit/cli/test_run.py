@@ -6,14 +6,14 @@ import pytest
 
 from mizzen.cli import main
 from mizzen.cli.run import GROUPS, split
-from mizzen.launcher.arrange import Asked
+from mizzen.launcher.launch import LaunchOptions
 
 OWN = {"script", "arguments"}
 
 
 def test_every_flag_fills_a_field_and_every_field_has_a_flag():
     names = {name[2:].replace("-", "_") for _, flags in GROUPS for flag in flags for name in flag.names[-2:]}
-    assert {field.name for field in fields(Asked)} - OWN <= names
+    assert {field.name for field in fields(LaunchOptions)} - OWN <= names
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mizzen.comm.whereabouts import Calls, Case, Outside, Sighting, Wait, Whereabouts, absent, verdict
+from mizzen.comm.whereabouts import Calls, Case, Outside, Sighting, Wait, Whereabouts, states, verdict
+from mizzen.hang import find_hang
 
 PLACE = "call 5 of all ranks"
 WAIT = Wait("0", 5, "all_reduce", PLACE, (1, 2), True)
@@ -191,7 +192,20 @@ def test_the_cause_comes_before_its_consequences():
     assert verdict(Case(OWN, WAIT, 30.0), seen).startswith("rank 2 was killed")
 
 
-def test_who_is_absent():
-    seen = {1: Sighting(peer(calls={"0": Calls(5, 4)})), 2: Sighting(peer(2, calls={"0": Calls(4, 4)}))}
-    assert absent(WAIT, seen) == [2]
-    assert absent(WAIT, {}) == [1, 2]
+def missing(seen, wait=WAIT):
+    """What the hang detector says of the peers of rank 0, which has waited for too long."""
+    own, peers = states(OWN, wait, 11.0, seen)
+    hang = find_hang([own, *peers], 10.0, first_step=-1)
+    return [state.rank for state in hang.missing], hang.peers_in_words
+
+
+def test_who_is_waited_for_is_decided_as_the_launcher_decides_it():
+    outside = Outside("barrier", "t.py:4", "0", None)
+    seen = {1: Sighting(peer(calls={"0": Calls(5, 4)})), 2: Sighting(peer(2, calls={"0": Calls(4, 4)}, step=3))}
+    assert missing(seen) == ([2], "rank 2 (step 3)")
+    assert missing({}) == ([1, 2], "rank 1 (never heard of), rank 2 (never heard of)")
+    seen[2] = Sighting(peer(2, outside=outside))
+    assert missing(seen) == ([2], "rank 2 (alive, in torch.distributed.barrier() at t.py:4)")
+    seen[2] = Sighting(peer(2, calls={"0": Calls(9, 8)}))
+    assert missing(seen) == ([], ""), "one that has gone on from the collective is not behind"
+    assert missing({}, replace(WAIT, number=0)) == ([], ""), "a message has no number"

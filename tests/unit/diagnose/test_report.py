@@ -265,12 +265,5 @@ def test_no_torch_distributed_is_a_problem(monkeypatch):
     assert found["torch.distributed"].state == "problem" and "gloo" not in found
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (GIB, "1.0 GiB"), (3 * 2**40, "3.0 TiB")]
-)
-def test_sizes(count, text):
-    assert report._size(count) == text
-
-
 def test_device_errors_are_among_what_a_probe_may_raise():
     assert issubclass(DeviceError, report.PROBE_ERRORS)

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from mizzen.errors import UsageError
-from mizzen.launcher.backends import NAMES, VARIABLE, Pdsh, Way, brought, find_backend, supervisor
+from mizzen.launcher.backends import NAMES, VARIABLE, Pdsh, RemoteOptions, copy_line, find_backend, supervisor
 from mizzen.launcher.hosts import Host
 from unit.launcher.test_job import job
 
@@ -23,7 +23,7 @@ def evil():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_word_of_the_user_is_seen(name, evil):
-    for command in find_backend(name.upper()).commands(evil, Way()):
+    for command in find_backend(name.upper()).commands(evil, RemoteOptions()):
         for word in (*command.words, *command.environment.values()):
             assert "canary" not in word and "$(" not in word
 
@@ -31,14 +31,14 @@ def test_no_word_of_the_user_is_seen(name, evil):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_job_is_no_argument(name, evil):
     """Whoever is on the machine can read arguments, and a job has secrets."""
-    for command in find_backend(name).commands(evil, Way()):
+    for command in find_backend(name).commands(evil, RemoteOptions()):
         assert not any(evil.encode()[:40] in word for word in command.words)
         is_in_variable = command.environment.get(VARIABLE) == evil.encode()
         assert is_in_variable == (command.handover == "variable")
 
 
 def test_a_job_is_brought_to_a_file_of_its_user_alone(tmp_path):
-    line = brought(job(), "w0").replace("/dev/shm", str(tmp_path))
+    line = copy_line(job(), "w0").replace("/dev/shm", str(tmp_path))
     path = tmp_path / job().file("w0")
     for code, content in ((0, "first"), (2, "second")):
         ran = subprocess.run(["sh", "-c", line], input=content, text=True, check=False, capture_output=True)
@@ -51,20 +51,20 @@ def test_a_job_is_brought_to_a_file_of_its_user_alone(tmp_path):
 def test_users_and_addresses_of_hosts(name):
     backend = find_backend(name)
     made = job(hosts=(Host("w0", (0,), "ann"), Host("2001:db8::1", (0,))))
-    typed = " ".join(word for command in backend.commands(made, Way()) for word in command.words)
-    assert ("ann@w0" in typed) == backend.needs.takes_users == (name in ("ssh", "pdsh"))
-    assert backend.needs.takes_ipv6 == (name == "ssh")
+    typed = " ".join(word for command in backend.commands(made, RemoteOptions()) for word in command.words)
+    assert ("ann@w0" in typed) == backend.requirements.takes_users == (name in ("ssh", "pdsh"))
+    assert backend.requirements.takes_ipv6 == (name == "ssh")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_supervisor_per_host(name):
-    commands = find_backend(name).commands(job(), Way())
+    commands = find_backend(name).commands(job(), RemoteOptions())
     assert [host for command in commands for host in command.hosts] == ["w0", "w1"]
     assert " ".join(commands[0].words).count("mizzen.launcher.node") in (1, 2)
 
 
 def test_ssh():
-    first, second = find_backend("ssh").commands(job(), Way(("-v",), 2222))
+    first, second = find_backend("ssh").commands(job(), RemoteOptions(("-v",), 2222))
     assert first.words[:8] == ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-p", "2222", "-v")
     assert first.words[8] == "w0" and second.words[8] == "w1"
     assert second.words[9] == "exec /usr/bin/python3 -u -m mizzen.launcher.node --node 1 -"
@@ -72,10 +72,10 @@ def test_ssh():
 
 
 def test_a_script_is_sourced_first():
-    line = supervisor(job(), Way(venv_script="/my venv/activate"), "--node", "0")
+    line = supervisor(job(), RemoteOptions(venv_script="/my venv/activate"), "--node", "0")
     python = "exec python"
     assert line == f"exec sh -c '. '\"'\"'/my venv/activate'\"'\"' && {python} -u -m mizzen.launcher.node --node 0'"
-    (command,) = find_backend("openmpi").commands(job(), Way(venv_script="/v"))
+    (command,) = find_backend("openmpi").commands(job(), RemoteOptions(venv_script="/v"))
     assert command.words[command.words.index("sh") : command.words.index(":")] == (
         "sh",
         "-c",
@@ -87,7 +87,7 @@ def test_a_script_is_sourced_first():
 
 
 def test_pdsh_adds_to_what_the_user_has():
-    way = Way(ssh_port=2222, environment={"PDSH_SSH_ARGS_APPEND": "-i key"})
+    way = RemoteOptions(ssh_port=2222, environment={"PDSH_SSH_ARGS_APPEND": "-i key"})
     (command,) = Pdsh().commands(job(python="/opt/HOST/100%/python"), way)
     assert command.environment == {"PDSH_SSH_ARGS_APPEND": "-i key -o BatchMode=yes -p 2222"}
     assert command.words[:10] == ("pdsh", "-S", "-N", "-R", "ssh", "-f", "1024", "-w", "w0,w1", command.words[-1])
@@ -96,7 +96,7 @@ def test_pdsh_adds_to_what_the_user_has():
 
 
 def test_open_mpi_has_a_block_for_each_host():
-    (command,) = find_backend("openmpi").commands(job(), Way(("--tag-output",), 2222, is_root=True))
+    (command,) = find_backend("openmpi").commands(job(), RemoteOptions(("--tag-output",), 2222, is_root=True))
     start = ("mpirun", "--allow-run-as-root", "--bind-to", "none", "--mca", "plm_rsh_args", "-p 2222", "--tag-output")
     assert command.words[:8] == start
     blocks = " ".join(command.words[8:]).split(" : ")
@@ -110,13 +110,13 @@ def test_the_family_of_mpich():
         ("impi", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
         ("mvapich", "HYDRA_LAUNCHER_EXTRA_ARGS"),
     ):
-        (command,) = find_backend(name).commands(job(), Way(ssh_port=2222))
+        (command,) = find_backend(name).commands(job(), RemoteOptions(ssh_port=2222))
         assert command.environment[variable] == "-p 2222"
         assert command.words[3:7] == ("-hosts", "w0,w1", "-ppn", "1")
 
 
 def test_slurm():
-    (command,) = find_backend("slurm").commands(job(), Way(("--partition=gpu",)))
+    (command,) = find_backend("slurm").commands(job(), RemoteOptions(("--partition=gpu",)))
     assert "--nodelist=w0,w1" in command.words and "--partition=gpu" in command.words
     assert command.words[-1] == "--slurm"
 

@@ -1,4 +1,4 @@
-"""Who knows the secret talks to the host of a meeting; strangers get nothing, and keep nobody from it."""
+"""Who knows the secret talks to the first node; strangers get nothing, and keep nobody from it."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from mizzen.errors import LaunchError
 from mizzen.launcher import channel
-from mizzen.launcher.channel import GREETING, HEAD, NONCE, Channel, ChannelServer, Refused, Seal, call
+from mizzen.launcher.channel import GREETING, HEAD, NONCE, Channel, ChannelServer, MessageSigner, Refused, connect
 from mizzen.network import PROOF, listen, prove
 
 SECRET = b"s" * 32
@@ -32,7 +32,7 @@ class Host:
         self.gone += 1
 
     def call(self, secret=SECRET):
-        return call(("127.0.0.1", self.port), secret, wait=10, silence=10)
+        return connect(("127.0.0.1", self.port), secret, wait=10, silence=10)
 
     def stranger(self):
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
@@ -102,10 +102,10 @@ def test_noise_is_hung_up_on(host, noise):
 
 
 def test_those_who_say_nothing_keep_nobody_out(host, monkeypatch):
-    silent = [host.stranger() for _ in range(channel.STRANGERS + 50)]
+    silent = [host.stranger() for _ in range(channel.MOST_UNPROVED + 50)]
     assert host.call().ask("a") == ["heard", "a"]
     assert hangs_up(silent[0]), "the oldest makes room"
-    monkeypatch.setattr(channel, "HELLO", 0.0)
+    monkeypatch.setattr(channel, "HANDSHAKE", 0.0)
     assert all(map(hangs_up, silent)), "and none may stay for long"
     assert host.heard == [["a"]]
 
@@ -142,7 +142,7 @@ def by_hand(host):
     nonces = received[len(GREETING) :] + b"n" * NONCE
     connection.sendall(GREETING + b"n" * NONCE + prove(SECRET, b"peer", nonces))
     assert len(connection.recv(PROOF, socket.MSG_WAITALL)) == PROOF
-    return connection, Seal(SECRET, b"to the host", nonces)
+    return connection, MessageSigner(SECRET, b"to the host", nonces)
 
 
 def test_a_message_cannot_be_repeated_changed_or_moved(host):
@@ -168,6 +168,6 @@ def test_a_host_that_never_comes_is_named():
     with listen("127.0.0.1") as listener:
         place = listener.getsockname()
     with pytest.raises(LaunchError, match=f"waited for at 127.0.0.1:{place[1]} for 0 s and has not answered"):
-        call(place, SECRET, wait=0.3, silence=1)
+        connect(place, SECRET, wait=0.3, silence=1)
     with pytest.raises(LaunchError, match="has not answered"):
-        call(("no..name", 1), SECRET, wait=0.3, silence=1)
+        connect(("no..name", 1), SECRET, wait=0.3, silence=1)

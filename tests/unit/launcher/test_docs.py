@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launches import ROOT, environment
-from mizzen.launcher.stops import SAVED, UNSAVED
+from mizzen.launcher.signals import SAVED, UNSAVED
 from mizzen.launcher.supervisor import HUNG
 from pages import block, commands, is_as_shown
 

@@ -1,11 +1,29 @@
-"""Hostfiles, filters and names."""
+"""Hostfiles, filters and names; what a host has, by the kernel's own lists; which cores a rank gets."""
 
 from dataclasses import replace
 
 import pytest
 
 from mizzen.errors import UsageError
-from mizzen.launcher.hosts import Host, expand, in_allocation, limit, parse_hostfile, select, visible
+from mizzen.launcher.hosts import (
+    Host,
+    NumaNode,
+    check_affinity,
+    count_devices,
+    expand,
+    find_devices,
+    in_allocation,
+    limit,
+    numa_nodes,
+    numactl,
+    parse_cores,
+    parse_hostfile,
+    physical,
+    select,
+    shares,
+    visible,
+)
+from mizzen.launcher.node_main import given_devices
 
 HOSTS = (Host("w0", (0, 1, 2, 3)), Host("w1", (0, 1)), Host("w-2.net", (0,)))
 
@@ -140,3 +158,85 @@ def test_users_and_addresses():
         select(hosts, "[2001:db8::9]:0")
     with pytest.raises(UsageError, match="unknown host 'x'"):
         select(hosts, "x:0:1:2")
+
+
+@pytest.fixture
+def nvidia(tmp_path):
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    return tmp_path
+
+
+@pytest.fixture
+def amd(tmp_path):
+    for node, number in ((0, "0"), (1, "51234"), (2, "51235")):
+        folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder.mkdir(parents=True)
+        (folder / "gpu_id").write_text(f"{number}\n")
+    return tmp_path
+
+
+def test_devices_are_counted_without_torch(nvidia):
+    found = find_devices({}, nvidia)
+    assert found is not None and found.variable == "CUDA_VISIBLE_DEVICES"
+    assert count_devices({}, nvidia) == 2
+
+
+def test_a_processor_node_of_amd_is_no_device(amd):
+    found = find_devices({}, amd)
+    assert found is not None and found.variable == "HIP_VISIBLE_DEVICES"
+    assert count_devices({}, amd) == 2
+
+
+def test_the_environment_may_ask_for_another_kind(nvidia, tmp_path):
+    assert find_devices({"MIZZEN_ACCELERATOR": "cpu"}, nvidia) is None
+    found = find_devices({"DS_ACCELERATOR": "xpu"}, tmp_path)
+    assert found is not None and found.variable == "ZE_AFFINITY_MASK"
+    assert find_devices({}, tmp_path / "nothing") is None
+
+
+def test_slots_are_those_that_slurm_has_given(nvidia):
+    """Without cgroups it numbers devices as the host does, and others may belong to another job."""
+    for given, devices in (("4,6,7", (4, 7)), ("4,6", (0, 2)), ("NoDevFiles", (0, 2)), (None, (0, 2))):
+        env = {"CUDA_VISIBLE_DEVICES": given} if given else {}
+        assert given_devices((0, 2), env, nvidia) == devices
+
+
+def test_lists():
+    assert parse_cores("1,3-5,7") == (1, 3, 4, 5, 7)
+    for text in ("3-1", "1,1", "1-3,2", "a", "1-", ""):
+        with pytest.raises(UsageError, match="--bind_core_list"):
+            parse_cores(text)
+
+
+def test_shares():
+    assert shares(range(5), 2) == [(0, 1), (2, 3)]
+    with pytest.raises(UsageError, match="2 cores for 3 ranks"):
+        shares((0, 1), 3)
+
+
+def test_the_words_of_numactl():
+    two = (NumaNode(0, (0, 1)), NumaNode(1, (2, 3)))
+    assert numactl((2, 3), two) == ("numactl", "-C", "2,3", "-m", "1")
+    assert numactl((1, 2), two) == ("numactl", "-C", "1,2")
+    assert numactl((0,), (NumaNode(0, (0, 1)),)) == ("numactl", "-C", "0")
+    assert numactl((0,), (NumaNode(0, (0, 1)), NumaNode(1, ()))) == ("numactl", "-C", "0")
+
+
+def test_only_one_hand_on_the_wheel():
+    with pytest.raises(UsageError, match="KMP_AFFINITY"):
+        check_affinity({"KMP_AFFINITY": "compact"})
+
+
+def test_what_the_kernel_says(tmp_path):
+    for node, cores in (("node0", "0-1,4"), ("node1", "")):
+        folder = tmp_path / "sys/devices/system/node" / node
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    assert numa_nodes(tmp_path) == (NumaNode(0, (0, 1, 4)), NumaNode(1, ()))
+    for core, siblings in ((0, "0,2"), (1, "1"), (2, "0,2")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings)
+    assert physical((2, 1, 0), tmp_path) == (0, 1)

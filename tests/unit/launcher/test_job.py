@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mizzen.errors import LaunchError
 from mizzen.launcher.hosts import Host
-from mizzen.launcher.job import Care, Job, Program
+from mizzen.launcher.job import Job, Program, Supervision
 
 ANYTHING = st.text(st.characters(exclude_characters="\0"))
 
@@ -34,8 +34,8 @@ def test_every_word_comes_back(arguments, environment):
 
 
 def test_all_fields_come_back():
-    care = Care(3, 5.0, 2.0, None, "logs", "error", (1, 2), "/tmp/x")
-    made = job(care=care, master_addr="w0", master_port=5, min_nodes=1, max_nodes=2, lifeline=True)
+    supervision = Supervision(3, 5.0, 2.0, None, "logs", "error", (1, 2), "/tmp/x")
+    made = job(supervision=supervision, master_addr="w0", master_port=5, min_nodes=1, max_nodes=2, follows_stdin=True)
     assert Job.decode(made.encode()) == made
     assert made.is_elastic
 

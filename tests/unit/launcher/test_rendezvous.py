@@ -1,170 +1,163 @@
-"""Rounds, and who is gone: the first node's account, with time as an argument."""
+"""Ports that are bound before they are told, and what a node knows of its network."""
 
-from dataclasses import asdict
+import base64
+import os
+import pickle
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
-from mizzen.launcher.failure import Failure
-from mizzen.launcher.place import Member
-from mizzen.launcher.pulse import DOUBTFUL, LOST
-from mizzen.launcher.rendezvous import LAST_CALL, STRAGGLERS, News, Rendezvous
+from mizzen.errors import LaunchError
+from mizzen.launcher import rendezvous
+from mizzen.launcher.hosts import Host
+from mizzen.launcher.job import Job, Program
+from mizzen.launcher.rendezvous import (
+    Node,
+    PortTaken,
+    SingleNodeRendezvous,
+    StoreHost,
+    address_towards,
+    interface_of,
+    open_rendezvous,
+)
 
 
-def want(board, *indices):
-    for index in indices:
-        board.want(index, asdict(Member(index, 1, f"n{index}", "10.0.0.1")))
+def job(**changes):
+    values = {"id": "a", "program": Program("script", "t.py"), "hosts": (Host("localhost", (0, 1)),), "folder": "/"}
+    return Job(**{**values, "python": "py", "secret": "s" * 32, **changes})
 
 
-def place(board, index, after=-1):
-    """The attempt and its nodes; None while there is none."""
-    found = board.place(index, after)
-    return (found["attempt"], [member["index"] for member in found["members"]]) if "members" in found else None
+def test_a_port_is_ours_from_the_start():
+    host = StoreHost("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", host.port), timeout=5):
+        pass
+    with pytest.raises(PortTaken, match=f"port {host.port} of this machine cannot be had"):
+        StoreHost("127.0.0.1", host.port)
+    host.close()
+    StoreHost("127.0.0.1", host.port).close()
 
 
-def look(board, index):
-    return News.unpack(board.look(index))
+def test_a_store_answers_those_who_came_before_it():
+    from torch.distributed import TCPStore
+
+    host = StoreHost("127.0.0.1")
+    host.serve_soon()
+    store = TCPStore("127.0.0.1", host.port, None, False)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    host.close()
 
 
-def begun(least, most, *indices):
-    board = Rendezvous(least, most)
-    want(board, *indices)
-    board.tick(LAST_CALL)
-    assert place(board, indices[0]) == (0, sorted(indices))
-    return board
+def test_one_node_meets_itself_at_a_new_port_each_time():
+    alone = open_rendezvous(job(), Node(0, job().hosts[0], ""), {})
+    assert isinstance(alone, SingleNodeRendezvous)
+    first, second = alone.join(), alone.join()
+    assert (first.world, first.first_rank, first.attempt, second.attempt) == (2, 0, 0, 1)
+    assert first.master_port != second.master_port
+    assert alone.status().are_finished and alone.share("k", "v") == ["v"]
+    alone.leave("")
 
 
-def pass_time(board, seconds, *beating):
-    """Let time pass, in small steps, while these nodes are heard of."""
-    until = board.now + seconds
-    while board.now < until:
-        for index in beating:
-            board.look(index)
-        board.tick(board.now + 0.25)
+def test_the_way_to_a_host():
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+    with pytest.raises(LaunchError, match="cannot be reached from this machine"):
+        address_towards("no such host")
 
 
-def test_a_job_starts_when_all_are_there():
-    board = Rendezvous(3, 3)
-    want(board, 2, 0)
-    board.tick(100.0)
-    assert place(board, 0) is None and board.place(0, -1)["waiting"] == 0, "who no longer asks is forgotten"
-    want(board, 2, 0, 1)
-    assert place(board, 0) == place(board, 2) == (0, [0, 1, 2])
+def several(count, *, min_nodes):
+    """Nodes of one job that have yet to meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hosts = tuple(Host(f"n{index}", (0,)) for index in range(count))
+    made = job(hosts=hosts, master_addr="127.0.0.1", master_port=port, min_nodes=min_nodes, max_nodes=count)
+    return [open_rendezvous(made, Node(index, hosts[index], "127.0.0.1"), {}) for index in range(count)]
 
 
-def test_an_elastic_job_waits_a_little_for_more():
-    board = Rendezvous(1, 3)
-    want(board, 0)
-    board.tick(LAST_CALL - 0.1)
-    want(board, 1)
-    assert place(board, 0) is None
-    board.tick(LAST_CALL)
-    assert place(board, 0) == place(board, 1) == (0, [0, 1])
-    want(board, 2)
-    assert look(board, 0).has_changed and place(board, 2) is None
-    want(board, 0)
-    assert place(board, 0, 0) is None and look(board, 1).is_over, "node 1 has yet to come"
-    want(board, 1)
-    assert place(board, 0, 0) == place(board, 2) == (1, [0, 1, 2])
+def test_a_node_that_comes_later_counts_the_attempts_of_all():
+    """Ranks look for each other under that number."""
+    first, second = several(2, min_nodes=1)
+    assert first.join().attempt == 0
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(second.join)
+        while not first.status().has_changed:
+            time.sleep(0.05)
+        assert [first.join().attempt, late.result(60).attempt] == [1, 1]
+        left = pool.submit(second.leave, "")
+        first.leave("")
+        left.result(30)
 
 
-def test_a_full_job_is_not_disturbed():
-    board = begun(1, 2, 0, 1)
-    want(board, 2)
-    assert not look(board, 0).has_changed
-    board.hang_up(1)
-    assert look(board, 0).has_changed
-    want(board, 0)
-    assert place(board, 0, 0) == (1, [0, 2])
+def test_nodes_that_want_another_attempt_wait_for_none_that_is_gone():
+    """The third of three leaves after the second attempt: the others name it."""
+    with ThreadPoolExecutor(3) as pool:
+        nodes = several(3, min_nodes=3)
+        assert [assignment.first_rank for assignment in pool.map(lambda one: one.join(), nodes)] == [0, 1, 2]
+        assert [assignment.attempt for assignment in pool.map(lambda one: one.join(), nodes)] == [1, 1, 1]
+        nodes[2].leave("it had to")
+        again = [pool.submit(one.join) for one in nodes[:2]]
+        for one in again:
+            with pytest.raises(LaunchError, match=r"node 2 \(n2\) has left: it had to"):
+                one.result(60)
+        list(pool.map(lambda one: one.leave(""), nodes[:2]))
 
 
-def test_a_node_that_hangs_up_is_lost_at_once_and_no_failure_counts():
-    board = begun(1, 2, 0, 1)
-    board.hang_up(1)
-    assert board.fail(0, asdict(Failure(0, "n0", -6))) is None
-    news = look(board, 0)
-    assert (news.failure, news.are_enough) == (None, True)
-    assert news.gone == "node 1 (n1) is lost: its supervisor has ended without a word"
-    want(board, 0)
-    assert place(board, 0, 0) == (1, [0])
-    counted = board.fail(0, asdict(Failure(0, "n0", 1)))
-    assert counted["number"] == 1, "the first failure of the job"
+def test_strangers_at_the_rendezvous_port(tmp_path):
+    """One that speaks the language of torch's store, and forges what elastic would unpickle, keeps nobody away."""
+    from torch.distributed import TCPStore
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "bomb"),)
+
+    first, second = several(2, min_nodes=2)
+    port = first._job.master_port
+    with ThreadPoolExecutor(4) as pool:
+        early = pool.submit(first.join)
+        forged = None
+        with pytest.raises(RuntimeError):
+            forged = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=3))
+        assert forged is None
+        noisy = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for stranger in noisy[:10]:
+            stranger.sendall(b"torch.rendezvous" + base64.b64encode(pickle.dumps(Bomb())))
+        assert (second.join().world, assignment := early.result(60)) == (2, assignment)
+        assert not (tmp_path / "bomb").exists()
+        for listening in (port, assignment.master_port):
+            socket.create_connection(("127.0.0.1", listening)).close()
+            with pytest.raises(ConnectionError):  # it listens where it is meant to, and nowhere else
+                socket.create_connection(("127.0.0.2", listening))
+        left = pool.submit(second.leave, "")
+        first.leave("")
+        left.result(30)
 
 
-def test_a_failure_that_was_counted_stays():
-    board = begun(2, 2, 0, 1)
-    assert board.fail(1, asdict(Failure(1, "n1", 7)))["number"] == 1
-    assert board.fail(0, asdict(Failure(0, "n0", 1))) == asdict(Failure(1, "n1", 7)), "the first is the one that counts"
-    board.leave(1, "rank 1 failed", False)
-    assert look(board, 0).failure == Failure(1, "n1", 7)
+def test_a_node_with_another_secret_is_told():
+    first, second = several(2, min_nodes=1)
+    other = open_rendezvous(replace(second._job, secret="other" * 8), second._node, {})
+    assert first.join().world == 1
+    with pytest.raises(LaunchError, match="does not know the secret of this job.*MIZZEN_SECRET"):
+        other.join()
+    other.leave("")
+    first.leave("")
 
 
-@pytest.mark.parametrize(("least", "are_enough"), [(1, True), (2, False)])
-def test_a_silent_node_is_in_doubt_and_then_lost(least, are_enough):
-    board = begun(least, 2, 0, 1)
-    look(board, 1)
-    pass_time(board, DOUBTFUL + 1, 0)
-    news = look(board, 0)
-    assert news.is_in_doubt and not news.gone
-    pass_time(board, LOST, 0)
-    news = look(board, 0)
-    assert news.gone == "node 1 (n1) is lost: its supervisor has not been heard of for 15 s"
-    assert (news.are_enough, news.is_in_doubt) == (are_enough, False)
-
-
-def test_a_host_that_was_held_up_accuses_nobody():
-    board = begun(2, 2, 0, 1)
-    look(board, 0), look(board, 1)
-    board.tick(board.now + 1000.0)
-    assert look(board, 0).gone == ""
-
-
-def test_who_is_done_may_go():
-    board = begun(2, 2, 0, 1)
-    board.finish(1)
-    board.leave(1, "", False)
-    assert look(board, 0).gone == "" and not look(board, 0).are_finished
-    board.finish(0)
-    assert look(board, 0).are_finished
-
-
-def test_a_replacement_makes_a_job_whole_again():
-    board = begun(2, 2, 0, 1)
-    assert board.is_taken(1)
-    board.hang_up(1)
-    assert not look(board, 0).are_enough and not board.is_taken(1)
-    want(board, 1)
-    assert look(board, 0).are_enough
-    want(board, 0)
-    assert place(board, 0, 0) == place(board, 1) == (1, [0, 1])
-
-
-def test_a_node_that_does_not_come_is_not_waited_for_endlessly():
-    board = begun(1, 2, 0, 1)
-    want(board, 0)
-    while board.now < LAST_CALL + STRAGGLERS - 1:
-        board.look(1)
-        assert place(board, 0, 0) is None
-        board.tick(board.now + 0.25)
-    board.tick(board.now + 2)
-    assert place(board, 0, 0) == (1, [0])
-    assert look(board, 1) == News(is_over=True)
-    want(board, 1)
-    assert look(board, 0).has_changed
-
-
-def test_what_nodes_share():
-    board = begun(3, 3, 0, 1, 2)
-    board.share(0, "k", "zero")
-    board.share(2, "k", "two")
-    assert board.shared(0, "k") == (False, ["zero", "two"])
-    board.leave(1, "", False)
-    assert board.shared(0, "k") == (True, ["zero", "two"]) and board.others(0) == [2]
-
-
-@pytest.mark.parametrize("was_asked", [False, True])
-def test_no_round_begins_without_the_first_node(was_asked):
-    board = begun(1, 3, 0, 1)
-    board.leave(0, "saved", was_asked)
-    want(board, 1, 2)
-    board.tick(1000.0)
-    assert board.place(1, 0) == board.place(2, -1) == {"closed": ("saved", was_asked)}
+def test_two_nodes_of_one_number(monkeypatch):
+    monkeypatch.setattr(rendezvous, "LOST", -rendezvous.REJOIN)
+    first, second = several(2, min_nodes=1)
+    twin = open_rendezvous(first._job, replace(second._node), {})
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(first.join)
+        assert second.join().world == early.result(60).world == 2
+        with pytest.raises(LaunchError, match="node 1 of this job is there already: give each node a --node_rank"):
+            twin.join()
+        twin.leave("")
+        left = pool.submit(second.leave, "")
+        first.leave("")
+        left.result(30)

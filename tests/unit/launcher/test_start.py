@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from mizzen.errors import LaunchError
-from mizzen.launcher.arrange import Launch
-from mizzen.launcher.backends import BACKENDS, Command, Needs
+from mizzen.launcher.backends import BACKENDS, RemoteCommand, Requirements
 from mizzen.launcher.hosts import Host
 from mizzen.launcher.job import ENDED, SAID, TAKEN, Job, Program
+from mizzen.launcher.launch import LaunchPlan
 from mizzen.launcher.start import execute, find_program
 
 
@@ -19,10 +19,10 @@ class Shell:
 
     line: str
     name = "ssh"
-    needs = Needs(("sh",), "dash")
+    requirements = Requirements(("sh",), "dash")
 
     def commands(self, job, way):
-        return (Command(("ssh", "-c", self.line), ("w",), channel="line"),)
+        return (RemoteCommand(("ssh", "-c", self.line), ("w",), channel="line"),)
 
 
 @pytest.fixture
@@ -31,11 +31,13 @@ def ended(tmp_path):
     before = {number: signal.getsignal(number) for number in (15, 2, signal.SIGUSR1, signal.SIGHUP)}
 
     def run(line):
-        job = Job("j1", Program("script", "t.py"), (Host("w", (0,)),), str(tmp_path), "python", is_followed=True)
+        job = Job(
+            "j1", Program("script", "t.py"), (Host("w", (0,)),), str(tmp_path), "python", reports_to_launcher=True
+        )
         log = tmp_path / "log"
         log.write_text("")
         shell = Shell(f"echo >> '{log}'; {line.replace('SAY', 'echo ' + job.last_word())}")
-        return execute(Launch(job, backend=shell), {}), len(log.read_text())
+        return execute(LaunchPlan(job, backend=shell), {}), len(log.read_text())
 
     yield run
     for number, handler in before.items():

@@ -12,9 +12,8 @@ from mizzen.accelerator import Memory
 from mizzen.config.load import load
 from mizzen.environment import World
 from mizzen.monitor.build import build_observers
-from mizzen.monitor.printer import Lines, Printer
-from mizzen.monitor.screen import Screen
 from mizzen.monitor.sinks import monitor_of
+from mizzen.monitor.terminal import Printer, PrintOptions, Screen
 
 PAGE = (Path(__file__).parents[3] / "docs" / "monitoring.md").read_text()
 GIB = 2**30
@@ -58,7 +57,7 @@ def test_the_line_of_json_on_the_page_has_the_keys_of_a_real_one(finished):
 
 def test_the_printed_lines_on_the_page_are_printed(capsys, step):
     memory = Memory(allocated=int(31.07 * GIB), reserved=int(40.25 * GIB), peak=int(38.91 * GIB))
-    lines = Printer(Screen(), lambda: memory, Lines(every=20, phases=True, memory=True))
+    lines = Printer(Screen(), lambda: memory, PrintOptions(every=20, phases=True, memory=True))
     report = {"lr": (3e-4,), "momentum": ((0.9, 0.95),), "samples": 64, "tokens": 131072, "seconds": 64 / 118.4}
     lines.on_step(step(1, **report, phases={}))  # the device was not through with it
     phases = {"forward": 0.4121, "backward": 0.87154, "step": 0.06602}

@@ -7,10 +7,8 @@ import pytest
 
 from mizzen.config.observe import CometConfig, TensorboardConfig, WandbConfig
 from mizzen.errors import MissingExtra
-from mizzen.monitor.comet import CometSink
-from mizzen.monitor.require import require
-from mizzen.monitor.tensorboard import TensorboardSink
-from mizzen.monitor.wandb import WandbSink
+from mizzen.monitor.output import require
+from mizzen.monitor.sinks import CometSink, TensorboardSink, WandbSink
 
 
 class Calls:

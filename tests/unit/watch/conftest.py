@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mizzen.watch.run import find_runs
-from mizzen.watch.watcher import Watcher
+from mizzen.watch.run import Watcher, find_runs
 
 BEGIN = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
