@@ -114,7 +114,7 @@ STRANGE: dict[str, Callable[[Path], Any]] = {
     "process of no number": lambda path: path.write_text(json.dumps({"process": "x:y", "run": []})),
 }
 PLACES = (
-    *("step/0123456789abcdef.saving", "other/0123456789abcdef.saving", "latest", "latest.json", "other/manifest.json"),
+    *("step/0123456789abcdef.saving", "other/0123456789abcdef.saving", "latest", "other/manifest.json"),
     *("other/0123456789abcdef-00000.safetensors", "latest.0123456789abcdef.new", "other"),
 )
 """Where such a file is put, below a folder of checkpoints."""

@@ -29,8 +29,8 @@ from mizzen.checkpoint.folder import (
     sweep,
     sweep_all,
     unmark,
+    write_latest,
 )
-from mizzen.checkpoint.latest import set_latest
 from mizzen.checkpoint.manifest import Manifest, TensorEntry, is_plain
 from mizzen.checkpoint.merge import flaws, merge, merge_facts, pack_facts, unwritten
 from mizzen.checkpoint.read import MANIFEST
@@ -298,7 +298,7 @@ def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
     """
     log, failure = get_logger(), None
     if terms.latest:
-        _, failure = attempt(lambda: set_latest(ticket.root, ticket.tag))
+        _, failure = attempt(lambda: write_latest(ticket.root, ticket.tag))
         if failure:
             advice = f"load it with tag='{ticket.tag}' until a later save writes it"
             log.warning("%s is saved, but 'latest' may not name it: %s; %s", ticket.folder, failure, advice)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from mizzen.checkpoint.adopt import adopt
-from mizzen.checkpoint.choose import candidates, latest_trouble
+from mizzen.checkpoint.choose import candidates, latest_problem
 from mizzen.checkpoint.export import export_safetensors, export_torch
-from mizzen.checkpoint.folder import Committed, committed, delete, surplus, sweep_all
+from mizzen.checkpoint.folder import LATEST, Committed, committed, delete, read_latest, surplus, sweep_all
 from mizzen.checkpoint.inspect import compare, verify
-from mizzen.checkpoint.latest import LATEST, latest, recorded
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.read import MANIFEST, Reader
 from mizzen.checkpoint.sources import weights_of
@@ -20,7 +19,7 @@ from mizzen.errors import CheckpointError, UsageError
 
 SHOWN: Final = 40
 WRONG_LATEST: Final = 3
-"""Exit code of `verify` where every checkpoint that was read is whole, and `latest` does not name one of them."""
+"""Exit code of `verify` where every checkpoint that was read is whole, and `latest` names none of them."""
 Told = Callable[[int], None]
 
 
@@ -72,7 +71,7 @@ def _add_export(parser: Any) -> None:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Print one line for each."""
-    found, named = committed(arguments.folder), latest(arguments.folder)
+    found, named = committed(arguments.folder), read_latest(arguments.folder)
     if arguments.json:
         write_json([_summary(each) | {"latest": each.folder.name == named} for each in found])
         return 0
@@ -137,7 +136,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     every = [path.parent for path in sorted(root.glob(f"*/{MANIFEST}"))] if arguments.all else []
     if arguments.all and not every:
         raise CheckpointError(f"{root}: no checkpoint is committed there")
-    folders = every or [_folder(root, arguments.tag, is_patient=True)]
+    folders = every or [_folder(root, arguments.tag)]
     damaged = 0
     for folder in folders:
         try:
@@ -149,10 +148,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
         write(f"{folder}: " + (f"whole, {size}" if not wrong else "damaged"))
         for each in wrong:
             write(f"  - {each}")
-    trouble = latest_trouble(root) if arguments.tag is None and folders != [root] else ""
-    if trouble:
-        write(f"{root / LATEST}: {trouble}")
-    return 1 if damaged else WRONG_LATEST if trouble else 0
+    problem = latest_problem(root) if arguments.tag is None and folders != [root] else ""
+    if problem:
+        write(f"{root / LATEST}: {problem}")
+    return 1 if damaged else WRONG_LATEST if problem else 0
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -203,8 +202,8 @@ def run_prune(arguments: argparse.Namespace) -> int:
     if not arguments.folder.is_dir() or (arguments.folder / MANIFEST).exists():
         raise CheckpointError(f"{arguments.folder}: no folder of checkpoints")
     found = committed(arguments.folder)
-    spare = {tag for tag in (latest(arguments.folder), recorded(arguments.folder)) if tag}
-    for each in surplus(found, last=arguments.keep_last, every=arguments.keep_every, spare=spare):
+    named = read_latest(arguments.folder)
+    for each in surplus(found, last=arguments.keep_last, every=arguments.keep_every, spare={named} if named else ()):
         write(f"{'would delete' if arguments.dry_run else 'deleted'} {each.folder}, {_size(each.manifest.nbytes)}")
         if not arguments.dry_run:
             delete(each)
@@ -214,10 +213,10 @@ def run_prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(root: Path, tag: str | None, *, is_patient: bool | None = None) -> Path:
+def _folder(root: Path, tag: str | None) -> Path:
     if tag is None and (root / MANIFEST).exists():
         return root
-    tags = candidates(root, tag, with_older=False, is_patient=is_patient)
+    tags = candidates(root, tag, with_older=False)
     if not tags:
         raise CheckpointError(f"{root}: there is no checkpoint" + (f" '{tag}'" if tag else ""))
     return root / tags[0]
