@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign import pickles, torchfile
+from mizzen.checkpoint.foreign import pickles, torch_file
 from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.extent import Extent, Folder
 from mizzen.checkpoint.foreign.tree import count_of, expect, name_in, shape_of
@@ -71,7 +71,7 @@ class Boxed:
         """Read the boxes one after another."""
         found = torch.empty(self.shape, dtype=self.dtype)
         for chunk in self.chunks:
-            ref = torchfile.load(chunk.extent, inert=self.inert)
+            ref = torch_file.load(chunk.extent, inert=self.inert)
             if not isinstance(ref, TensorRef) or ref.shape != chunk.box.shape or ref.dtype != self.dtype:
                 raise CheckpointError(
                     f"{chunk.extent.path}: at byte {chunk.extent.start} is not the chunk {chunk.box} of {self.name}"
@@ -84,7 +84,7 @@ def open_dcp(folder: Folder, inert: tuple[str, ...]) -> Collected:
     """Collect what the metadata lists."""
     file = folder.file(".metadata")
     where = str(file.path)
-    data = file.bytes(torchfile.PICKLE, "the metadata")
+    data = file.bytes(torch_file.PICKLE, "the metadata")
     metadata = expect(pickles.load(data, where, packages=inert)[0], Inert, where)
     tensors = expect(metadata.get("state_dict_metadata"), dict, f"{where}: state_dict_metadata")
     paths = metadata.get("planner_data")
@@ -176,7 +176,7 @@ class _Values:
                 raise CheckpointError(
                     f"{extent.path}: {name!r} and others have {self._bytes:,} bytes; at most {VALUE:,}"
                 )
-            self._read[extent] = torchfile.load(extent, inert=self._inert)
+            self._read[extent] = torch_file.load(extent, inert=self._inert)
         return self._read[extent]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from mizzen.checkpoint.foreign import torchfile
+from mizzen.checkpoint.foreign import torch_file
 from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe, shaped
 from mizzen.checkpoint.foreign.extent import Folder
 from mizzen.checkpoint.foreign.numbered import add_numbered, shared_names, with_masters
@@ -45,7 +45,7 @@ class _Reading:
 
     def load(self, name: str) -> Mapping[str, object]:
         """One file's dict."""
-        return entries(torchfile.load(self.folder.file(name), inert=self.inert), str(self.folder.path / name))
+        return entries(torch_file.load(self.folder.file(name), inert=self.inert), str(self.folder.path / name))
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
@@ -220,7 +220,7 @@ def _universal(reading: _Reading) -> object:
             if not file.endswith(".pt") or (kind == "master" and trained and name not in trained):
                 continue  # the converter also writes buffers and frozen weights, which the model file has
             where = str(inside.path / file)
-            tree = torchfile.load(inside.file(file), inert=reading.inert)
+            tree = torch_file.load(inside.file(file), inert=reading.inert)
             value = tree.get("param") if isinstance(tree, dict) else tree
             if (recipe := as_recipe(value)) is None:
                 raise CheckpointError(f"{where}: has no tensor in it")
@@ -230,7 +230,7 @@ def _universal(reading: _Reading) -> object:
     stage: object = None
     if folder.has("optimizer_state.pt"):
         path = str(folder.path / "optimizer_state.pt")
-        state = entries(torchfile.load(folder.file("optimizer_state.pt"), inert=reading.inert), path)
+        state = entries(torch_file.load(folder.file("optimizer_state.pt"), inert=reading.inert), path)
         stage = number_in(state.get("zero_stage"))
         reading.source.notes["optimizer"] = _hyperparameters(state)
     reading.source.what = "DeepSpeed universal checkpoint"

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from mizzen.checkpoint.foreign import safetensors, torchfile
+from mizzen.checkpoint.foreign import safetensors, torch_file
 from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.extent import Extent, Folder
 from mizzen.checkpoint.foreign.numbered import add_numbered, shared_names
@@ -31,7 +31,7 @@ def open_file(file: Extent, inert: tuple[str, ...]) -> Collected:
         for name, ref in found.items():
             source.add("model", name, ref, where=file.path)
         return source
-    return _state_dict(torchfile.load(file, inert=inert), file)
+    return _state_dict(torch_file.load(file, inert=inert), file)
 
 
 def _state_dict(tree: object, file: Extent) -> Collected:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mizzen.checkpoint.foreign import torchfile
+from mizzen.checkpoint.foreign import torch_file
 from mizzen.checkpoint.foreign.extent import Extent
 from mizzen.checkpoint.foreign.values import plain
 from mizzen.errors import CheckpointError
@@ -30,7 +30,7 @@ def load(tmp_path):
 
     def run(value, **arguments):
         torch.save(value, tmp_path / "file.pt", **arguments)
-        return plain(torchfile.load(Extent.of_file(tmp_path / "file.pt")))
+        return plain(torch_file.load(Extent.of_file(tmp_path / "file.pt")))
 
     return run
 
@@ -112,13 +112,13 @@ def test_namespaces_become_dicts(load):
 def test_shared_tensors_share_their_bytes(tmp_path):
     weight = torch.ones(3)
     torch.save({"a": weight, "b": weight[1:]}, tmp_path / "file.pt")
-    tree = torchfile.load(Extent.of_file(tmp_path / "file.pt"))
+    tree = torch_file.load(Extent.of_file(tmp_path / "file.pt"))
     assert tree["a"].storage is tree["b"].storage
 
 
 def test_a_range_is_read_without_the_rest(tmp_path):
     torch.save(torch.arange(100.0), tmp_path / "file.pt")
-    ref = torchfile.load(Extent.of_file(tmp_path / "file.pt"))
+    ref = torch_file.load(Extent.of_file(tmp_path / "file.pt"))
     assert ref.elements(40, 3).tolist() == [40, 41, 42]
     with pytest.raises(CheckpointError, match="elements 99 to 101 were asked for"):
         ref.elements(99, 2)
@@ -131,7 +131,7 @@ def test_files_without_checksums_are_read(tmp_path):
         torch.save({"a": torch.ones(3)}, tmp_path / "file.pt")
     finally:
         torch.serialization.set_crc32_options(before)
-    assert plain(torchfile.load(Extent.of_file(tmp_path / "file.pt")))["a"].tolist() == [1, 1, 1]
+    assert plain(torch_file.load(Extent.of_file(tmp_path / "file.pt")))["a"].tolist() == [1, 1, 1]
 
 
 def repack(source, target, change, compress=zipfile.ZIP_STORED):
@@ -162,7 +162,7 @@ def test_zip_files_that_are_not_torchs(tmp_path, change, words):
     torch.save({"a": torch.ones(3)}, tmp_path / "file.pt")
     repack(tmp_path / "file.pt", tmp_path / "spoilt.pt", change)
     with pytest.raises(CheckpointError, match=words):
-        torchfile.load(Extent.of_file(tmp_path / "spoilt.pt"))
+        torch_file.load(Extent.of_file(tmp_path / "spoilt.pt"))
 
 
 def test_two_members_of_one_name(tmp_path):
@@ -170,7 +170,19 @@ def test_two_members_of_one_name(tmp_path):
     with pytest.warns(UserWarning, match="Duplicate name"):
         repack(tmp_path / "file.pt", tmp_path / "spoilt.pt", lambda n, d: [(n, d)] * (1 + n.endswith("data/0")))
     with pytest.raises(CheckpointError, match="two members named 'file/data/0'"):
-        torchfile.load(Extent.of_file(tmp_path / "spoilt.pt"))
+        torch_file.load(Extent.of_file(tmp_path / "spoilt.pt"))
+
+
+def test_a_table_of_contents_beyond_measure_is_not_read(tmp_path, monkeypatch):
+    torch.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "file.pt")
+    monkeypatch.setattr(torch_file, "TABLE", 300)
+    with pytest.raises(CheckpointError, match="its table of contents has [0-9]+ bytes; at most 300 are read"):
+        torch_file.load(Extent.of_file(tmp_path / "file.pt"))
+
+
+def test_names_in_any_alphabet(tmp_path):
+    torch.save({"a": torch.ones(3)}, tmp_path / "été-模型.pt")
+    assert torch_file.load(Extent.of_file(tmp_path / "été-模型.pt"))["a"].read().tolist() == [1.0] * 3
 
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path):
@@ -178,14 +190,14 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path):
     repack(tmp_path / "file.pt", tmp_path / "bomb.pt", lambda n, d: [(n, d)], zipfile.ZIP_DEFLATED)
     assert (tmp_path / "bomb.pt").stat().st_size < 100_000
     with pytest.raises(CheckpointError, match="is compressed or encrypted, which torch never does"):
-        torchfile.load(Extent.of_file(tmp_path / "bomb.pt"))
+        torch_file.load(Extent.of_file(tmp_path / "bomb.pt"))
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"PK\x03\x04" + b"\0" * 50, b"hello world", b"\x80\x02.", b"\x80"])
 def test_other_files(tmp_path, content):
     (tmp_path / "file.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match="file.pt"):
-        torchfile.load(Extent.of_file(tmp_path / "file.pt"))
+        torch_file.load(Extent.of_file(tmp_path / "file.pt"))
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
@@ -196,7 +208,7 @@ def test_truncated_anywhere(tmp_path, new):
     for length in range(0, len(whole), 7):
         (tmp_path / "file.pt").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="file.pt"):
-            torchfile.load(Extent.of_file(tmp_path / "file.pt"))
+            torch_file.load(Extent.of_file(tmp_path / "file.pt"))
 
 
 def test_members_beyond_four_gigabytes(tmp_path):
@@ -220,7 +232,7 @@ def test_members_beyond_four_gigabytes(tmp_path):
         file.write(table + struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 2, 2, len(table), start))
         file.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(table), 1))
         file.write(struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0))
-    ref = torchfile.load(Extent.of_file(tmp_path / "file.pt"))["a"]
+    ref = torch_file.load(Extent.of_file(tmp_path / "file.pt"))["a"]
     assert ref.shape == (numel,)
     assert ref.elements(numel - 2, 2).tolist() == [0, 2.5]
     (tmp_path / "file.pt").unlink()
@@ -233,7 +245,7 @@ def test_what_is_no_regular_file(tmp_path):
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     torch.save(torch.arange(1000.0), tmp_path / "file.pt")
-    ref = torchfile.load(Extent.of_file(tmp_path / "file.pt"))
+    ref = torch_file.load(Extent.of_file(tmp_path / "file.pt"))
     (tmp_path / "file.pt").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="ends after"):
         ref.read()

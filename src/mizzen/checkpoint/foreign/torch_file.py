@@ -1,23 +1,30 @@
 """Files that `torch.save` wrote, read without running anything: a tree of plain data whose tensors are still on disk.
 
-Both of torch's formats are read: the zip file, and the older row of pickles with the storages behind them.
+Both of torch's formats are read: the zip file, and the older row of pickles with the storages behind them. Of a zip file
+only stored members are read, so that its contents are never larger than the file. Names are compared, never opened.
 """
 
+import io
 import struct
+import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from mizzen.checkpoint.foreign import pickles
 from mizzen.checkpoint.foreign.allowed import storage_dtype
-from mizzen.checkpoint.foreign.archive import Member, members
 from mizzen.checkpoint.foreign.calls import TypedStorage, Unreadable
 from mizzen.checkpoint.foreign.extent import Extent, Storage, check_crc
 from mizzen.checkpoint.foreign.tree import expect
 from mizzen.checkpoint.foreign.values import DTYPES, Name
 from mizzen.errors import CheckpointError
 
+TABLE: Final = 64 * 2**20
+"""How many bytes the table of contents of a zip file may have: about 600,000 members."""
+LOCAL: Final = struct.Struct("<4s5H3I2H")
+"""What stands before each member of a zip file; its last two numbers are the lengths of what follows before the data."""
 PICKLE: Final = 256 * 2**20
 """How many bytes the pickle in a file may have; the tensors are not in it."""
 KEY: Final = 200
@@ -37,8 +44,72 @@ def load(file: Extent, *, inert: tuple[str, ...] = ()) -> object:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ZipMember:
+    """One file inside a zip file: where its bytes are, and its checksum unless the writer left it out."""
+
+    extent: Extent
+    crc: int | None
+
+
+class _ExtentFile(io.RawIOBase):
+    """An Extent as a file for `zipfile`, which reads the table of contents in one piece."""
+
+    def __init__(self, extent: Extent) -> None:
+        self._extent = extent
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._extent.length}[whence]
+        if at < 0:
+            raise OSError(f"byte {at} was asked for")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._extent.length - self._at)
+        count = left if size is None or size < 0 else min(size, left)
+        data = self._extent.part(min(self._at, self._extent.length), count, "the end").bytes(
+            TABLE, "its table of contents"
+        )
+        self._at += count
+        return data
+
+
+def zip_members(file: Extent) -> dict[str, ZipMember]:
+    """Name -> member. Members are checked against the file and each other before any is used."""
+    try:
+        with zipfile.ZipFile(_ExtentFile(file), metadata_encoding="utf-8") as archive:
+            rows = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, OverflowError, struct.error) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{file.path}: begins like a zip file and does not end like one: it is truncated or damaged: {error}"
+        ) from error
+    found: dict[str, ZipMember] = {}
+    for row in rows:
+        name = row.orig_filename
+        if name in found:
+            raise CheckpointError(f"{file.path}: has two members named {name!r}")
+        if name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
+            raise CheckpointError(f"{file.path}: refused: it has a member named {name!r}, which leads out of it")
+        if row.compress_type or row.compress_size != row.file_size or row.flag_bits & 1:
+            raise CheckpointError(f"{file.path}: {name!r} is compressed or encrypted, which torch never does")
+        local = file.part(row.header_offset, LOCAL.size, repr(name)).bytes(LOCAL.size, repr(name))
+        signature, *_, name_length, extra_length = LOCAL.unpack(local)
+        if signature != b"PK\x03\x04":
+            raise CheckpointError(f"{file.path}: {name!r} is not where the table of contents says")
+        start = row.header_offset + LOCAL.size + name_length + extra_length
+        found[name] = ZipMember(file.part(start, row.file_size, repr(name)), row.CRC or None)
+    return found
+
+
 def _load_zip(file: Extent, inert: tuple[str, ...]) -> object:
-    contents = members(file)
+    contents = zip_members(file)
     prefixes = [
         name.removesuffix("data.pkl") for name in contents if name.count("/") == 1 and name.endswith("/data.pkl")
     ]
@@ -62,7 +133,7 @@ def _load_zip(file: Extent, inert: tuple[str, ...]) -> object:
 class _Storages:
     """The storages of a zip file by the key that its pickle has for them."""
 
-    def __init__(self, contents: Mapping[str, Member], prefix: str) -> None:
+    def __init__(self, contents: Mapping[str, ZipMember], prefix: str) -> None:
         self.contents = contents
         self.prefix = prefix
         self.known: dict[str, Storage] = {}
