@@ -1,7 +1,8 @@
 """Files that `torch.save` wrote, read without running anything: a tree of plain data whose tensors are still on disk.
 
-Both of torch's formats are read: the zip file, and the older row of pickles with the storages behind them. Of a zip file
-only stored members are read, so that its contents are never larger than the file. Names are compared, never opened.
+Both of torch's formats are read: the zip file, and the older row of pickles with the storages behind them. Of a
+zip file only stored members are read, so that its contents are never larger than the file. Names are compared, never
+opened.
 """
 
 import io
@@ -24,7 +25,7 @@ from mizzen.errors import CheckpointError
 TABLE: Final = 64 * 2**20
 """How many bytes the table of contents of a zip file may have: about 600,000 members."""
 LOCAL: Final = struct.Struct("<4s5H3I2H")
-"""What stands before each member of a zip file; its last two numbers are the lengths of what follows before the data."""
+"""What stands before each member of a zip file; the last two are lengths of what else comes before the data."""
 PICKLE: Final = 256 * 2**20
 """How many bytes the pickle in a file may have; the tensors are not in it."""
 KEY: Final = 200
