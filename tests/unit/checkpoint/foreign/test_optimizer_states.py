@@ -2,7 +2,7 @@
 
 import pytest
 
-from mizzen.checkpoint.foreign.align import align
+from mizzen.checkpoint.foreign.optimizer_states import align
 
 MODEL = {"a": (2, 2), "b": (3,), "c": (2, 2), "d": (3,)}
 

@@ -1,8 +1,14 @@
-"""The states of a torch optimizer, which are kept under numbers, by the names of the parameters they belong to."""
+"""The states of a torch optimizer, which are kept under numbers, by the names of the parameters they belong to.
 
-from collections.abc import Mapping
+Where a checkpoint has only numbers, shapes decide which parameter each means, or nothing does. Groups keep the order of
+the model inside themselves. If there is exactly one way to lay them over the model's parameters, that is it; with two
+ways nothing is guessed.
+"""
 
-from mizzen.checkpoint.foreign.align import align
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
 from mizzen.checkpoint.foreign.collected import Collected, as_recipe
 from mizzen.checkpoint.foreign.tree import count_of, entries, expect, name_in, tensors
 from mizzen.checkpoint.foreign.values import TensorRef
@@ -85,3 +91,64 @@ def shared_names(model: object, where: str) -> dict[str, str]:
         if ref.numel and first.setdefault(place, name) != name:
             found[name] = first[place]
     return found
+
+
+Shape = tuple[int, ...]
+Place = tuple[int, ...]
+WAYS: Final = 10_000
+STEPS: Final = 5_000_000
+"""How many ways, groups and parameters may be tried with each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a place was reached: the last parameter that was given to a group, and the way before it."""
+
+    group: int
+    name: str
+    before: "_Way | None"
+
+
+@dataclass(slots=True)
+class _Ways:
+    """One way to a place, and whether there is another."""
+
+    way: _Way | None
+    is_only: bool = True
+
+
+def align(model: Mapping[str, Shape], groups: Sequence[Sequence[Shape]]) -> list[list[str]] | None:
+    """The names of each group's parameters, or None when there is no way or more than one."""
+    left = STEPS
+    spare = len(model) - sum(map(len, groups))
+    ways: dict[Place, _Ways] = {(0,) * len(groups): _Ways(None)}
+    for seen, (name, shape) in enumerate(model.items(), start=1):
+        after: dict[Place, _Ways] = {}
+        for place, found in ways.items():
+            if seen - sum(place) <= spare:  # a parameter that no group has: a frozen one
+                _reach(after, place, found)
+            for number, group in enumerate(groups):
+                if place[number] < len(group) and group[place[number]] == shape:
+                    moved = (*place[:number], place[number] + 1, *place[number + 1 :])
+                    _reach(after, moved, _Ways(_Way(number, name, found.way), found.is_only))
+        ways = after
+        left -= len(ways) * len(groups) ** 2  # a way has as many places as there are groups, and tries each
+        if len(ways) > WAYS or left < 0:
+            return None
+    end = ways.get(tuple(map(len, groups)))
+    return _names(end.way, len(groups)) if end is not None and end.is_only else None
+
+
+def _reach(places: dict[Place, _Ways], place: Place, found: _Ways) -> None:
+    if place in places:
+        places[place].is_only = False
+    else:
+        places[place] = _Ways(found.way, found.is_only)
+
+
+def _names(way: _Way | None, groups: int) -> list[list[str]]:
+    names: list[list[str]] = [[] for _ in range(groups)]
+    while way is not None:
+        names[way.group].append(way.name)
+        way = way.before
+    return [found[::-1] for found in names]
