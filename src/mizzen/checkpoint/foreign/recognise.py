@@ -7,9 +7,8 @@ from typing import Final
 from mizzen.checkpoint.foreign import weights
 from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.dcp import open_dcp
-from mizzen.checkpoint.foreign.deepspeed import open_deepspeed
+from mizzen.checkpoint.foreign.deepspeed import TagFiles, open_deepspeed
 from mizzen.checkpoint.foreign.extent import Extent, Folder
-from mizzen.checkpoint.foreign.tagfiles import TagFiles
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
