@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from mizzen.checkpoint.bounds import ALIKE, Costly, refuse_alike
-from mizzen.checkpoint.foreign.allowed import RENAMED, is_allowed
-from mizzen.checkpoint.foreign.calls import Unreadable, call, constant, is_key, numpy_array
+from mizzen.checkpoint.foreign.pickle_calls import RENAMED, Unreadable, call, constant, is_allowed, is_key, numpy_array
 from mizzen.checkpoint.foreign.values import DTYPES, HOLDERS, Inert, Name, TooDeep, written_out
 from mizzen.errors import CheckpointError
 

@@ -15,9 +15,8 @@ from typing import Final
 import torch
 
 from mizzen.checkpoint.foreign import pickles
-from mizzen.checkpoint.foreign.allowed import storage_dtype
-from mizzen.checkpoint.foreign.calls import TypedStorage, Unreadable
 from mizzen.checkpoint.foreign.extent import Extent, Storage, check_crc
+from mizzen.checkpoint.foreign.pickle_calls import TypedStorage, Unreadable, storage_dtype
 from mizzen.checkpoint.foreign.tree import expect
 from mizzen.checkpoint.foreign.values import DTYPES, Name
 from mizzen.errors import CheckpointError
