@@ -14,8 +14,7 @@ from torch import Tensor
 from mizzen.checkpoint.foreign import pickles, torch_file
 from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.extent import Extent, Folder
-from mizzen.checkpoint.foreign.tree import count_of, expect, name_in, shape_of
-from mizzen.checkpoint.foreign.values import Inert, TensorRef
+from mizzen.checkpoint.foreign.values import Inert, TensorRef, count_of, expect, name_in, shape_of
 from mizzen.checkpoint.manifest import LONGEST
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.model.box import Box, coverage

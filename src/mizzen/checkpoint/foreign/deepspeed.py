@@ -14,8 +14,7 @@ from mizzen.checkpoint.foreign import torch_file
 from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe, shaped
 from mizzen.checkpoint.foreign.extent import Folder
 from mizzen.checkpoint.foreign.optimizer_states import add_numbered, shared_names, with_masters
-from mizzen.checkpoint.foreign.tree import count_of, entries, expect, name_in, number_in, shape_of, tensors
-from mizzen.checkpoint.foreign.values import TensorRef
+from mizzen.checkpoint.foreign.values import TensorRef, count_of, entries, expect, name_in, number_in, shape_of, tensors
 from mizzen.checkpoint.foreign.zero_shards import Shard, add_flat, add_pieces, shapes_of
 from mizzen.errors import CheckpointError
 

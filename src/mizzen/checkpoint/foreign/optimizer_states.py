@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mizzen.checkpoint.foreign.collected import Collected, as_recipe
-from mizzen.checkpoint.foreign.tree import count_of, entries, expect, name_in, tensors
-from mizzen.checkpoint.foreign.values import TensorRef
+from mizzen.checkpoint.foreign.values import TensorRef, count_of, entries, expect, name_in, tensors
 from mizzen.errors import CheckpointError
 
 

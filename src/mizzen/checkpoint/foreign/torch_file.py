@@ -17,8 +17,7 @@ import torch
 from mizzen.checkpoint.foreign import pickles
 from mizzen.checkpoint.foreign.extent import Extent, Storage, check_crc
 from mizzen.checkpoint.foreign.pickle_calls import TypedStorage, Unreadable, storage_dtype
-from mizzen.checkpoint.foreign.tree import expect
-from mizzen.checkpoint.foreign.values import DTYPES, Name
+from mizzen.checkpoint.foreign.values import DTYPES, Name, expect
 from mizzen.errors import CheckpointError
 
 TABLE: Final = 64 * 2**20

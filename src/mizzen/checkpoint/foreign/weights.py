@@ -11,8 +11,7 @@ from mizzen.checkpoint.foreign import torch_file
 from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.extent import Extent, Folder, Storage
 from mizzen.checkpoint.foreign.optimizer_states import add_numbered, shared_names
-from mizzen.checkpoint.foreign.tree import entries, expect, shape_of
-from mizzen.checkpoint.foreign.values import TensorRef, contiguous
+from mizzen.checkpoint.foreign.values import TensorRef, contiguous, entries, expect, shape_of
 from mizzen.checkpoint.tensors import CODES
 from mizzen.errors import CheckpointError
 

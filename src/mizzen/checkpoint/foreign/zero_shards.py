@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe
-from mizzen.checkpoint.foreign.tree import count_of, entries, expect, shape_of
-from mizzen.checkpoint.foreign.values import Inert, Readable, TensorRef
+from mizzen.checkpoint.foreign.values import Inert, Readable, TensorRef, count_of, entries, expect, shape_of
 from mizzen.errors import CheckpointError
 
 EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
