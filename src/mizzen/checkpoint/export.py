@@ -8,7 +8,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign.collected import Collected
+from mizzen.checkpoint.foreign.source import ForeignSource
 from mizzen.checkpoint.source import Entry, Source
 from mizzen.checkpoint.sources import aliases_of, weights_of
 from mizzen.checkpoint.tensors import by_number
@@ -55,7 +55,7 @@ def export_safetensors(
 
 def files_of(source: Source) -> list[Path]:
     """The files of plain weights from which a Source reads; none for a checkpoint."""
-    if not isinstance(source, Collected):
+    if not isinstance(source, ForeignSource):
         return []
     parts = source.notes.get("files")
     return [source.path / str(part) for part in parts] if isinstance(parts, list) else [source.path]

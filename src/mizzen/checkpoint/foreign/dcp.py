@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mizzen.checkpoint.foreign import pickles, torch_file
-from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.extent import Extent, Folder
+from mizzen.checkpoint.foreign.source import ForeignSource
 from mizzen.checkpoint.foreign.values import Inert, TensorRef, count_of, expect, name_in, shape_of
 from mizzen.checkpoint.manifest import LONGEST
 from mizzen.errors import CheckpointError, UsageError
@@ -34,7 +34,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Boxed:
+class ChunkedTensor:
     """A tensor in boxes."""
 
     name: str
@@ -79,7 +79,7 @@ class Boxed:
         return found
 
 
-def open_dcp(folder: Folder, inert: tuple[str, ...]) -> Collected:
+def open_dcp(folder: Folder, inert: tuple[str, ...]) -> ForeignSource:
     """Collect what the metadata lists."""
     file = folder.file(".metadata")
     where = str(file.path)
@@ -90,7 +90,7 @@ def open_dcp(folder: Folder, inert: tuple[str, ...]) -> Collected:
     paths = paths if isinstance(paths, dict) else {}
     wrapped = any(isinstance(path, tuple) and len(path) > 1 and path[0] in WRAPPERS for path in paths.values())
     places = _places(folder, metadata, where)
-    source = Collected(folder.path, "torch.distributed.checkpoint")
+    source = ForeignSource(folder.path, "torch.distributed.checkpoint")
     values: dict[str, object] = {}
     read = _Values(inert, where)
     for key, about in tensors.items():
@@ -133,12 +133,14 @@ def _places(folder: Folder, metadata: Inert, where: str) -> Places:
     return found
 
 
-def _boxed(name: str, about: Inert, places: Places, inert: tuple[str, ...], where: str) -> Boxed:
+def _boxed(name: str, about: Inert, places: Places, inert: tuple[str, ...], where: str) -> ChunkedTensor:
     shape = shape_of(about.get("size"), f"{where}: the size of {name!r}")
     properties = expect(about.get("properties"), Inert, f"{where}: properties of {name!r}")
     dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else properties.get("dtype")
     chunks = tuple(_chunks(name, about, places, where))
-    return Boxed(name, shape, expect(dtype, torch.dtype, f"{where}: the dtype of {name!r}"), chunks, inert, where)
+    return ChunkedTensor(
+        name, shape, expect(dtype, torch.dtype, f"{where}: the dtype of {name!r}"), chunks, inert, where
+    )
 
 
 def _chunks(name: str, about: Inert, places: Places, where: str) -> Iterator[Chunk]:

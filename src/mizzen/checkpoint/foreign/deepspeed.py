@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mizzen.checkpoint.foreign import torch_file
-from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe, shaped
 from mizzen.checkpoint.foreign.extent import Folder
 from mizzen.checkpoint.foreign.optimizer_states import add_numbered, shared_names, with_masters
+from mizzen.checkpoint.foreign.source import FlatRange, ForeignSource, JoinedTensor, as_recipe, shaped
 from mizzen.checkpoint.foreign.values import TensorRef, count_of, entries, expect, name_in, number_in, shape_of, tensors
 from mizzen.checkpoint.foreign.zero_shards import Shard, add_flat, add_pieces, shapes_of
 from mizzen.errors import CheckpointError
@@ -127,7 +127,7 @@ class _Reading:
     folder: Folder
     files: TagFiles
     inert: tuple[str, ...]
-    source: Collected
+    source: ForeignSource
     heads: list[Mapping[str, object]] = field(default_factory=list)
     """The model file of each model rank; at stage 3 that of data rank 0."""
 
@@ -158,10 +158,10 @@ class _Reading:
         return {name_in(name, where) for names in listed for name in expect(names, list, where)}
 
 
-def open_deepspeed(folder: Folder, files: TagFiles, inert: tuple[str, ...]) -> Collected:
+def open_deepspeed(folder: Folder, files: TagFiles, inert: tuple[str, ...]) -> ForeignSource:
     """Collect what a tag's folder holds."""
     files.refuse_slices(folder)
-    reading = _Reading(folder, files, inert, Collected(folder.path, "DeepSpeed checkpoint"))
+    reading = _Reading(folder, files, inert, ForeignSource(folder.path, "DeepSpeed checkpoint"))
     first = files.model or {mp: ranks[0] for mp, ranks in files.shard.items()}
     reading.heads += [reading.load(first[mp]) for mp in sorted(first)]
     if any(head.get("ds_autoep_layers") or head.get("autoep_layers") for head in reading.heads):
@@ -234,9 +234,9 @@ def _sharded_model(reading: _Reading) -> None:
         for rank, fragments in enumerate(ranks):
             file = f"{where}/{files[rank]}: frozen {name}"
             piece = expect(entries(fragments, file).get(name), TensorRef, file)
-            parts.append(Range(piece, 0, min(piece.numel, rest)))
+            parts.append(FlatRange(piece, 0, min(piece.numel, rest)))
             rest -= parts[-1].count
-        reading.source.add("model", name, Joined(tuple(parts), shape, f"{where}: frozen {name}"), where=where)
+        reading.source.add("model", name, JoinedTensor(tuple(parts), shape, f"{where}: frozen {name}"), where=where)
 
 
 def _optimizer(reading: _Reading) -> object:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mizzen.checkpoint.foreign.collected import Collected, as_recipe
+from mizzen.checkpoint.foreign.source import ForeignSource, as_recipe
 from mizzen.checkpoint.foreign.values import TensorRef, count_of, entries, expect, name_in, tensors
 from mizzen.errors import CheckpointError
 
 
 def add_numbered(
-    source: Collected, model: object, optimizer: Mapping[str, object], *, skip: set[str], where: str
+    source: ForeignSource, model: object, optimizer: Mapping[str, object], *, skip: set[str], where: str
 ) -> None:
     """The states of a plain torch optimizer, if shapes leave no doubt about which parameter each number means."""
     states = expect(optimizer.get("state"), dict, f"{where}: the optimizer's state")

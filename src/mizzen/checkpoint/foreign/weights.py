@@ -8,9 +8,9 @@ import struct
 from typing import Final
 
 from mizzen.checkpoint.foreign import torch_file
-from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.extent import Extent, Folder, Storage
 from mizzen.checkpoint.foreign.optimizer_states import add_numbered, shared_names
+from mizzen.checkpoint.foreign.source import ForeignSource
 from mizzen.checkpoint.foreign.values import TensorRef, contiguous, entries, expect, shape_of
 from mizzen.checkpoint.tensors import CODES
 from mizzen.errors import CheckpointError
@@ -86,21 +86,21 @@ SINGLES: Final = (
 )
 
 
-def open_file(file: Extent, inert: tuple[str, ...]) -> Collected:
+def open_file(file: Extent, inert: tuple[str, ...]) -> ForeignSource:
     """One file."""
     if file.path.suffix == ".safetensors":
         found, metadata = load_safetensors(file)
-        source = Collected(file.path, "safetensors", notes={"metadata": metadata})
+        source = ForeignSource(file.path, "safetensors", notes={"metadata": metadata})
         for name, ref in found.items():
             source.add("model", name, ref, where=file.path)
         return source
     return _state_dict(torch_file.load(file, inert=inert), file)
 
 
-def _state_dict(tree: object, file: Extent) -> Collected:
+def _state_dict(tree: object, file: Extent) -> ForeignSource:
     where = str(file.path)
     top = entries(tree, where)
-    source = Collected(file.path, "torch state dict")
+    source = ForeignSource(file.path, "torch state dict")
     key = next((key for key in MODELS if isinstance(top.get(key), dict)), None)
     model = entries(top[key], f"{where}: {key}") if key else top
     for name, value in model.items():
@@ -133,12 +133,12 @@ def find(folder: Folder) -> str | None:
     return alone[0] if len(alone) == 1 else None
 
 
-def open_folder(folder: Folder, name: str, inert: tuple[str, ...]) -> Collected:
+def open_folder(folder: Folder, name: str, inert: tuple[str, ...]) -> ForeignSource:
     """A folder of weights, by the file that `find` gave."""
     if not name.endswith(".index.json"):
         return open_file(folder.file(name), inert)
-    source = Collected(folder.path, f"sharded weights ({name})")
-    files: dict[str, Collected] = {}
+    source = ForeignSource(folder.path, f"sharded weights ({name})")
+    files: dict[str, ForeignSource] = {}
     for tensor, part in read_index(folder.file(name)).items():
         if part not in files:
             files[part] = open_file(folder.file(part), inert)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe
+from mizzen.checkpoint.foreign.source import FlatRange, ForeignSource, JoinedTensor, as_recipe
 from mizzen.checkpoint.foreign.values import Inert, Readable, TensorRef, count_of, entries, expect, shape_of
 from mizzen.errors import CheckpointError
 
@@ -52,11 +52,11 @@ def shapes_of(head: Mapping[str, object], where: str) -> list[dict[str, tuple[in
     ]
 
 
-def add_flat(source: Collected, shards: Sequence[Shard], shapes: Shapes) -> None:
+def add_flat(source: ForeignSource, shards: Sequence[Shard], shapes: Shapes) -> None:
     """Stages 1 and 2, and bf16: ranges by name."""
     known = {name: shape for group in shapes for name, shape in group.items()}
     locals_of = _local_experts(known)
-    pieces: dict[str, dict[str, list[Range]]] = {}
+    pieces: dict[str, dict[str, list[FlatRange]]] = {}
     whole: dict[str, dict[str, Readable]] = {}
     for rank, shard in enumerate(shards):
         counts = _partition_counts(shard, len(shards))
@@ -95,22 +95,22 @@ def _take(
     name: str,
     start: int,
     count: int,
-    pieces: dict[str, dict[str, list[Range]]],
+    pieces: dict[str, dict[str, list[FlatRange]]],
     whole: dict[str, dict[str, Readable]],
 ) -> None:
     """Note what one rank has of a parameter: ranges of the flat states, and numbers that hold for all of it."""
     for kind, value in states.items():
         if isinstance(value, TensorRef) and value.shape:
-            pieces.setdefault(name, {}).setdefault(kind, []).append(Range(value, start, count))
+            pieces.setdefault(name, {}).setdefault(kind, []).append(FlatRange(value, start, count))
         elif (recipe := as_recipe(value)) is not None:
             whole.setdefault(name, {}).setdefault(kind, recipe)
 
 
 def _add(
-    source: Collected,
+    source: ForeignSource,
     shards: Sequence[Shard],
     shapes: Mapping[str, tuple[int, ...]],
-    pieces: Mapping[str, Mapping[str, Sequence[Range]]],
+    pieces: Mapping[str, Mapping[str, Sequence[FlatRange]]],
     whole: Mapping[str, Mapping[str, Readable]],
 ) -> None:
     for name, kinds in pieces.items():
@@ -118,7 +118,10 @@ def _add(
             if (kind, name) in source.table:
                 continue  # a weight that pipeline stages share: both have it
             source.add(
-                kind, name, Joined(tuple(parts), shapes[name], f"{source.path}: {kind} of {name}"), where=shards[0].path
+                kind,
+                name,
+                JoinedTensor(tuple(parts), shapes[name], f"{source.path}: {kind} of {name}"),
+                where=shards[0].path,
             )
         for kind, recipe in whole.get(name, {}).items():
             if (kind, name) not in source.table:
@@ -155,7 +158,7 @@ def _global_expert(name: str, place: int, local: Mapping[str, int]) -> str:
     return f"{match[1]}{place * local.get(match[1], 0) + int(match[2])}{match[3]}"
 
 
-def add_pieces(source: Collected, shards: Sequence[Shard], shapes: Shapes) -> None:
+def add_pieces(source: ForeignSource, shards: Sequence[Shard], shapes: Shapes) -> None:
     """Stage 3: equal pieces in the order of the shapes."""
     ranks = len(shards)
     for shard in shards:
@@ -171,13 +174,13 @@ def add_pieces(source: Collected, shards: Sequence[Shard], shapes: Shapes) -> No
         for size in shape:
             numel *= size
         piece = -(-numel // ranks)
-        pieces: dict[str, list[Range]] = {}
+        pieces: dict[str, list[FlatRange]] = {}
         for rank, row in enumerate(rows):
             for kind in row.kinds:
                 pieces.setdefault(kind, []).extend(row.cut(kind, at, max(0, min(piece, numel - rank * piece)), name))
         for kind, parts in pieces.items():
             source.add(
-                kind, name, Joined(tuple(parts), shape, f"{source.path}: {kind} of {name}"), where=shards[0].path
+                kind, name, JoinedTensor(tuple(parts), shape, f"{source.path}: {kind} of {name}"), where=shards[0].path
             )
         for kind, recipe in rows[0].numbers(at).items():
             source.add(kind, name, recipe, where=shards[0].path)
@@ -198,7 +201,7 @@ class _Row:
             key for key, value in (self.groups or [{}])[0].items() if isinstance(value, TensorRef) and value.shape
         ]
 
-    def cut(self, kind: str, start: int, count: int, name: str) -> Iterator[Range]:
+    def cut(self, kind: str, start: int, count: int, name: str) -> Iterator[FlatRange]:
         """The ranges that hold some elements of the row."""
         end = start + count
         if end > self.starts[-1]:
@@ -207,7 +210,7 @@ class _Row:
         while start < end:
             first, last = self.starts[number : number + 2]
             data = expect(self.groups[number].get(kind), TensorRef, f"{self.path}: {kind} of {name}")
-            yield Range(data, start - first, min(end, last) - start)
+            yield FlatRange(data, start - first, min(end, last) - start)
             start, number = last, number + 1
 
     def numbers(self, start: int) -> dict[str, Readable]:

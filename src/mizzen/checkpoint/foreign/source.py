@@ -22,7 +22,7 @@ TIMES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class FlatRange:
     """Some elements of a flat tensor."""
 
     data: TensorRef
@@ -31,10 +31,10 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedTensor:
     """A tensor cut into ranges that lie in several files."""
 
-    parts: tuple[Range, ...]
+    parts: tuple[FlatRange, ...]
     shape: tuple[int, ...]
     what: str
     """Its name in errors."""
@@ -76,7 +76,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class NumberTensor:
     """A plain number that stands for a tensor without dimensions, as some optimizers keep their step."""
 
     value: int | float
@@ -101,7 +101,7 @@ class Number:
 
 
 @dataclass(slots=True)
-class Collected:
+class ForeignSource:
     """Entries and facts, collected by a reader."""
 
     path: Path
@@ -155,7 +155,7 @@ def as_recipe(value: object) -> Readable | None:
     if isinstance(value, TensorRef):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return Number(value)
+        return NumberTensor(value)
     return None
 
 
@@ -163,4 +163,4 @@ def shaped(ref: TensorRef, shape: tuple[int, ...], where: object) -> Readable:
     """A tensor that was stored flat, in its own shape."""
     if ref.shape == shape:
         return ref
-    return Joined((Range(ref, 0, ref.numel),), shape, str(where))
+    return JoinedTensor((FlatRange(ref, 0, ref.numel),), shape, str(where))

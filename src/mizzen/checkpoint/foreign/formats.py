@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Final
 
 from mizzen.checkpoint.foreign import weights
-from mizzen.checkpoint.foreign.collected import Collected
 from mizzen.checkpoint.foreign.dcp import open_dcp
 from mizzen.checkpoint.foreign.deepspeed import TagFiles, open_deepspeed
 from mizzen.checkpoint.foreign.extent import Extent, Folder
+from mizzen.checkpoint.foreign.source import ForeignSource
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
@@ -16,7 +16,7 @@ LATEST: Final = ("latest", "latest_universal")
 """Files that hold the name of the newest tag."""
 
 
-def open(path: str | Path, tag: str | None = None, *, inert: Sequence[str] = ()) -> Collected:
+def open(path: str | Path, tag: str | None = None, *, inert: Sequence[str] = ()) -> ForeignSource:
     """The checkpoint at a path: a file, a tag's folder, or the folder above with `latest` in it.
 
     `inert` names further packages whose objects may stand in a checkpoint; they become placeholders, never objects.
@@ -34,29 +34,29 @@ def open(path: str | Path, tag: str | None = None, *, inert: Sequence[str] = ())
     return source
 
 
-def _open_file(path: Path, tag: str | None, inert: tuple[str, ...]) -> Collected:
+def _open_file(path: Path, tag: str | None, inert: tuple[str, ...]) -> ForeignSource:
     if tag is not None:
         raise CheckpointError(f"{path}: is a file, so it has no tag {tag!r}")
     return weights.open_file(Extent.of_file(path), inert)
 
 
-def _open_folder(folder: Folder, tag: str | None, inert: tuple[str, ...]) -> Collected:
+def _open_folder(folder: Folder, tag: str | None, inert: tuple[str, ...]) -> ForeignSource:
     if tag is not None:
         if not folder.inside(tag).is_dir():
             raise CheckpointError(f"{folder.path}: has no folder for the tag {tag!r}; it has {_listing(folder)}")
-        return _recognise(folder.folder(tag), inert)
+        return _open_format(folder.folder(tag), inert)
     named = next((name for name in LATEST if folder.has(name)), None)
     if named is None or not TagFiles.of(folder).is_empty:
-        return _recognise(folder, inert)
+        return _open_format(folder, inert)
     tag = folder.file(named).bytes(4096, "the name of a tag").decode("utf8", "replace").strip()
     if not folder.inside(tag).is_dir():
         raise CheckpointError(
             f"{folder.path}: '{named}' says {tag!r}, and there is no such folder; it has {_listing(folder)}"
         )
-    return _recognise(folder.folder(tag), inert)
+    return _open_format(folder.folder(tag), inert)
 
 
-def _recognise(folder: Folder, inert: tuple[str, ...]) -> Collected:
+def _open_format(folder: Folder, inert: tuple[str, ...]) -> ForeignSource:
     if folder.has(".metadata"):
         return open_dcp(folder, inert)
     files = TagFiles.of(folder)
