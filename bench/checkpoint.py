@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.background import Background
-from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from mizzen.checkpoint.parts import Part, Parts
+from mizzen.checkpoint.manifest import BoxTable, FileEntry, Manifest, StoredBox, TensorEntry
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.save import Terms, merge
 from mizzen.checkpoint.team import Team, attempt
@@ -149,7 +148,7 @@ def written_by(rank: int, ranks: int, tensors: int, kinds: Sequence[str]) -> Wri
     ]
     box = Box((rank * 8, 0), (rank * 8 + 8, 128))
     size = box.numel * 4
-    parts = Parts.of(Part(number, 4096 + number * size, box) for number in range(len(entries)))
+    parts = BoxTable.of(StoredBox(number, 4096 + number * size, box) for number in range(len(entries)))
     end = 4096 + len(entries) * size
     hashes = ("0" * 32,) * -(-end // (1 << 22))
     return Written.of(entries, FileEntry(f"{'0' * 16}-{rank:05d}.safetensors", end, hashes, parts))

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import numpy
 
-from mizzen.checkpoint.manifest import FileEntry, TensorEntry
-from mizzen.checkpoint.parts import Table, corners, tiles
+from mizzen.checkpoint.manifest import FileEntry, Table, TensorEntry, corners, tiles
 from mizzen.checkpoint.read import Stored, by_tensor
 from mizzen.checkpoint.write import Written
 from mizzen.errors import CheckpointError

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from mizzen.checkpoint.bounds import TEXT, Costly, Repeats, refuse_alike
-from mizzen.checkpoint.manifest import LONGEST
-from mizzen.checkpoint.parts import DIMENSIONS
+from mizzen.checkpoint.manifest import DIMENSIONS, LONGEST
 from mizzen.checkpoint.tensors import CODES, DTYPES, memory_of, name_of
 from mizzen.errors import CheckpointError, UsageError
 

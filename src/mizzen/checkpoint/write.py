@@ -11,8 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mizzen.checkpoint.manifest import CHUNK, FileEntry, TensorEntry
-from mizzen.checkpoint.parts import Part, Parts
+from mizzen.checkpoint.manifest import CHUNK, BoxTable, FileEntry, StoredBox, TensorEntry
 from mizzen.checkpoint.tensors import CODES, DTYPES, bytes_of, header_of, name_of
 from mizzen.errors import CheckpointError
 from mizzen.files import write_chunks
@@ -142,7 +141,7 @@ def write_boxes(
     header = header_of(named, metadata)
     hasher, parts, place = ChunkHasher(), [], len(header)
     for each in boxes:
-        parts.append(Part(places[each.entry.key], place, each.box))
+        parts.append(StoredBox(places[each.entry.key], place, each.box))
         place += each.box.numel * DTYPES[each.entry.dtype].itemsize
 
     def passing() -> Iterator[memoryview]:
@@ -152,7 +151,7 @@ def write_boxes(
             del chunk  # what it belongs to goes before the next is read
 
     size = write_chunks(path, passing())
-    return Written.of(tensors, FileEntry(path.name, size, hasher.finish(), Parts.of(parts)))
+    return Written.of(tensors, FileEntry(path.name, size, hasher.finish(), BoxTable.of(parts)))
 
 
 class _Reader:

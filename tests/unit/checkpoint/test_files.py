@@ -26,8 +26,7 @@ from mizzen.checkpoint.folder import (
     write_latest,
 )
 from mizzen.checkpoint.inspect import compare, verify
-from mizzen.checkpoint.manifest import Manifest
-from mizzen.checkpoint.parts import Part, Parts, tiles
+from mizzen.checkpoint.manifest import BoxTable, Manifest, StoredBox, tiles
 from mizzen.checkpoint.read import Reader, read_manifest
 from mizzen.checkpoint.save import Terms, merge
 from mizzen.checkpoint.team import Team
@@ -140,7 +139,7 @@ def test_a_copied_folder_stays_valid(tmp_path):
     ],
 )
 def test_tiles(boxes, shape, expected):
-    parts = Parts.of(Part(0, 0, Box(start, stop)) for start, stop in boxes)
+    parts = BoxTable.of(StoredBox(0, 0, Box(start, stop)) for start, stop in boxes)
     table = parts.tables.get(len(shape))
     if table is None:
         table = torch.zeros(0, 2 + 2 * len(shape), dtype=torch.int64).numpy()
@@ -152,8 +151,8 @@ def test_packed_parts(start, length, planes, rows):
     shape = (planes, rows, 5)
     total = planes * rows * 5
     boxes = boxes_of_range(shape, min(start, total), min(start + length, total))
-    parts = Parts.of(Part(3, number, box) for number, box in enumerate(boxes))
-    assert list(Parts.unpack(parts.pack(), 1 << 20)) == list(parts)
+    parts = BoxTable.of(StoredBox(3, number, box) for number, box in enumerate(boxes))
+    assert list(BoxTable.unpack(parts.pack(), 1 << 20)) == list(parts)
 
 
 def test_dead_saves_are_swept_and_live_ones_are_not(tmp_path):

@@ -9,9 +9,8 @@ import torch
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.folder import data_name
 from mizzen.checkpoint.inspect import verify
-from mizzen.checkpoint.manifest import FileEntry, TensorEntry
+from mizzen.checkpoint.manifest import BoxTable, FileEntry, StoredBox, TensorEntry
 from mizzen.checkpoint.merge import flaws, merge_facts, pack_facts, unwritten
-from mizzen.checkpoint.parts import Part, Parts
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.save import Contribution, Terms
 from mizzen.checkpoint.team import Team
@@ -173,8 +172,8 @@ def test_boxes_that_make_up_every_tensor_are_taken(tmp_path):
 def written(tensors, boxes):
     """What a rank says that has written boxes (tensor, start, stop) of some tensors."""
     entries = [TensorEntry(*key, shape, "float32") for key, shape in tensors.items()]
-    parts = [Part(number, 0, Box(start, stop)) for number, start, stop in boxes]
-    return Written.of(entries, FileEntry("x.safetensors", 0, (), Parts.of(parts)) if parts else None)
+    parts = [StoredBox(number, 0, Box(start, stop)) for number, start, stop in boxes]
+    return Written.of(entries, FileEntry("x.safetensors", 0, (), BoxTable.of(parts)) if parts else None)
 
 
 MATRIX = {("model", "a"): (4, 3)}
