@@ -18,7 +18,7 @@ from mizzen.checkpoint.sources import weights_of
 from mizzen.checkpoint.tagged import Encoder
 from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.tensors import name_of
-from mizzen.checkpoint.write import Boxed, check_dtype, write_boxes
+from mizzen.checkpoint.write import BoxData, check_dtype, write_boxes
 from mizzen.errors import CheckpointError
 from mizzen.files import fsync_folder
 from mizzen.model.box import Box
@@ -36,7 +36,7 @@ def adopt(source: Source, root: Path, tag: str, *, on_tensor: Any = None) -> Man
         check_dtype(entry.kind, entry.name, entry.dtype)
     tensors = [TensorEntry(e.kind, e.name, e.shape, name_of(e.dtype)) for e in (*entries, *states)]
     boxes = [
-        Boxed(tensor, Box.whole(tensor.shape), partial(_read, source, readers.get(entry, entry), on_tensor))
+        BoxData(tensor, Box.whole(tensor.shape), partial(_read, source, readers.get(entry, entry), on_tensor))
         for tensor, entry in zip(tensors, (*entries, *states), strict=True)
     ]
     encoder = Encoder("facts")
@@ -66,9 +66,9 @@ def _read(source: Source, entry: Entry, on_tensor: Any) -> Tensor:
     return tensor
 
 
-def _client(name: str, value: Tensor) -> Boxed:
+def _client(name: str, value: Tensor) -> BoxData:
     entry = TensorEntry("client", name, tuple(value.shape), name_of(value.dtype))
-    return Boxed(entry, Box.whole(entry.shape), lambda: value)
+    return BoxData(entry, Box.whole(entry.shape), lambda: value)
 
 
 def facts_of(found: Mapping[str, object], encoder: Encoder) -> dict[str, Any]:

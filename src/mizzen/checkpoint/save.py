@@ -32,10 +32,9 @@ from mizzen.checkpoint.folder import (
     write_latest,
 )
 from mizzen.checkpoint.manifest import Manifest, TensorEntry, is_plain
-from mizzen.checkpoint.merge import flaws, merge, merge_facts, pack_facts, unwritten
 from mizzen.checkpoint.read import MANIFEST
 from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
-from mizzen.checkpoint.write import Item, Written, write_items
+from mizzen.checkpoint.write import Item, Written, flaws, merge, merge_facts, pack_facts, unwritten, write_items
 from mizzen.errors import CheckpointError, FileError, MizzenError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
 from mizzen.log import get_logger

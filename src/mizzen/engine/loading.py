@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mizzen.checkpoint.choose import CALL, Asked, ask_together, candidates_together, open_together
-from mizzen.checkpoint.merge import WEIGHT
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.tagged import PICKLED, decode, has_pickles, unpack
 from mizzen.checkpoint.team import Team, attempt, in_words
+from mizzen.checkpoint.write import WEIGHT
 from mizzen.data.loader import Loader
 from mizzen.engine.access import refresh_masters
 from mizzen.engine.randomness import restore_process

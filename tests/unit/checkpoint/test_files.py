@@ -28,10 +28,10 @@ from mizzen.checkpoint.folder import (
 from mizzen.checkpoint.inspect import compare, verify
 from mizzen.checkpoint.manifest import BoxTable, Manifest, StoredBox, tiles
 from mizzen.checkpoint.read import Reader, read_manifest
-from mizzen.checkpoint.save import Terms, merge
+from mizzen.checkpoint.save import Terms
 from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.tensors import bytes_of
-from mizzen.checkpoint.write import ChunkHasher, Item, write_items
+from mizzen.checkpoint.write import ChunkHasher, Item, merge, write_items
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.files import watched
 from mizzen.model.box import Box, boxes_of_range

@@ -10,11 +10,10 @@ from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.folder import data_name
 from mizzen.checkpoint.inspect import verify
 from mizzen.checkpoint.manifest import BoxTable, FileEntry, StoredBox, TensorEntry
-from mizzen.checkpoint.merge import flaws, merge_facts, pack_facts, unwritten
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.save import Contribution, Terms
 from mizzen.checkpoint.team import Team
-from mizzen.checkpoint.write import Item, Written, write_items
+from mizzen.checkpoint.write import Item, Written, flaws, merge_facts, pack_facts, unwritten, write_items
 from mizzen.errors import CheckpointError
 from mizzen.files import watched
 from mizzen.model.box import Box
