@@ -12,9 +12,9 @@ from torch import Tensor
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.folder import data_name
 from mizzen.checkpoint.manifest import Manifest, TensorEntry
+from mizzen.checkpoint.open import weights_of
 from mizzen.checkpoint.save import Terms
 from mizzen.checkpoint.source import Entry, Source
-from mizzen.checkpoint.sources import weights_of
 from mizzen.checkpoint.tagged import Encoder
 from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.tensors import name_of

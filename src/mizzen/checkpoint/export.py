@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mizzen.checkpoint.foreign.source import ForeignSource
+from mizzen.checkpoint.open import aliases_of, weights_of
 from mizzen.checkpoint.source import Entry, Source
-from mizzen.checkpoint.sources import aliases_of, weights_of
 from mizzen.checkpoint.tensors import by_number
 from mizzen.checkpoint.weights_out import Told, Waiting, write_torch, write_weights
 from mizzen.files import make_folder

@@ -11,9 +11,8 @@ from mizzen.checkpoint.choose import candidates, latest_problem
 from mizzen.checkpoint.export import export_safetensors, export_torch
 from mizzen.checkpoint.folder import LATEST, Committed, committed, delete, read_latest, surplus, sweep_all
 from mizzen.checkpoint.inspect import compare, verify
-from mizzen.checkpoint.open import open_source
+from mizzen.checkpoint.open import open_source, weights_of
 from mizzen.checkpoint.read import MANIFEST, Reader
-from mizzen.checkpoint.sources import weights_of
 from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
 from mizzen.errors import CheckpointError, UsageError
 
