@@ -26,8 +26,8 @@ from mizzen.model.box import Box
 COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
-def adopt(source: Source, root: Path, tag: str, *, on_tensor: Any = None) -> Manifest:
-    """Write what a Source has as a checkpoint that `load_checkpoint` takes; `on_tensor(bytes)` is told of progress."""
+def adopt(source: Source, root: Path, tag: str, *, on_bytes: Any = None) -> Manifest:
+    """Write what a Source has as a checkpoint that `load_checkpoint` takes; `on_bytes` hears of progress."""
     weights = weights_of(source)
     entries = [replace(entry, kind="model") for entry in weights.values()]
     readers: dict[Entry, Entry] = dict(zip(entries, weights.values(), strict=True))
@@ -36,7 +36,7 @@ def adopt(source: Source, root: Path, tag: str, *, on_tensor: Any = None) -> Man
         check_dtype(entry.kind, entry.name, entry.dtype)
     tensors = [TensorEntry(e.kind, e.name, e.shape, name_of(e.dtype)) for e in (*entries, *states)]
     boxes = [
-        BoxData(tensor, Box.whole(tensor.shape), partial(_read, source, readers.get(entry, entry), on_tensor))
+        BoxData(tensor, Box.whole(tensor.shape), partial(_read, source, readers.get(entry, entry), on_bytes))
         for tensor, entry in zip(tensors, (*entries, *states), strict=True)
     ]
     encoder = Encoder("facts")
@@ -54,15 +54,15 @@ def adopt(source: Source, root: Path, tag: str, *, on_tensor: Any = None) -> Man
     return manifest
 
 
-def _read(source: Source, entry: Entry, on_tensor: Any) -> Tensor:
+def _read(source: Source, entry: Entry, on_bytes: Any) -> Tensor:
     tensor = source.read(entry)
     if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
         raise CheckpointError(
             f"{entry.kind} '{entry.name}' was announced as {list(entry.shape)} {entry.dtype} and is "
             f"{list(tensor.shape)} {tensor.dtype}"
         )
-    if on_tensor is not None:
-        on_tensor(tensor.numel() * tensor.element_size())
+    if on_bytes is not None:
+        on_bytes(tensor.numel() * tensor.element_size())
     return tensor
 
 

@@ -10,19 +10,19 @@ from mizzen.checkpoint.manifest import FileEntry, Manifest
 from mizzen.checkpoint.read import Reader, Verified
 from mizzen.errors import CheckpointError, FileError
 
-Told = Callable[[int], None]
+OnBytes = Callable[[int], None]
 
 
-def verify(reader: Reader, told: Told | None = None) -> list[str]:
-    """Read every byte and compare its hash; what is wrong, by file and tensor. `told` gets the bytes read so far."""
+def verify(reader: Reader, on_bytes: OnBytes | None = None) -> list[str]:
+    """Read every byte and compare its hash; what is wrong, by file and tensor. `on_bytes` gets the bytes read so far."""
     manifest = reader.manifest
     wrong = [f"{entry}: its parts do not hold each element once" for entry in reader.torn()]
     for file in manifest.files:
-        wrong += _verify_file(reader, file, told)
+        wrong += _verify_file(reader, file, on_bytes)
     return wrong
 
 
-def _verify_file(reader: Reader, file: FileEntry, told: Told | None) -> Iterator[str]:
+def _verify_file(reader: Reader, file: FileEntry, on_bytes: OnBytes | None) -> Iterator[str]:
     manifest = reader.manifest
     try:
         opened = Verified(reader.folder, file, manifest.chunk)
@@ -37,8 +37,8 @@ def _verify_file(reader: Reader, file: FileEntry, told: Told | None) -> Iterator
                 opened.read_into(buffer[:count], start)
             except (CheckpointError, FileError) as error:
                 yield f"{error} (it holds {_held(manifest, file, start, start + count)})"
-            if told is not None:
-                told(count)
+            if on_bytes is not None:
+                on_bytes(count)
     finally:
         opened.close()
 
@@ -71,7 +71,7 @@ class Difference:
     other: str
 
 
-def compare(one: Reader, other: Reader, told: Told | None = None) -> Iterator[Difference]:
+def compare(one: Reader, other: Reader, on_bytes: OnBytes | None = None) -> Iterator[Difference]:
     """Tensor by tensor, then fact by fact; one tensor of each is in memory at a time."""
     first, second = one.entries, other.entries
     for key in dict.fromkeys((*first, *second)):
@@ -85,8 +85,8 @@ def compare(one: Reader, other: Reader, told: Told | None = None) -> Iterator[Di
             left, right = one.whole(*key), other.whole(*key)
             if not torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8)):
                 yield Difference(title, *_values(left, right))
-            if told is not None:
-                told(a.nbytes)
+            if on_bytes is not None:
+                on_bytes(a.nbytes)
     left_facts, right_facts = _flat(one.manifest.facts), _flat(other.manifest.facts)
     for path in dict.fromkeys((*left_facts, *right_facts)):
         if left_facts.get(path) != right_facts.get(path):

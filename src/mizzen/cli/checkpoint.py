@@ -19,7 +19,7 @@ from mizzen.errors import CheckpointError, UsageError
 SHOWN: Final = 40
 WRONG_LATEST: Final = 3
 """Exit code of `verify` where every checkpoint that was read is whole, and `latest` names none of them."""
-Told = Callable[[int], None]
+OnBytes = Callable[[int], None]
 
 
 def configure(parser: Parser) -> None:
@@ -139,8 +139,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     damaged = 0
     for folder in folders:
         try:
-            with Reader(folder) as reader, _progress(f"verify {folder.name}", reader.manifest.nbytes) as told:
-                wrong, size = verify(reader, told), _size(reader.manifest.nbytes)
+            with Reader(folder) as reader, _progress(f"verify {folder.name}", reader.manifest.nbytes) as on_bytes:
+                wrong, size = verify(reader, on_bytes), _size(reader.manifest.nbytes)
         except CheckpointError as error:
             wrong, size = [str(error)], ""
         damaged += bool(wrong)
@@ -158,9 +158,9 @@ def run_diff(arguments: argparse.Namespace) -> int:
     with (
         _open(arguments.folder, arguments.tag) as one,
         _open(arguments.other, arguments.other_tag) as other,
-        _progress("compare", sum(each.nbytes for each in one.entries.values())) as told,
+        _progress("compare", sum(each.nbytes for each in one.entries.values())) as on_bytes,
     ):
-        found = list(compare(one, other, told))
+        found = list(compare(one, other, on_bytes))
     for each in found:
         write(f"{each.what}: {each.one[:120]} | {each.other[:120]}")
     write(f"{len(found)} differences" if found else "no difference")
@@ -174,11 +174,13 @@ def run_export(arguments: argparse.Namespace) -> int:
     size = 2 if arguments.dtype in ("bf16", "fp16") else 4
     total = sum(size * _numel(entry.shape) for entry in entries)
     options: dict[str, Any] = {"precision": arguments.dtype}
-    with _progress("export", total) as told:
+    with _progress("export", total) as on_bytes:
         if arguments.to.suffix in (".bin", ".pt", ".pth"):
-            paths = [export_torch(source, arguments.to, told=told, **options)]
+            paths = [export_torch(source, arguments.to, on_bytes=on_bytes, **options)]
         else:
-            paths = export_safetensors(source, arguments.to, shard=arguments.max_shard_size, told=told, **options)
+            paths = export_safetensors(
+                source, arguments.to, shard=arguments.max_shard_size, on_bytes=on_bytes, **options
+            )
     for path in paths:
         write(f"wrote {path}, {_size(path.stat().st_size)}")
     return 0
@@ -188,8 +190,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     """Write a checkpoint that `load_checkpoint` takes."""
     source = open_source(arguments.folder, arguments.tag)
     total = sum(_numel(entry.shape) * entry.dtype.itemsize for entry in source.names())
-    with _progress("import", total) as told:
-        manifest = adopt(source, arguments.to, arguments.name, on_tensor=told)
+    with _progress("import", total) as on_bytes:
+        manifest = adopt(source, arguments.to, arguments.name, on_bytes=on_bytes)
     write(f"wrote {arguments.to / arguments.name}, {len(manifest.tensors)} tensors, {_size(manifest.nbytes)}")
     return 0
 
@@ -255,7 +257,7 @@ def _print_rows(titles: tuple[str, ...], rows: list[list[str]]) -> None:
 
 
 @contextmanager
-def _progress(title: str, total: int) -> Iterator[Told]:
+def _progress(title: str, total: int) -> Iterator[OnBytes]:
     """A bar on a terminal; nothing elsewhere."""
     if not is_terminal():
         yield lambda _: None

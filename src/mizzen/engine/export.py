@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from mizzen.checkpoint.export import save_torch
 from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.tensors import bytes_of, header_of
-from mizzen.checkpoint.weights_out import save_torch
 from mizzen.engine.saving import Given, Saving, folder_of
 from mizzen.errors import NotBuilt, UsageError
 from mizzen.files import commit_chunks, make_folder

@@ -15,13 +15,11 @@ from mizzen.checkpoint import (
     load_state_dict_from_zero_checkpoint,
 )
 from mizzen.checkpoint.adopt import adopt
-from mizzen.checkpoint.export import export_safetensors, export_torch, waiting_for
-from mizzen.checkpoint.fp32 import fp32_weights
+from mizzen.checkpoint.export import export_safetensors, export_torch, fp32_weights, lazy_weights, write_weights
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.read import Reader, read_manifest
 from mizzen.checkpoint.source import Entry
 from mizzen.checkpoint.tagged import Encoder
-from mizzen.checkpoint.weights_out import write_weights
 from mizzen.errors import CheckpointError, UsageError
 
 
@@ -181,7 +179,7 @@ def test_many_tensors_are_one_map(folder, tmp_path, monkeypatch):
 
 def test_shards_that_are_still_read_are_not_replaced(tmp_path):
     tensors = {("model", name): torch.full((4, 3), value) for name, value in (("b", 1.0), ("a", 2.0))}
-    write_weights(tmp_path, waiting_for(Given(tensors), "saved"), shard=60, safe=True)
+    write_weights(tmp_path, lazy_weights(Given(tensors), "saved"), shard=60, safe=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(before) == 3
     with pytest.raises(UsageError, match="would be replaced while weights are still read from it"):

@@ -15,9 +15,8 @@ from mizzen.checkpoint import (
     load_state_dict_from_zero_checkpoint,
 )
 from mizzen.checkpoint.adopt import adopt
-from mizzen.checkpoint.fp32 import fp32_weights
+from mizzen.checkpoint.export import fp32_weights, size_of, write_weights
 from mizzen.checkpoint.open import open_source
-from mizzen.checkpoint.weights_out import size_of, write_weights
 from mizzen.errors import CheckpointError, UsageError
 
 HERE = Path(__file__).parents[2] / "fixtures" / "deepspeed"
