@@ -49,7 +49,7 @@ def latest_problem(root: Path) -> str:
     return "names no checkpoint" if os.path.lexists(root / LATEST) else ""
 
 
-def candidates_together(asked: "Asked", team: Team, *, with_older: bool) -> list[str]:
+def candidates_together(asked: "LoadRequest", team: Team, *, with_older: bool) -> list[str]:
     """Tags to try on all ranks: what the first finds; where each node has a filesystem of its own, what all show."""
     root, tag = asked.root, asked.tag
     if not asked.is_local:
@@ -149,7 +149,7 @@ def _line(found: list[Committed], named: str | None) -> list[Committed]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadRequest:
     """What ranks want to load, agreed by all of them."""
 
     root: Path
@@ -175,7 +175,7 @@ def ask_together(
     is_local: bool = False,
     failure: str | None = None,
     arguments: Mapping[str, object] | None = None,
-) -> Asked:
+) -> LoadRequest:
     """Compare what ranks were asked to load: the tag is the first rank's, and what is in `arguments` that of all.
 
     `failure` says why this rank cannot load; then none does.
@@ -186,10 +186,10 @@ def ask_together(
         raise CheckpointError(in_words(failures))
     refuse_unequal([given for *_, given in said], CALL)
     team.take_first("tags", {rank: str(named or "the latest") for rank, (_, named, *_) in enumerate(said)}, validation)
-    return Asked(root, tuple(place for place, *_ in said), said[0][1], validation, is_local)
+    return LoadRequest(root, tuple(place for place, *_ in said), said[0][1], validation, is_local)
 
 
-def open_together(asked: Asked, name: str, team: Team) -> Reader:
+def open_together(asked: LoadRequest, name: str, team: Team) -> Reader:
     """Open one checkpoint on all ranks, or on none: all must see the same save, on every node that has a part of it.
 
     Ranks may have folders of their own that show the same save, by another name or as a copy. Those whose folder shows

@@ -300,7 +300,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: str | Pat
 
 
 def fp32_weights(source: Source, *, frozen: bool = True) -> dict[str, LazyTensor]:
-    """Each weight and buffer once per name; fp32 if it has a fraction. Names that mean one weight share a LazyTensor."""
+    """Each weight and buffer once per name; fp32 if it has a fraction. Names of one weight share a LazyTensor."""
     left_out = source.facts().get("frozen")
     if isinstance(left_out, list | tuple) and not all(isinstance(name, str) for name in left_out):
         raise CheckpointError("the facts of the checkpoint cannot be used: 'frozen' is no list of names")

@@ -181,7 +181,7 @@ def sweep(folder: Path, keep: Manifest | None, run: str = "") -> list[Path]:
 
 
 def sweep_all(root: Path, run: str = "") -> list[Path]:
-    """The same for every tag of a folder: of one that is not committed nothing is kept."""
+    """Remove what dead saves have left in every tag of a folder: of one that is not committed nothing is kept."""
     gone: list[Path] = []
     for folder in _folders(root):
         found = _not_live(folder, run)  # before the manifest is read: what a save commits in between is then in that

@@ -14,7 +14,7 @@ from mizzen.checkpoint.choose import candidates
 from mizzen.checkpoint.manifest import is_plain
 from mizzen.checkpoint.read import MANIFEST, Reader
 from mizzen.checkpoint.source import Entry, Source
-from mizzen.checkpoint.tagged import decode
+from mizzen.checkpoint.tagged_json import decode
 from mizzen.checkpoint.tensors import DTYPES
 
 OWN: Final = frozenset({"rng", "client"})

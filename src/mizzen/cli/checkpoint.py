@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from mizzen.checkpoint.adopt import adopt
 from mizzen.checkpoint.choose import candidates, latest_problem
+from mizzen.checkpoint.convert import convert
 from mizzen.checkpoint.export import export_safetensors, export_torch
 from mizzen.checkpoint.folder import LATEST, Committed, committed, delete, read_latest, surplus, sweep_all
-from mizzen.checkpoint.inspect import compare, verify
 from mizzen.checkpoint.open import open_source, weights_of
 from mizzen.checkpoint.read import MANIFEST, Reader
+from mizzen.checkpoint.verify import compare, verify
 from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
 from mizzen.errors import CheckpointError, UsageError
 
@@ -191,7 +191,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     source = open_source(arguments.folder, arguments.tag)
     total = sum(_numel(entry.shape) * entry.dtype.itemsize for entry in source.names())
     with _progress("import", total) as on_bytes:
-        manifest = adopt(source, arguments.to, arguments.name, on_bytes=on_bytes)
+        manifest = convert(source, arguments.to, arguments.name, on_bytes=on_bytes)
     write(f"wrote {arguments.to / arguments.name}, {len(manifest.tensors)} tensors, {_size(manifest.nbytes)}")
     return 0
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.choose import CALL, Asked, ask_together, candidates_together, open_together
+from mizzen.checkpoint.choose import CALL, LoadRequest, ask_together, candidates_together, open_together
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.tagged import PICKLED, decode, has_pickles, unpack
+from mizzen.checkpoint.tagged_json import PICKLED, decode, has_pickles, unpack
 from mizzen.checkpoint.team import Team, attempt, in_words
 from mizzen.checkpoint.write import WEIGHT
 from mizzen.data.loader import Loader
@@ -206,7 +206,7 @@ def load_checkpoint(run: RunState, saving: Saving, given: Given, tag: str | None
     raise AssertionError(f"none of {tried} was loaded, and none has failed")
 
 
-def _ask(saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> Asked:
+def _ask(saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> LoadRequest:
     """What all ranks want to load. What a load reads and sets has to be asked for by all of them alike."""
     settings = saving.settings
     root, unusable = attempt(lambda: folder_of(settings, given))

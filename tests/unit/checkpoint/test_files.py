@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint import write
-from mizzen.checkpoint.background import Background
+from mizzen.checkpoint.async_save import SaveThread
 from mizzen.checkpoint.choose import candidates
 from mizzen.checkpoint.folder import (
     committed,
@@ -25,12 +25,12 @@ from mizzen.checkpoint.folder import (
     sweep_all,
     write_latest,
 )
-from mizzen.checkpoint.inspect import compare, verify
 from mizzen.checkpoint.manifest import BoxTable, Manifest, StoredBox, tiles
 from mizzen.checkpoint.read import Reader, read_manifest
-from mizzen.checkpoint.save import Terms
+from mizzen.checkpoint.save import SaveOptions
 from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.tensors import bytes_of
+from mizzen.checkpoint.verify import compare, verify
 from mizzen.checkpoint.write import ChunkHasher, Item, merge, write_items
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.files import watched
@@ -39,7 +39,7 @@ from mizzen.model.piece import Piece, piece_of_range, piece_of_whole
 
 
 def save(root, tensors, tag="tag", step=0, run="run", latest=True, **terms):
-    team, how = Team(), Terms(run=run, latest=latest, **terms)
+    team, how = Team(), SaveOptions(run=run, latest=latest, **terms)
     ticket = protocol.begin(root, tag, team, how)
     items = [Item("model", piece_of_whole(name, tensor)) for name, tensor in tensors.items()]
     facts = {"counters": {"global_steps": step}}
@@ -357,7 +357,7 @@ def test_a_scalar_that_is_no_number_is_equal_to_itself(tmp_path):
 
 
 def test_a_save_beside_training_hides_no_error():
-    background = Background()
+    background = SaveThread()
     background.start(lambda: {}["surprise"])
     with pytest.raises(CheckpointError, match="surprise") as caught:
         background.wait()

@@ -8,18 +8,18 @@ import torch
 
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.folder import data_name
-from mizzen.checkpoint.inspect import verify
 from mizzen.checkpoint.manifest import BoxTable, FileEntry, StoredBox, TensorEntry
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.save import Contribution, Terms
+from mizzen.checkpoint.save import Contribution, SaveOptions
 from mizzen.checkpoint.team import Team
+from mizzen.checkpoint.verify import verify
 from mizzen.checkpoint.write import Item, Written, flaws, merge_facts, pack_facts, unwritten, write_items
 from mizzen.errors import CheckpointError
 from mizzen.files import watched
 from mizzen.model.box import Box
 from mizzen.model.piece import Piece
 
-TERMS = Terms(run="0123456789abcdef")
+TERMS = SaveOptions(run="0123456789abcdef")
 
 
 class Ranks(Team):

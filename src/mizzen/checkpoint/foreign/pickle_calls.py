@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from mizzen.checkpoint.bounds import refuse_alike
 from mizzen.checkpoint.foreign.extent import Storage
 from mizzen.checkpoint.foreign.values import DTYPES, Inert, Name, TensorRef
+from mizzen.checkpoint.limits import refuse_equal_hashes
 
 PLAIN: Final = frozenset(
     {
@@ -125,7 +125,7 @@ def _set(args: Args, spend: Spend) -> set[object]:
     items = _items(args[0], spend) if args else []
     if not all(map(is_key, items)):
         raise Unreadable("a set of something that is no number, string or name")
-    refuse_alike(items)
+    refuse_equal_hashes(items)
     return set(items)
 
 
@@ -139,7 +139,7 @@ def _mapping(args: Args, spend: Spend) -> dict[object, object]:
             raise Unreadable("a dict of something other than pairs")
         spend(1)
         rows.append((pair[0], pair[1]))
-    refuse_alike(key for key, _ in rows)
+    refuse_equal_hashes(key for key, _ in rows)
     return dict(rows)
 
 

@@ -13,11 +13,11 @@ REPEATED: Final = 1_000_000
 """How many values that come again may be written again, all together."""
 TEXT: Final = 16
 """So many characters of a text, or bytes, count as one value."""
-ALIKE: Final = 100
+EQUAL_HASHES: Final = 100
 """How many keys of one dict or set may have the same hash."""
 
 
-class Costly(Exception):
+class TooCostly(Exception):
     """A value that would take far more time or memory than its size; who reads it says where it is."""
 
 
@@ -34,7 +34,7 @@ class Repeats:
         _, size = self._known.get(id(value), (value, 0))
         self._left -= size
         if self._left < 0:
-            raise Costly(f"values in it are shared: written out they are more than {REPEATED:,} values again")
+            raise TooCostly(f"values in it are shared: written out they are more than {REPEATED:,} values again")
         return self._walked
 
     def leave(self, value: object, entered: int) -> None:
@@ -50,8 +50,8 @@ def size_of(value: object) -> int:
     return 1 + (len(value) if isinstance(value, list | tuple | dict | set | frozenset) else 0)
 
 
-def refuse_alike(keys: Iterable[Any]) -> None:
+def refuse_equal_hashes(keys: Iterable[Any]) -> None:
     """Raise where keys of a dict or set have one hash: to put a million of those into it takes days."""
     count = max(Counter(map(hash, keys)).values(), default=0)
-    if count > ALIKE:
-        raise Costly(f"{count} keys of one dict or set have the same hash; at most {ALIKE} are read")
+    if count > EQUAL_HASHES:
+        raise TooCostly(f"{count} keys of one dict or set have the same hash; at most {EQUAL_HASHES} are read")

@@ -13,9 +13,9 @@ from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.folder import data_name
 from mizzen.checkpoint.manifest import Manifest, TensorEntry
 from mizzen.checkpoint.open import weights_of
-from mizzen.checkpoint.save import Terms
+from mizzen.checkpoint.save import SaveOptions
 from mizzen.checkpoint.source import Entry, Source
-from mizzen.checkpoint.tagged import Encoder
+from mizzen.checkpoint.tagged_json import Encoder
 from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.tensors import name_of
 from mizzen.checkpoint.write import BoxData, check_dtype, write_boxes
@@ -26,7 +26,7 @@ from mizzen.model.box import Box
 COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
-def adopt(source: Source, root: Path, tag: str, *, on_bytes: Any = None) -> Manifest:
+def convert(source: Source, root: Path, tag: str, *, on_bytes: Any = None) -> Manifest:
     """Write what a Source has as a checkpoint that `load_checkpoint` takes; `on_bytes` hears of progress."""
     weights = weights_of(source)
     entries = [replace(entry, kind="model") for entry in weights.values()]
@@ -43,12 +43,12 @@ def adopt(source: Source, root: Path, tag: str, *, on_bytes: Any = None) -> Mani
     facts = facts_of(source.facts(), encoder)
     boxes += [_client(name, value) for name, value in encoder.tensors.items()]
     tensors += [each.entry for each in boxes[len(boxes) - len(encoder.tensors) :]]
-    team, terms = Team(), Terms(run=os.urandom(8).hex())
-    ticket = protocol.begin(root, tag, team, terms)
-    path = ticket.folder / data_name(ticket.id, 0)
-    written, failure = attempt(lambda: write_boxes(path, tensors, boxes, metadata={"save": ticket.id, "tag": tag}))
-    fsync_folder(ticket.folder)
-    manifest = protocol.commit(ticket, written, failure, facts, team, terms)
+    team, options = Team(), SaveOptions(run=os.urandom(8).hex())
+    pending = protocol.begin(root, tag, team, options)
+    path = pending.folder / data_name(pending.id, 0)
+    written, failure = attempt(lambda: write_boxes(path, tensors, boxes, metadata={"save": pending.id, "tag": tag}))
+    fsync_folder(pending.folder)
+    manifest = protocol.commit(pending, written, failure, facts, team, options)
     if manifest is None:
         raise AssertionError("a commit without a manifest")
     return manifest

@@ -14,7 +14,7 @@ OnBytes = Callable[[int], None]
 
 
 def verify(reader: Reader, on_bytes: OnBytes | None = None) -> list[str]:
-    """Read every byte and compare its hash; what is wrong, by file and tensor. `on_bytes` gets the bytes read so far."""
+    """Read every byte and compare its hash; what is wrong, by file and tensor. `on_bytes` hears of progress."""
     manifest = reader.manifest
     wrong = [f"{entry}: its parts do not hold each element once" for entry in reader.torn()]
     for file in manifest.files:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mizzen.checkpoint.tagged import Encoder, decode, pack, unpack
+from mizzen.checkpoint.tagged_json import Encoder, decode, pack, unpack
 from mizzen.errors import CheckpointError, UsageError
 
 

@@ -24,7 +24,7 @@ class Staging:
         self._kept: dict[int, Tensor] = {}
 
     def copies(self, items: Sequence[Item]) -> list[Item]:
-        """The same in memory that training does not change. That of the save before is used again."""
+        """Copies in memory that training does not change. That of the save before is used again."""
         kept, self._kept = self._kept, {}
         accelerator = get_accelerator()
         found = [self._copied(number, item, kept.get(number), accelerator) for number, item in enumerate(items)]
@@ -48,7 +48,7 @@ def _is_away(device: torch.device, accelerator: Accelerator) -> bool:
     return device.type == accelerator.name and not accelerator.shares_host_memory
 
 
-class Background:
+class SaveThread:
     """The thread of at most one save. The process does not end before it has.
 
     Engines of one layout share the group that saves talk on, so a save also waits for those of other engines.
@@ -91,9 +91,9 @@ class Background:
         """Wait for the save under way, if there is one, and raise its error if it was this engine's."""
         self._aside.wait()
         self._thread = None
-        self.surface()
+        self.raise_error()
 
-    def surface(self) -> None:
+    def raise_error(self) -> None:
         """Raise the error of a save that has failed, once."""
         error, self._error = self._error, None
         if error is not None:

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.bounds import TEXT, Costly, Repeats, refuse_alike
+from mizzen.checkpoint.limits import TEXT, Repeats, TooCostly, refuse_equal_hashes
 from mizzen.checkpoint.manifest import DIMENSIONS, LONGEST
 from mizzen.checkpoint.tensors import CODES, DTYPES, memory_of, name_of
 from mizzen.errors import CheckpointError, UsageError
@@ -78,7 +78,7 @@ class Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         try:
             entered = self._repeats.enter(value)
-        except Costly as error:
+        except TooCostly as error:
             raise UsageError(f"{path}: {error}; give a copy without what is shared, or less of it") from None
         found = self._inside(value, path, depth)
         self._repeats.leave(value, entered)
@@ -239,7 +239,7 @@ def decode(value: Any, read: Callable[[str], Tensor], *, allow_pickle: bool = Fa
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"a value of the checkpoint cannot be read: {type(error).__name__}: {error}") from error
-    except Costly as error:
+    except TooCostly as error:
         raise CheckpointError(f"a value of the checkpoint is not read: {error}") from None
 
 
@@ -263,11 +263,11 @@ class _Decoder:
         if word in _ROWS:
             rows = [self.decode(each) for each in value]
             if word in ("set", "frozenset"):
-                refuse_alike(rows)
+                refuse_equal_hashes(rows)
             return _ROWS[word](rows)
         if word in ("dict", "ordered", "counter", "namespace"):
             pairs = [(self.decode(key), self.decode(each)) for key, each in value]
-            refuse_alike(key for key, _ in pairs)
+            refuse_equal_hashes(key for key, _ in pairs)
             if word == "namespace":
                 return Namespace(**dict(pairs))
             if word == "counter":
