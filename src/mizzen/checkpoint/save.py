@@ -136,7 +136,7 @@ def _mark(pending: PendingSave, options: SaveOptions) -> None:
 
 
 def _agreed(pending: PendingSave, offers: Sequence[Offer], team: Team, options: SaveOptions) -> PendingSave:
-    """The first rank's pending, unless somebody cannot; every rank sees the same offers and so decides alike."""
+    """The first rank's save, unless somebody cannot; every rank sees the same offers and so decides alike."""
     if failures := {rank: offer.failure for rank, offer in enumerate(offers) if offer.failure}:
         raise CheckpointError(in_words(failures))
     refuse_unequal([offer.arguments for offer in offers], CALL)
@@ -155,7 +155,7 @@ def _agreed(pending: PendingSave, offers: Sequence[Offer], team: Team, options: 
 
 
 def _in_one_folder(pending: PendingSave, offers: Sequence[Offer], team: Team, options: SaveOptions) -> PendingSave:
-    """The pending with the folder that this rank writes to: its own where that is the first rank's by another name.
+    """The save with the folder that this rank writes to: its own where that is the first rank's by another name.
 
     The mark that the first rank has put into its folder is seen in the same folder only, however that is called.
     """
