@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from mizzen.config.section import Section, empty, section
-from mizzen.config.values import Arguments, Count, Flag, Name, Ratio, Whole
+from mizzen.config.section import Arguments, Count, Flag, Name, Ratio, Section, Whole, empty, section
 
 
 class LayerReductionConfig(Section):

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from mizzen.config.migrate import AUTO
 from mizzen.config.schema import Config
-from mizzen.config.section import Fate, Nest, Place, Section, fate_of, keys_of, nest_in, places
-from mizzen.config.values import Words
+from mizzen.config.section import Fate, Nest, Place, Section, Words, fate_of, keys_of, nest_in, places
 from mizzen.errors import ConfigError
 
 

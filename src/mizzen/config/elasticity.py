@@ -4,8 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from mizzen.config.section import Section, no_effect
-from mizzen.config.values import Count, Flag, Whole, Words, shown
+from mizzen.config.section import Count, Flag, Section, Whole, Words, no_effect, shown
 
 
 def _version(value: object) -> float:

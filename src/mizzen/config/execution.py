@@ -2,8 +2,7 @@
 
 from typing import Final, Literal
 
-from mizzen.config.section import Section, no_effect, refused
-from mizzen.config.values import Count, Flag, Name, Whole
+from mizzen.config.section import Count, Flag, Name, Section, Whole, no_effect, refused
 
 _PASSES: Final = "a switch of deepcompile, which does not exist here"
 

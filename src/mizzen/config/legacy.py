@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from mizzen.config.section import OpenSection, Section, refused, section
-from mizzen.config.values import Count, Flag, Name, Positive, Whole
+from mizzen.config.section import Count, Flag, Name, OpenSection, Positive, Section, Whole, refused, section
 
 
 class SparseAttentionConfig(Section):

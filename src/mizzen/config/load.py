@@ -10,8 +10,8 @@ from mizzen.config.inert import is_changed, why_inert
 from mizzen.config.migrate import Problem, drop_autos, move_old_keys, name_keys, spread_paths, walk
 from mizzen.config.origin import AS_AUTO, Origin
 from mizzen.config.schema import Config
+from mizzen.config.section import BelowError, shown
 from mizzen.config.source import Source, read_source
-from mizzen.config.values import BelowError, shown
 from mizzen.errors import ConfigError
 from mizzen.log import warn_of
 

@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from mizzen.config.section import Section, deprecated, no_effect
-from mizzen.config.values import Count, Flag, Name
+from mizzen.config.section import Count, Flag, Name, Section, deprecated, no_effect
 
 
 class ActivationCheckpointingConfig(Section):

@@ -12,8 +12,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from mizzen.config.ignored import is_harmless, why_ignored
-from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, places
-from mizzen.config.values import shown
+from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, places, shown
 from mizzen.errors import ConfigError
 from mizzen.log import warn_once
 

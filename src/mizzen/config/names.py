@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from mizzen.config.schema import Config
-from mizzen.config.values import shown
+from mizzen.config.section import shown
 from mizzen.errors import ConfigError
 
 OPTIMIZERS: Final = (

@@ -1,7 +1,6 @@
 """`optimizer` and `scheduler`: a name and its arguments. Which ones exist is known where they are built."""
 
-from mizzen.config.section import Section, empty, no_effect
-from mizzen.config.values import Arguments, Flag, Name
+from mizzen.config.section import Arguments, Flag, Name, Section, empty, no_effect
 
 
 class OptimizerConfig(Section):

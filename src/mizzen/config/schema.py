@@ -29,20 +29,26 @@ from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
 from mizzen.config.origin import AS_AUTO, Origin
 from mizzen.config.parallel import ExpertParallelConfig, PipelineConfig, TensorParallelConfig
 from mizzen.config.precision import AmpConfig, AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
-from mizzen.config.section import Section, also_spelled, deprecated, keys_of, no_effect, refused, section
-from mizzen.config.tuning import AutotuningConfig
-from mizzen.config.values import (
+from mizzen.config.section import (
     AnyValue,
     Count,
     Dtype,
     Flag,
     NotNegative,
     Positive,
+    Section,
     Size,
     Whole,
+    also_spelled,
+    deprecated,
     flag,
+    keys_of,
     lower,
+    no_effect,
+    refused,
+    section,
 )
+from mizzen.config.tuning import AutotuningConfig
 from mizzen.config.zero import ZeroConfig
 
 

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from mizzen.config.section import Section
-from mizzen.config.values import Arguments, Count, Flag, Name, Whole, lower
+from mizzen.config.section import Arguments, Count, Flag, Name, Section, Whole, lower
 
 
 class ModelInfoConfig(Section):

@@ -21,7 +21,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.batch import Batch
 from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
-from mizzen.config.values import real, whole
+from mizzen.config.section import real, whole
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import load_state_dict, refresh_masters
