@@ -6,8 +6,7 @@ They do so before they call `initialize`. Until then such a file is right, thoug
 from typing import Final
 
 from mizzen.config.batch import MICRO, TRAIN
-from mizzen.config.origin import Origin
-from mizzen.config.schema import Config
+from mizzen.config.schema import Config, Origin
 from mizzen.errors import ConfigError, UsageError
 
 TOTAL_STEPS: Final = "scheduler.params.total_num_steps"

@@ -8,8 +8,7 @@ from pydantic import ValidationError
 from mizzen.config.checks import check
 from mizzen.config.inert import is_changed, why_inert
 from mizzen.config.migrate import Problem, drop_autos, move_old_keys, name_keys, spread_paths, walk
-from mizzen.config.origin import AS_AUTO, Origin
-from mizzen.config.schema import Config
+from mizzen.config.schema import AS_AUTO, Config, Origin
 from mizzen.config.section import BelowError, shown
 from mizzen.config.source import Source, read_source
 from mizzen.errors import ConfigError

@@ -8,8 +8,7 @@ from mizzen.config.batch import TRIAD, Batch
 from mizzen.config.dump import values
 from mizzen.config.elastic import compute_elastic
 from mizzen.config.layout import Layout
-from mizzen.config.origin import Origin
-from mizzen.config.schema import Config
+from mizzen.config.schema import Config, Origin
 from mizzen.errors import ConfigError
 
 DERIVED: Final = (*TRIAD, "data_parallel_size", "data_parallel_replicate_size")

@@ -1,8 +1,12 @@
-"""The configuration as a whole: every top-level key. Sections live beside it, one file per topic."""
+"""The configuration as a whole: every top-level key, and where each value comes from.
+
+Sections live beside it, one file per topic.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, PrivateAttr
 
@@ -26,7 +30,6 @@ from mizzen.config.observe import (
     WandbConfig,
 )
 from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
-from mizzen.config.origin import AS_AUTO, Origin
 from mizzen.config.parallel import ExpertParallelConfig, PipelineConfig, TensorParallelConfig
 from mizzen.config.precision import AmpConfig, AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
 from mizzen.config.section import (
@@ -50,6 +53,20 @@ from mizzen.config.section import (
 )
 from mizzen.config.tuning import AutotuningConfig
 from mizzen.config.zero import ZeroConfig
+
+AS_AUTO: Final = 'asked for as "auto"'
+"""The note of a value that the file leaves open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The source of one value, with a note such as `from train_batch_size` or `as zero_optimization.cpu_offload`."""
+
+    kind: Literal["given", "derived", "default"] = "default"
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.note}".strip()
 
 
 def _never_if_infinite(value: Any) -> Any:
