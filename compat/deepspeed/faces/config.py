@@ -14,7 +14,7 @@ from deepspeed.faces.facts import DEEPSPEED_OPTIMIZERS
 from deepspeed.faces.getters import KEYS
 from mizzen.comm import groups
 from mizzen.comm.mpu import layout_from_mpu
-from mizzen.config.elastic import compute_elastic
+from mizzen.config.elasticity import compute_elastic
 from mizzen.config.load import load
 from mizzen.config.migrate import drop_ignored
 from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig

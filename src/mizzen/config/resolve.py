@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from mizzen.config.batch import TRIAD, Batch
 from mizzen.config.dump import values
-from mizzen.config.elastic import compute_elastic
+from mizzen.config.elasticity import compute_elastic
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config, Origin
 from mizzen.errors import ConfigError

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mizzen.config.elastic import HIGHLY_COMPOSITE, Elastic, compute_elastic
-from mizzen.config.elasticity import ElasticityConfig
+from mizzen.config.elasticity import HIGHLY_COMPOSITE, Elastic, ElasticityConfig, compute_elastic
 from mizzen.errors import ConfigError, LayoutError, MizzenError
 
 SMALL = {"max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "version": 0.1}
