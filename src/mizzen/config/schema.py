@@ -10,13 +10,19 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, PrivateAttr
 
+from mizzen.config.autotuning import AutotuningConfig
 from mizzen.config.checkpoint import CheckpointConfig, NebulaConfig
-from mizzen.config.compression import CompressionConfig, WeightQuantizationConfig
+from mizzen.config.compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantizationConfig
 from mizzen.config.data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from mizzen.config.elasticity import ElasticityConfig
-from mizzen.config.execution import CompileConfig, FusedConfig, HybridEngineConfig
-from mizzen.config.legacy import QuantizeTrainingConfig, SparseAttentionConfig
-from mizzen.config.memory import ActivationCheckpointingConfig, AioConfig
+from mizzen.config.execution import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    CompileConfig,
+    FusedConfig,
+    HybridEngineConfig,
+    SparseAttentionConfig,
+)
 from mizzen.config.observe import (
     CometConfig,
     CommsLoggerConfig,
@@ -51,7 +57,6 @@ from mizzen.config.section import (
     refused,
     section,
 )
-from mizzen.config.tuning import AutotuningConfig
 from mizzen.config.zero import ZeroConfig
 
 AS_AUTO: Final = 'asked for as "auto"'
