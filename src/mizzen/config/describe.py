@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from mizzen.config.migrate import AUTO
 from mizzen.config.schema import Config
-from mizzen.config.section import Fate, Nest, Place, Section, Words, fate_of, keys_of, nest_in, places
+from mizzen.config.section import Fate, Nest, SchemaKey, Section, Words, fate_of, keys_of, nest_in, schema_keys
 from mizzen.errors import ConfigError
 
 
@@ -46,13 +46,13 @@ class Explanation:
 
 def catalogue() -> Iterator[Explanation]:
     """Every key of the configuration, parents first."""
-    return (_explained(place) for place in places(Config))
+    return (_explained(place) for place in schema_keys(Config))
 
 
 def explain(path: str) -> Explanation:
     """What a key means, in any accepted spelling; an unknown path is an error that names the nearest known ones."""
     schema_path = _schema_path(path.split("."), Config)
-    known = {place.path: place for place in places(Config)}
+    known = {place.path: place for place in schema_keys(Config)}
     if schema_path in known:
         return _explained(known[schema_path])
     parent = schema_path.rpartition(".")[0]
@@ -75,7 +75,7 @@ def _schema_path(parts: list[str], section: type[Section]) -> str:
     return f"{name}.{own}.{_schema_path(parts[2:], nest.section)}" if parts[2:] else f"{name}.{own}"
 
 
-def _explained(place: Place) -> Explanation:
+def _explained(place: SchemaKey) -> Explanation:
     nest = nest_in(place.field.annotation)
     return Explanation(
         path=place.path,
@@ -88,7 +88,7 @@ def _explained(place: Place) -> Explanation:
     )
 
 
-def _default_words(place: Place) -> str:
+def _default_words(place: SchemaKey) -> str:
     default = place.field.get_default(call_default_factory=True)
     if place.field.is_required() or isinstance(default, Section) or place.fate.kind == "moved":
         return ""

@@ -5,8 +5,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from mizzen.config.checks import check
-from mizzen.config.inert import is_changed, why_inert
+from mizzen.config.checks import check, is_changed, why_without_effect
 from mizzen.config.migrate import Problem, drop_autos, move_old_keys, name_keys, spread_paths, walk
 from mizzen.config.schema import AS_AUTO, Config, Origin
 from mizzen.config.section import BelowError, shown
@@ -82,7 +81,7 @@ def _apply_fates(raw: dict[str, Any], config: Config) -> None:
     for found in walk(raw, Config):
         if found.fate.kind == "refused" and is_changed(found, config):
             raise ConfigError(found.path, f"refused: {found.fate.reason}")
-        if reason := why_inert(found, config):
+        if reason := why_without_effect(found, config):
             inert.append(f"{found.path} has no effect here: {reason}")
     warn_of(inert)
 

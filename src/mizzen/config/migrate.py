@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from mizzen.config.ignored import is_harmless, why_ignored
-from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, places, shown
+from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, schema_keys, shown
 from mizzen.errors import ConfigError
 from mizzen.log import warn_once
 
@@ -22,7 +22,7 @@ Problem = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GivenKey:
     """One key present in a raw dict, with the dict that holds it."""
 
     path: str
@@ -46,12 +46,12 @@ class Found:
         return nest_in(self.field.annotation)
 
 
-def walk(raw: dict[str, Any], section: type[Section], path: str = "") -> Iterator[Found]:
+def walk(raw: dict[str, Any], section: type[Section], path: str = "") -> Iterator[GivenKey]:
     """Every known key given in `raw`, parents before children."""
     for name, field in section.model_fields.items():
         if name not in raw:
             continue
-        found = Found(f"{path}{name}", name, field, raw)
+        found = GivenKey(f"{path}{name}", name, field, raw)
         yield found
         if found.nest is not None:
             for below, inner in found.nest.objects(raw.get(name)):
@@ -133,7 +133,7 @@ def _unknown(key: str, known: Iterable[str], root: type[Section]) -> str:
     names = sorted(known)
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
         return f"unknown key; did you mean '{near[0]}'?"
-    if 1 <= len(elsewhere := [place.path for place in places(root) if place.name == key]) <= 3:
+    if 1 <= len(elsewhere := [place.path for place in schema_keys(root) if place.name == key]) <= 3:
         return f"unknown key here; did you mean {' or '.join(elsewhere)}?"
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"unknown key; did you mean '{near[0]}'?"
@@ -160,7 +160,7 @@ def move_old_keys(raw: dict[str, Any], root: type[Section]) -> dict[str, str]:
     return moved
 
 
-def _converted(value: Any, found: Found) -> Any:
+def _converted(value: Any, found: GivenKey) -> Any:
     try:
         return found.fate.convert(value) if found.fate.convert else value
     except ValueError as error:

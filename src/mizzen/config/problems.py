@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mizzen.config.checks import why_without_effect
 from mizzen.config.describe import fate_words
-from mizzen.config.inert import why_inert
 from mizzen.config.load import load
 from mizzen.config.migrate import Problem, drop_ignored, name_keys, spread_paths, walk
 from mizzen.config.schema import Config
@@ -73,7 +73,7 @@ def _notes(raw: dict[str, Any], config: Config) -> Iterator[str]:
     for found in walk(raw, Config):
         if found.fate.kind == "moved":
             yield f"{found.path}: {fate_words(found.fate)}"
-        elif reason := why_inert(found, config):
+        elif reason := why_without_effect(found, config):
             yield f"{found.path}: no effect: {reason}"
     if autos := config.autos():
         yield f'filled in by the client, where the file says "auto": {", ".join(autos)}'

@@ -382,7 +382,7 @@ def nest_in(annotation: Any) -> Nest | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SchemaKey:
     """One key of the schema; its path has `<name>` and `<index>` where the user's own names or a list stand."""
 
     path: str
@@ -393,12 +393,12 @@ class Place:
     """The key's own fate, or that of the section around it if its own is to be read."""
 
 
-def places(section: type[Section], path: str = "", around: Fate = _READ) -> Iterator[Place]:
+def schema_keys(section: type[Section], path: str = "", around: Fate = _READ) -> Iterator[SchemaKey]:
     """Every key of a section and of the sections inside it, parents first."""
     for name, field in section.model_fields.items():
         fate = fate_of(field) if fate_of(field).kind != "read" or around.kind == "read" else around
-        place = Place(f"{path}{name}", name, field, section, fate)
+        place = SchemaKey(f"{path}{name}", name, field, section, fate)
         yield place
         if nest := nest_in(field.annotation):
             step = {"one": ".", "table": ".<name>.", "list": ".<index>."}[nest.kind]
-            yield from places(nest.section, f"{place.path}{step}", fate)
+            yield from schema_keys(nest.section, f"{place.path}{step}", fate)

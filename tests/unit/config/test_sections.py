@@ -35,8 +35,8 @@ from mizzen.config.section import (
     keys_of,
     nest_in,
     no_effect,
-    places,
     refused,
+    schema_keys,
     section,
     shown,
 )
@@ -208,7 +208,7 @@ def test_places_name_every_key_and_hand_fates_down():
     class Idle(Section):
         outer: Outer = no_effect(Outer, "whole section")
 
-    found = {place.path: place.fate for place in places(Idle)}
+    found = {place.path: place.fate for place in schema_keys(Idle)}
     assert {"outer.inner.count", "outer.table.<name>.count", "outer.items.<index>.count"} <= found.keys()
     assert {fate.kind for fate in found.values()} == {"no_effect"}
 
