@@ -13,9 +13,9 @@ from house.tree import ROOT, Module, made_up, modules
 from mizzen.config.describe import catalogue, explain, fate_words, render_markdown
 from mizzen.config.migrate import name_keys
 from mizzen.config.schema import Config
-from mizzen.config.section import SchemaKey, nest_in, places
+from mizzen.config.section import SchemaKey, nest_in, schema_keys
 
-KEYS = list(places(Config))
+KEYS = list(schema_keys(Config))
 KNOWN = (Path(__file__).parent / "known_keys.txt").read_text().split()
 """Every key of the files that users bring along, as a path."""
 

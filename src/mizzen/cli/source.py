@@ -6,11 +6,10 @@ from typing import Any
 
 from mizzen.cli.parser import count
 from mizzen.config.clients import OPEN_BATCH, is_batch_open, with_batch
-from mizzen.config.load import load
+from mizzen.config.load import load, read_source
 from mizzen.config.migrate import drop_ignored
 from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
-from mizzen.config.source import read_source
 
 
 def add_source(parser: argparse.ArgumentParser, name: str, **world: Any) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 from mizzen.config.checks import why_without_effect
 from mizzen.config.describe import fate_words
-from mizzen.config.load import load
+from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.migrate import Problem, drop_ignored, name_keys, spread_paths, walk
 from mizzen.config.schema import Config
-from mizzen.config.source import Source, read_source
 from mizzen.errors import ConfigError
 
 
@@ -22,7 +21,7 @@ class Findings:
     notes: tuple[str, ...]
 
 
-def examine(source: Source, *, pass_over: bool = False) -> Findings:
+def examine(source: ConfigSource, *, pass_over: bool = False) -> Findings:
     """Look for every problem that can be found without knowing the number of ranks.
 
     With `pass_over`, as the drop-in does, keys that DeepSpeed does not read are notes.

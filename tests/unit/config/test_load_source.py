@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from mizzen.config.source import DEEPEST, read_source
+from mizzen.config.load import DEEPEST, read_source
 from mizzen.errors import ConfigError
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}}
