@@ -1,7 +1,8 @@
 """What happens to a raw dict before the strict parse: every key gets its one name and place, "auto" means derive it.
 
-All of it works in place on plain dicts, by the schema's own declarations; no key is named here except where "auto"
-has no answer.
+All of it works in place on plain dicts, by the schema's own declarations. The only keys that are named here are those
+for which "auto" has no answer, and those at the top of published files that DeepSpeed passes over in silence: here they
+are errors that say so. The drop-in passes over those that ask for nothing, with a warning.
 """
 
 import difflib
@@ -11,14 +12,38 @@ from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from mizzen.config.ignored import is_harmless, why_ignored
 from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, schema_keys, shown
 from mizzen.errors import ConfigError
 from mizzen.log import warn_once
 
+_HARMLESS: Final = {
+    "comms_config": "what is read is comms_logger",
+    "monitor_config": "what is read is tensorboard, wandb, csv_monitor and comet, at the top of the file",
+}
+_ASKING: Final = {
+    "fp8": "the model would not compute in fp8; use bf16",
+    "sequence_parallel": "no sequence would be shared; the key for it is sequence_parallel_size",
+}
+"""Keys whose silence would be a wrong result: whoever wrote them believes to get what he does not."""
+_SILENT: Final = "unknown key, which DeepSpeed passes over in silence"
 AUTO: Final = "auto"
 Problem = tuple[str, str]
 """A path and what is wrong there."""
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a key at the top asks for nothing: a comment, or a section that was never read."""
+    return key.startswith("_") or key in _HARMLESS
+
+
+def why_ignored(key: str) -> str | None:
+    """What to say of a key that DeepSpeed passes over; None of all others, such as slips of the keyboard."""
+    if key in _ASKING:
+        return f"{_SILENT}: {_ASKING[key]}"
+    if not is_harmless(key):
+        return None
+    meant = _HARMLESS.get(key, "comments are written as in HJSON, with #")
+    return f"{_SILENT}: {meant}. Leave it out; the drop-in (--drop-in) only warns of it"
 
 
 @dataclass(frozen=True, slots=True)
