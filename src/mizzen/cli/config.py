@@ -12,8 +12,7 @@ from mizzen.cli.source import add_source, batch_words, read
 from mizzen.config.clients import with_batch
 from mizzen.config.describe import explain, json_schema, render_markdown
 from mizzen.config.dump import as_dict, as_lines, as_table, values
-from mizzen.config.names import wrong_names
-from mizzen.config.problems import examine
+from mizzen.config.problems import examine, wrong_names
 from mizzen.config.resolve import resolve
 from mizzen.errors import ConfigError, LayoutError
 from mizzen.log import LOGGER

@@ -8,6 +8,7 @@ from mizzen.config.checks import why_without_effect
 from mizzen.config.describe import fate_words
 from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.migrate import Problem, drop_ignored, name_keys, spread_paths, walk
+from mizzen.config.optimizer import check_optimizer, check_scheduler
 from mizzen.config.schema import Config
 from mizzen.errors import ConfigError
 
@@ -76,3 +77,13 @@ def _notes(raw: dict[str, Any], config: Config) -> Iterator[str]:
             yield f"{found.path}: no effect: {reason}"
     if autos := config.autos():
         yield f'filled in by the client, where the file says "auto": {", ".join(autos)}'
+
+
+def wrong_names(config: Config) -> Iterator[ConfigError]:
+    """What `initialize` would say of the names in a configuration."""
+    for section, check in ((config.optimizer, check_optimizer), (config.scheduler, check_scheduler)):
+        try:
+            if section is not None:
+                check(section.type)
+        except ConfigError as error:
+            yield error

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mizzen.config.names import unknown
+from mizzen.config.optimizer import unknown
 from mizzen.config.section import flag, real, shown
 from mizzen.errors import ConfigError
 

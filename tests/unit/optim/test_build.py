@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, lr_scheduler
 
 from mizzen.config import names
-from mizzen.config.names import UNBUILT
+from mizzen.config.optimizer import UNBUILT
 from mizzen.errors import ConfigError
 from mizzen.optim.build import OPTIMIZERS, build_optimizer, build_scheduler
 from mizzen.optim.lamb import Lamb
