@@ -10,7 +10,7 @@ from typing import Any
 
 from mizzen.cli.parser import Parser, examples, write
 from mizzen.cli.source import add_source, batch_words, read
-from mizzen.config.problems import wrong_names
+from mizzen.config.describe import wrong_names
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
 from mizzen.engine.prepare import choose_optimizer, grouped

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from mizzen.cli.parser import count
-from mizzen.config.clients import OPEN_BATCH, is_batch_open, with_batch
 from mizzen.config.load import load, read_source
 from mizzen.config.migrate import drop_ignored
-from mizzen.config.resolve import Resolved
+from mizzen.config.resolve import OPEN_BATCH, Resolved, is_batch_open, with_batch
 from mizzen.config.schema import Config
 
 

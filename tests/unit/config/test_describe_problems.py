@@ -1,6 +1,6 @@
 """One look at a file finds every problem, and says what in it changes nothing."""
 
-from mizzen.config.problems import examine
+from mizzen.config.describe import examine
 
 
 def test_a_good_configuration_has_no_problem_and_is_returned():
