@@ -205,7 +205,7 @@ def _set(raw: dict[str, Any], path: str, value: Any, old: str) -> None:
 
 
 _ARGUMENTS_WITHOUT_DEFAULT: Final = ("cycle_min_lr", "cycle_max_lr", "total_iters", "T_max")
-"""Arguments of schedules that only the user can know; `clients.py` has those that clients fill in."""
+"""Arguments of schedules that only the user can know; `resolve.py` has those that clients fill in."""
 
 
 def is_auto(value: Any) -> bool:
