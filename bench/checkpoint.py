@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor, Shard
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.async_save import SaveThread
 from mizzen.checkpoint.manifest import BoxTable, FileEntry, Manifest, StoredBox, TensorEntry
+from mizzen.checkpoint.rank_group import RankGroup, attempt
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.save import SaveOptions, merge
-from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.write import Item, Written
 from mizzen.model.box import Box
 from mizzen.model.piece import Piece
@@ -43,7 +43,7 @@ class Ours:
 
     def __init__(self, folder: Path, shards: dict[str, DTensor], rank: int) -> None:
         self.folder, self.rank = folder, rank
-        self.team, self.terms = Team(rank, 2), SaveOptions(run="bench")
+        self.team, self.terms = RankGroup(rank, 2), SaveOptions(run="bench")
         self.background = SaveThread()
         self.items = []
         for name, tensor in shards.items():

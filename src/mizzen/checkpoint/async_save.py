@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mizzen.accelerator import Accelerator, get_accelerator
-from mizzen.checkpoint.team import Team
+from mizzen.checkpoint.rank_group import RankGroup
 from mizzen.checkpoint.write import Item
 from mizzen.comm.mesh import Aside
 from mizzen.errors import CheckpointError
@@ -65,13 +65,13 @@ class SaveThread:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def refuse_another(self, team: Team) -> None:
+    def refuse_another(self, group: RankGroup) -> None:
         """Raise on every rank while one is still writing: ranks come to the end of a save at different moments."""
         busy = (
             "a save is still being written, and checkpoint.async_policy is 'refuse': save less often, or let the "
             "second save wait with 'wait'"
         )
-        team.in_front().all_well(busy if self.is_busy else None, "save_checkpoint()")
+        group.on_job_group().raise_failures(busy if self.is_busy else None, "save_checkpoint()")
 
     def start(self, do: Callable[[], None]) -> None:
         """Let something go on beside training."""

@@ -8,8 +8,8 @@ from typing import Final
 
 from mizzen.checkpoint.folder import LATEST, Committed, check_tag, claims, committed, read_latest
 from mizzen.checkpoint.manifest import is_plain
+from mizzen.checkpoint.rank_group import RankGroup, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.read import MANIFEST, Reader, read_manifest
-from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
@@ -49,13 +49,13 @@ def latest_problem(root: Path) -> str:
     return "names no checkpoint" if os.path.lexists(root / LATEST) else ""
 
 
-def candidates_together(asked: "LoadRequest", team: Team, *, with_older: bool) -> list[str]:
+def candidates_together(asked: "LoadRequest", group: RankGroup, *, with_older: bool) -> list[str]:
     """Tags to try on all ranks: what the first finds; where each node has a filesystem of its own, what all show."""
     root, tag = asked.root, asked.tag
     if not asked.is_local:
-        return team.by_first(lambda: _told(root, tag, with_older), CALL)
+        return group.run_on_first(lambda: _told(root, tag, with_older), CALL)
     found, failure = attempt(lambda: _shown(root, tag, with_older))
-    said = team.everyone((team.node, found, failure), CALL)
+    said = group.all_gather((group.node, found, failure), CALL)
     if failures := {rank: words for rank, (_, _, words) in enumerate(said) if words}:
         raise CheckpointError(in_words(failures))
     having = sorted({node for node, tags, _ in said if tags})
@@ -73,7 +73,7 @@ def candidates_together(asked: "LoadRequest", team: Team, *, with_older: bool) -
         words = f"{root}: the nodes do not show the same save; their newest are {shown}"
         if not common:
             raise CheckpointError(f"{words}, and no other is on all of them: restore the parts that are missing")
-        if team.is_first:
+        if group.is_first:
             get_logger().error("%s. '%s' is taken, which is on all of them", words, common[0][0])
     return [name for name, _ in (common if with_older else common[:1])]
 
@@ -169,7 +169,7 @@ class LoadRequest:
 def ask_together(
     root: Path,
     tag: str | None,
-    team: Team,
+    group: RankGroup,
     *,
     validation: Validation,
     is_local: bool = False,
@@ -181,33 +181,33 @@ def ask_together(
     `failure` says why this rank cannot load; then none does.
     """
     place, lost = attempt(lambda: place_of(root))
-    said = team.everyone((place, tag, failure or lost, arguments or {}), CALL)
+    said = group.all_gather((place, tag, failure or lost, arguments or {}), CALL)
     if failures := {rank: words for rank, (_, _, words, _) in enumerate(said) if words}:
         raise CheckpointError(in_words(failures))
     refuse_unequal([given for *_, given in said], CALL)
-    team.take_first("tags", {rank: str(named or "the latest") for rank, (_, named, *_) in enumerate(said)}, validation)
+    group.take_first("tags", {rank: str(named or "the latest") for rank, (_, named, *_) in enumerate(said)}, validation)
     return LoadRequest(root, tuple(place for place, *_ in said), said[0][1], validation, is_local)
 
 
-def open_together(asked: LoadRequest, name: str, team: Team) -> Reader:
+def open_together(asked: LoadRequest, name: str, group: RankGroup) -> Reader:
     """Open one checkpoint on all ranks, or on none: all must see the same save, on every node that has a part of it.
 
     Ranks may have folders of their own that show the same save, by another name or as a copy. Those whose folder shows
     another save, or none, take the first rank's.
     """
     reader, failure = attempt(lambda: Reader(asked.root / name))
-    said = _shown_by_all(reader, failure, team)
+    said = _shown_by_all(reader, failure, group)
     if not asked.is_local and len(set(asked.places)) > 1 and (apart := _apart(said)):
-        places = {rank: asked.places[rank if rank in apart else 0] for rank in range(team.size)}
+        places = {rank: asked.places[rank if rank in apart else 0] for rank in range(group.size)}
         try:
-            team.take_first("folders", places, asked.validation)
+            group.take_first("folders", places, asked.validation)
         except CheckpointError:
             _close(reader)
             raise
-        if team.rank in apart:
+        if group.rank in apart:
             _close(reader)
             reader, failure = attempt(lambda: Reader(asked.first / name))
-        said = _shown_by_all(reader, failure, team)
+        said = _shown_by_all(reader, failure, group)
     if broken := _broken(said, asked.root / name):
         _close(reader)
         raise CheckpointError("; ".join(list(dict.fromkeys(broken.values()))[:8]))
@@ -220,10 +220,10 @@ Shown = tuple[str, str, tuple[str, ...], str | None]
 """The node of a rank, the save that it sees, the nodes that have a part of that, and why it sees none."""
 
 
-def _shown_by_all(reader: Reader | None, failure: str | None, team: Team) -> list[Shown]:
+def _shown_by_all(reader: Reader | None, failure: str | None, group: RankGroup) -> list[Shown]:
     manifest = reader.manifest if reader else None
-    shown: Shown = (team.node, manifest.id if manifest else "", manifest.nodes if manifest else (), failure)
-    return team.everyone(shown, CALL)
+    shown: Shown = (group.node, manifest.id if manifest else "", manifest.nodes if manifest else (), failure)
+    return group.all_gather(shown, CALL)
 
 
 def _apart(said: Sequence[Shown]) -> set[int]:

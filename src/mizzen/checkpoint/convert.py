@@ -13,10 +13,10 @@ from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.folder import data_name
 from mizzen.checkpoint.manifest import Manifest, TensorEntry
 from mizzen.checkpoint.open import weights_of
+from mizzen.checkpoint.rank_group import RankGroup, attempt
 from mizzen.checkpoint.save import SaveOptions
 from mizzen.checkpoint.source import Entry, Source
 from mizzen.checkpoint.tagged_json import Encoder
-from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.tensors import name_of
 from mizzen.checkpoint.write import BoxData, check_dtype, write_boxes
 from mizzen.errors import CheckpointError
@@ -43,12 +43,12 @@ def convert(source: Source, root: Path, tag: str, *, on_bytes: Any = None) -> Ma
     facts = facts_of(source.facts(), encoder)
     boxes += [_client(name, value) for name, value in encoder.tensors.items()]
     tensors += [each.entry for each in boxes[len(boxes) - len(encoder.tensors) :]]
-    team, options = Team(), SaveOptions(run=os.urandom(8).hex())
-    pending = protocol.begin(root, tag, team, options)
+    group, options = RankGroup(), SaveOptions(run=os.urandom(8).hex())
+    pending = protocol.begin(root, tag, group, options)
     path = pending.folder / data_name(pending.id, 0)
     written, failure = attempt(lambda: write_boxes(path, tensors, boxes, metadata={"save": pending.id, "tag": tag}))
     fsync_folder(pending.folder)
-    manifest = protocol.commit(pending, written, failure, facts, team, options)
+    manifest = protocol.commit(pending, written, failure, facts, group, options)
     if manifest is None:
         raise AssertionError("a commit without a manifest")
     return manifest

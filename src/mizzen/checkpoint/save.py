@@ -32,8 +32,8 @@ from mizzen.checkpoint.folder import (
     write_latest,
 )
 from mizzen.checkpoint.manifest import Manifest, TensorEntry, is_plain
+from mizzen.checkpoint.rank_group import RankGroup, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.read import MANIFEST
-from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.write import Item, Written, flaws, merge, merge_facts, pack_facts, unwritten, write_items
 from mizzen.errors import CheckpointError, FileError, MizzenError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
@@ -93,7 +93,7 @@ UNSHARED: Final = "Give every rank the same folder, or set checkpoint.use_node_l
 def begin(
     root: Path,
     tag: str,
-    team: Team,
+    group: RankGroup,
     options: SaveOptions,
     *,
     needed: int = 0,
@@ -107,19 +107,19 @@ def begin(
     """
     pending = PendingSave(root, tag, os.urandom(8).hex())
     if options.is_local:  # who commits on which node has to be known first
-        said = team.everyone((pending.id, pending.tag, team.node), CALL)
+        said = group.all_gather((pending.id, pending.tag, group.node), CALL)
         pending = replace(pending, id=said[0][0], tag=said[0][1], nodes=tuple(node for _, _, node in said))
     place, lost = attempt(lambda: place_of(root))
     failure = failure or lost
-    if _leads(pending, team) and failure is None and is_plain(pending.tag):
+    if _leads(pending, group) and failure is None and is_plain(pending.tag):
         _, failure = attempt(lambda: _mark(pending, options))
     free, _ = attempt(lambda: free_bytes(root))
     offer = Offer(replace(pending, tag=tag), place or "", needed, free, failure, arguments or {})
     try:
-        return _agreed(pending, team.everyone(offer, CALL), team, options)
+        return _agreed(pending, group.all_gather(offer, CALL), group, options)
     except MizzenError:
         if is_plain(pending.tag):
-            give_up(pending, team)
+            give_up(pending, group)
         raise
 
 
@@ -135,16 +135,16 @@ def _mark(pending: PendingSave, options: SaveOptions) -> None:
         raise
 
 
-def _agreed(pending: PendingSave, offers: Sequence[Offer], team: Team, options: SaveOptions) -> PendingSave:
+def _agreed(pending: PendingSave, offers: Sequence[Offer], group: RankGroup, options: SaveOptions) -> PendingSave:
     """The first rank's save, unless somebody cannot; every rank sees the same offers and so decides alike."""
     if failures := {rank: offer.failure for rank, offer in enumerate(offers) if offer.failure}:
         raise CheckpointError(in_words(failures))
     refuse_unequal([offer.arguments for offer in offers], CALL)
-    team.take_first("tags", {rank: offer.pending.tag for rank, offer in enumerate(offers)}, options.tag_validation)
+    group.take_first("tags", {rank: offer.pending.tag for rank, offer in enumerate(offers)}, options.tag_validation)
     first = offers[0].pending
     pending = replace(pending, tag=check_tag(first.tag), id=first.id)
-    pending = _in_one_folder(pending, offers, team, options)
-    together = [rank for rank in range(team.size) if not pending.nodes or pending.nodes[rank] == team.node]
+    pending = _in_one_folder(pending, offers, group, options)
+    together = [rank for rank in range(group.size) if not pending.nodes or pending.nodes[rank] == group.node]
     needed = sum(offers[rank].needed for rank in together)
     free = min((room for rank in together if (room := offers[rank].free) is not None), default=needed)
     if needed > free:
@@ -154,17 +154,19 @@ def _agreed(pending: PendingSave, offers: Sequence[Offer], team: Team, options: 
     return pending
 
 
-def _in_one_folder(pending: PendingSave, offers: Sequence[Offer], team: Team, options: SaveOptions) -> PendingSave:
+def _in_one_folder(
+    pending: PendingSave, offers: Sequence[Offer], group: RankGroup, options: SaveOptions
+) -> PendingSave:
     """The save with the folder that this rank writes to: its own where that is the first rank's by another name.
 
     The mark that the first rank has put into its folder is seen in the same folder only, however that is called.
     """
-    first = _leader(pending, team.rank)
+    first = _leader(pending, group.rank)
     if all(offer.place == offers[_leader(pending, rank)].place for rank, offer in enumerate(offers)):
         return pending
     theirs = replace(pending, root=Path(offers[first].place))
     (own, _), (shared, _) = (attempt(partial(is_marked, each.folder, each.id)) for each in (pending, theirs))
-    said = team.everyone((bool(own), bool(shared)), CALL)
+    said = group.all_gather((bool(own), bool(shared)), CALL)
     places = {
         rank: offers[_leader(pending, rank) if sees_own else rank].place for rank, (sees_own, _) in enumerate(said)
     }
@@ -174,7 +176,7 @@ def _in_one_folder(pending: PendingSave, offers: Sequence[Offer], team: Team, op
             f"cannot see that of the first. {UNSHARED}"
         )
     if not all(sees_own for sees_own, _ in said):
-        team.take_first("folders", places, options.tag_validation)
+        group.take_first("folders", places, options.tag_validation)
     return pending if own else theirs
 
 
@@ -183,20 +185,20 @@ def _leader(pending: PendingSave, rank: int) -> int:
     return pending.nodes.index(pending.nodes[rank]) if pending.nodes else 0
 
 
-def _leads(pending: PendingSave, team: Team) -> bool:
-    return team.rank == _leader(pending, team.rank)
+def _leads(pending: PendingSave, group: RankGroup) -> bool:
+    return group.rank == _leader(pending, group.rank)
 
 
-def write(pending: PendingSave, items: Sequence[Item], team: Team, known: Sequence[TensorEntry] = ()) -> Written:
+def write(pending: PendingSave, items: Sequence[Item], group: RankGroup, known: Sequence[TensorEntry] = ()) -> Written:
     """This rank's file; `known` are the tensors that it knows of, whoever writes them."""
     make_folder(pending.folder)
     if not is_marked(pending.folder, pending.id):
         remove_if_empty(pending.folder)
         raise CheckpointError(
-            f"{pending.folder} on node {team.node} is not what the first rank sees under this name. {UNSHARED}"
+            f"{pending.folder} on node {group.node} is not what the first rank sees under this name. {UNSHARED}"
         )
-    metadata = {"save": pending.id, "tag": pending.tag, "rank": str(team.rank)}
-    written = write_items(pending.folder / data_name(pending.id, team.rank), items, known, metadata=metadata)
+    metadata = {"save": pending.id, "tag": pending.tag, "rank": str(group.rank)}
+    written = write_items(pending.folder / data_name(pending.id, group.rank), items, known, metadata=metadata)
     fsync_folder(pending.folder)
     return written
 
@@ -217,7 +219,7 @@ def commit(
     written: Written | None,
     failure: str | None,
     facts: Mapping[str, Any],
-    team: Team,
+    group: RankGroup,
     options: SaveOptions,
     *,
     own: Mapping[str, Any] | None = None,
@@ -228,30 +230,30 @@ def commit(
     different ranks: dicts and lists that are merged. The weights in its list `names` have to have been written.
     """
     vote = Contribution(written, failure, pack_facts(own or {}))
-    votes = (team.everyone if pending.nodes else team.first)(vote, CALL)
-    leads = _leads(pending, team)
+    votes = (group.all_gather if pending.nodes else group.gather)(vote, CALL)
+    leads = _leads(pending, group)
     manifest = None
     failure = None
     if leads:
-        manifest, failure = attempt(lambda: _make_it_exist(pending, votes, facts, team, options))
+        manifest, failure = attempt(lambda: _make_it_exist(pending, votes, facts, group, options))
     try:
         if pending.nodes:  # nothing older goes before the save is on every node
-            team.all_well(failure, CALL)
+            group.raise_failures(failure, CALL)
         if manifest is not None:
             _tidy(pending, manifest, options)
-        team.all_well(failure, CALL)
+        group.raise_failures(failure, CALL)
     except CheckpointError:
         if manifest is not None:  # another node has failed, so that it is none here either
             attempt(partial(delete, Committed(pending.folder, manifest)))
-        give_up(pending, team)
+        give_up(pending, group)
         raise
     return manifest
 
 
-def give_up(pending: PendingSave, team: Team) -> None:
+def give_up(pending: PendingSave, group: RankGroup) -> None:
     """A save that has begun will not be: leave nothing behind."""
     discard(pending.folder, pending.id)
-    if _leads(pending, team):
+    if _leads(pending, group):
         unmark(pending.folder, pending.id)
         remove_if_empty(pending.folder)
 
@@ -260,14 +262,14 @@ def _make_it_exist(
     pending: PendingSave,
     votes: Sequence[Contribution],
     facts: Mapping[str, Any],
-    team: Team,
+    group: RankGroup,
     options: SaveOptions,
 ) -> Manifest:
     if failures := {rank: vote.failure for rank, vote in enumerate(votes) if vote.failure}:
         raise CheckpointError(f"{pending.folder}: nothing was saved: {in_words(failures)}")
     written = {rank: vote.written for rank, vote in enumerate(votes) if vote.written}
     here = [
-        each if not pending.nodes or pending.nodes[rank] == team.node else replace(each, file=None)
+        each if not pending.nodes or pending.nodes[rank] == group.node else replace(each, file=None)
         for rank, each in written.items()
     ]
     tensors, files = merge(here, once=bool(pending.nodes))
@@ -283,7 +285,7 @@ def _make_it_exist(
         tensors=tensors,
         files=files,
         facts={**facts, **merged},
-        node=team.node if pending.nodes else "",
+        node=group.node if pending.nodes else "",
         nodes=tuple(dict.fromkeys(pending.nodes)),
     )
     commit_bytes(pending.folder / MANIFEST, manifest.to_bytes())

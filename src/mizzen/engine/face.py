@@ -446,7 +446,7 @@ class Face(nn.Module):
         """The whole model in the dtype it computes with, on rank 0; None elsewhere. Every rank calls this."""
         self._allow_gathering("_consolidated_16bit_state_dict")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
-        return whole_state_dict(self.module, self.stores, skip=skip, team=self.saving.team.in_front())
+        return whole_state_dict(self.module, self.stores, skip=skip, team=self.saving.team.on_job_group())
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

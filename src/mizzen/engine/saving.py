@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.async_save import SaveThread
+from mizzen.checkpoint.rank_group import RankGroup, attempt
 from mizzen.checkpoint.save import SaveOptions
 from mizzen.checkpoint.tagged_json import Encoder, pack
-from mizzen.checkpoint.team import Team, attempt
 from mizzen.checkpoint.write import Item
 from mizzen.comm.mesh import Mesh
 from mizzen.config.checkpoint import CheckpointConfig
@@ -42,7 +42,7 @@ class Saving(Observer):
     """What an engine needs to save; as an observer it brings the error of a save beside training to the next step."""
 
     settings: CheckpointConfig
-    team: Team
+    team: RankGroup
     background: SaveThread
     told: tuple[Observer, ...] = ()
     """Who hears of each checkpoint that is committed."""
@@ -82,9 +82,9 @@ class Saving(Observer):
         )
 
 
-def team_of(mesh: Mesh) -> Team:
+def team_of(mesh: Mesh) -> RankGroup:
     """All ranks, on the group that training does not use."""
-    return Team(mesh.rank, mesh.layout.world, mesh.aside.group)
+    return RankGroup(mesh.rank, mesh.layout.world, mesh.aside.group)
 
 
 def folder_of(settings: CheckpointConfig, given: str | os.PathLike[str] | None) -> Path:

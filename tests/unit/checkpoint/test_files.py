@@ -26,9 +26,9 @@ from mizzen.checkpoint.folder import (
     write_latest,
 )
 from mizzen.checkpoint.manifest import BoxTable, Manifest, StoredBox, tiles
+from mizzen.checkpoint.rank_group import RankGroup
 from mizzen.checkpoint.read import Reader, read_manifest
 from mizzen.checkpoint.save import SaveOptions
-from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.tensors import bytes_of
 from mizzen.checkpoint.verify import compare, verify
 from mizzen.checkpoint.write import ChunkHasher, Item, merge, write_items
@@ -39,7 +39,7 @@ from mizzen.model.piece import Piece, piece_of_range, piece_of_whole
 
 
 def save(root, tensors, tag="tag", step=0, run="run", latest=True, **terms):
-    team, how = Team(), SaveOptions(run=run, latest=latest, **terms)
+    team, how = RankGroup(), SaveOptions(run=run, latest=latest, **terms)
     ticket = protocol.begin(root, tag, team, how)
     items = [Item("model", piece_of_whole(name, tensor)) for name, tensor in tensors.items()]
     facts = {"counters": {"global_steps": step}}

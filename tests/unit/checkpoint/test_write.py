@@ -9,9 +9,9 @@ import torch
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.folder import data_name
 from mizzen.checkpoint.manifest import BoxTable, FileEntry, StoredBox, TensorEntry
+from mizzen.checkpoint.rank_group import RankGroup
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.save import Contribution, SaveOptions
-from mizzen.checkpoint.team import Team
 from mizzen.checkpoint.verify import verify
 from mizzen.checkpoint.write import Item, Written, flaws, merge_facts, pack_facts, unwritten, write_items
 from mizzen.errors import CheckpointError
@@ -22,7 +22,7 @@ from mizzen.model.piece import Piece
 TERMS = SaveOptions(run="0123456789abcdef")
 
 
-class Ranks(Team):
+class Ranks(RankGroup):
     """The first rank of several that are not there, with what the others bring to the vote."""
 
     def __init__(self, others, node="node"):
@@ -98,7 +98,7 @@ def value_of(shape, box):
 def save(root, tensors, shapes, tag="tag"):
     """All ranks write, then the first commits."""
     entries = [TensorEntry(*key, shape, "float32") for key, shape in shapes.items()]
-    team = Team()
+    team = RankGroup()
     ticket = protocol.begin(root, tag, team, TERMS)
     written = []
     for rank in range(4):

@@ -22,7 +22,7 @@ Validation = Literal["Warn", "Ignore", "Fail"]
 """What becomes of ranks that were given different tags or folders."""
 
 
-class Team:
+class RankGroup:
     """All ranks of a job, on a group of their own: training's collectives go on beside a save."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, node: str | None = None) -> None:
@@ -36,11 +36,11 @@ class Team:
         """Whether this is the rank that commits."""
         return self.rank == 0
 
-    def in_front(self) -> "Team":
-        """The same ranks on the job's own group, for what they say while a save beside training uses theirs."""
-        return Team(self.rank, self.size, node=self.node)
+    def on_job_group(self) -> "RankGroup":
+        """These ranks on the job's own process group, for what they say while a save beside training uses theirs."""
+        return RankGroup(self.rank, self.size, node=self.node)
 
-    def everyone(self, value: Any, call: str) -> list[Any]:
+    def all_gather(self, value: Any, call: str) -> list[Any]:
         """What each rank has to say, on all of them."""
         if self.size == 1:
             return [value]
@@ -48,7 +48,7 @@ class Team:
         self._do(call, lambda: collectives.all_gather_object(found, value, group=self._group))
         return found
 
-    def first(self, value: Any, call: str) -> list[Any]:
+    def gather(self, value: Any, call: str) -> list[Any]:
         """What each rank has to say, on the first; elsewhere an empty list."""
         if self.size == 1:
             return [value]
@@ -56,7 +56,7 @@ class Team:
         self._do(call, lambda: collectives.gather_object(value, found, dst=0, group=self._group))
         return found or []
 
-    def from_first(self, value: Any, call: str) -> Any:
+    def broadcast(self, value: Any, call: str) -> Any:
         """What the first rank has to say, on all of them."""
         if self.size == 1:
             return value
@@ -64,18 +64,18 @@ class Team:
         self._do(call, lambda: collectives.broadcast_object_list(box, src=0, group=self._group))
         return box[0]
 
-    def by_first(self, do: Callable[[], Result], call: str) -> Result:
+    def run_on_first(self, do: Callable[[], Result], call: str) -> Result:
         """What the first rank gets from doing something; an error of its own is every rank's."""
         outcome = attempt(do) if self.is_first else (None, None)
         found: Result
-        found, failure = self.from_first(outcome, call)
+        found, failure = self.broadcast(outcome, call)
         if failure is not None:
             raise CheckpointError(failure)
         return found
 
-    def all_well(self, failure: str | None, call: str) -> None:
+    def raise_failures(self, failure: str | None, call: str) -> None:
         """Raise on every rank when one has failed, with its words."""
-        failures = {rank: words for rank, words in enumerate(self.everyone(failure, call)) if words}
+        failures = {rank: words for rank, words in enumerate(self.all_gather(failure, call)) if words}
         if failures:
             raise CheckpointError(in_words(failures))
 
@@ -125,7 +125,7 @@ def place_of(folder: str | os.PathLike[str]) -> str:
 
 
 def in_words(failures: Mapping[int, str]) -> str:
-    """The same failure of several ranks once, the first few otherwise."""
+    """The first few failures in words; what several ranks say stands there once, with their numbers."""
     ranks: dict[str, list[int]] = {}
     for rank, words in failures.items():
         ranks.setdefault(words, []).append(rank)
