@@ -26,12 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mizzen.checkpoint import save as protocol
-from mizzen.checkpoint.background import Background
-from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from mizzen.checkpoint.parts import Part, Parts
+from mizzen.checkpoint.async_save import SaveThread
+from mizzen.checkpoint.manifest import BoxTable, FileEntry, Manifest, StoredBox, TensorEntry
+from mizzen.checkpoint.rank_group import RankGroup, attempt
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.save import Terms, merge
-from mizzen.checkpoint.team import Team, attempt
+from mizzen.checkpoint.save import SaveOptions, merge
 from mizzen.checkpoint.write import Item, Written
 from mizzen.model.box import Box
 from mizzen.model.piece import Piece
@@ -44,8 +43,8 @@ class Ours:
 
     def __init__(self, folder: Path, shards: dict[str, DTensor], rank: int) -> None:
         self.folder, self.rank = folder, rank
-        self.team, self.terms = Team(rank, 2), Terms(run="bench")
-        self.background = Background()
+        self.team, self.terms = RankGroup(rank, 2), SaveOptions(run="bench")
+        self.background = SaveThread()
         self.items = []
         for name, tensor in shards.items():
             rows = tensor.shape[0] // 2
@@ -56,7 +55,7 @@ class Ours:
         ticket = protocol.begin(self.folder, "bench", self.team, self.terms)
         self._finish(ticket, self.items)
 
-    def _finish(self, ticket: protocol.Ticket, items: Sequence[Item]) -> None:
+    def _finish(self, ticket: protocol.PendingSave, items: Sequence[Item]) -> None:
         written, failure = attempt(lambda: protocol.write(ticket, items, self.team))
         protocol.commit(ticket, written, failure, {}, self.team, self.terms)
 
@@ -149,7 +148,7 @@ def written_by(rank: int, ranks: int, tensors: int, kinds: Sequence[str]) -> Wri
     ]
     box = Box((rank * 8, 0), (rank * 8 + 8, 128))
     size = box.numel * 4
-    parts = Parts.of(Part(number, 4096 + number * size, box) for number in range(len(entries)))
+    parts = BoxTable.of(StoredBox(number, 4096 + number * size, box) for number in range(len(entries)))
     end = 4096 + len(entries) * size
     hashes = ("0" * 32,) * -(-end // (1 << 22))
     return Written.of(entries, FileEntry(f"{'0' * 16}-{rank:05d}.safetensors", end, hashes, parts))

@@ -397,9 +397,9 @@ def _told(error: BaseException) -> str:
 def _compile_sections() -> None:
     """Of the configuration: each is compiled when it is first given, and that would be in every rank anew."""
     from mizzen.config.schema import Config
-    from mizzen.config.section import nest_in, places
+    from mizzen.config.section import nest_in, schema_keys
 
-    nests = [nest_in(place.field.annotation) for place in places(Config)]
+    nests = [nest_in(place.field.annotation) for place in schema_keys(Config)]
     for section in {Config, *(nest.section for nest in nests if nest)}:
         section.model_rebuild()
 

@@ -12,9 +12,8 @@ from mizzen.accelerator import get_accelerator
 from mizzen.comm.join import init_distributed
 from mizzen.comm.mesh import Mesh
 from mizzen.comm.mpu import layout_from_mpu
-from mizzen.config.load import load
+from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.schema import Config
-from mizzen.config.source import Source, read_source
 from mizzen.engine.access import retire
 from mizzen.engine.build import build_engine
 from mizzen.engine.engine import Driving, Engine
@@ -61,9 +60,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    config: Source | None = None,
+    config: ConfigSource | None = None,
     mesh_param: tuple[int, int] | None = None,
-    config_params: Source | None = None,
+    config_params: ConfigSource | None = None,
     *,
     make_engine: Callable[[Driving, Surroundings], Engine] = Engine,
     defaults: Mapping[str, Any] | None = None,
@@ -124,7 +123,7 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _only_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+def _only_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
     """Exactly one of the three, or an error that says which were given."""
     from_args = vars(args).get("deepspeed_config") if args is not None and "__dict__" in dir(args) else None
     sources = {"args.deepspeed_config": from_args, "config": config, "config_params": config_params}

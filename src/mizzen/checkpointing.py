@@ -6,9 +6,8 @@ For a model that does not, `activation_checkpointing.mode` in the configuration 
 from collections.abc import Callable
 from typing import Any
 
-from mizzen.config.load import load_section
+from mizzen.config.load import ConfigSource, load_section
 from mizzen.config.schema import Config
-from mizzen.config.source import Source
 from mizzen.rewrite.checkpointing import Checkpointing
 from mizzen.rewrite.replay import Keeping, replayed
 from mizzen.rewrite.streams import RandomStreams
@@ -16,7 +15,7 @@ from mizzen.rewrite.streams import RandomStreams
 
 def configure(
     mpu_: Any = None,
-    deepspeed_config: Source | Config | None = None,
+    deepspeed_config: ConfigSource | Config | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,

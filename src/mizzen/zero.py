@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from mizzen.config.source import Source
+from mizzen.config.load import ConfigSource
 from mizzen.engine.access import (
     full_gradient,
     full_state,
@@ -75,8 +75,8 @@ class Init(_Init):
         mem_efficient_linear: bool = True,
         remote_device: str | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: Source | None = None,
-        config: Source | None = None,
+        config_dict_or_path: ConfigSource | None = None,
+        config: ConfigSource | None = None,
         enabled: bool = True,
         dtype: Any = None,
         mpu: Any = None,

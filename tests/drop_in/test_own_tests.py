@@ -15,7 +15,7 @@ def test_loss():
     train_micro_batch_size_per_gpu = 3.5
     assert train_micro_batch_size_per_gpu == 2.5, "the loss of accelerator.backward"
 
-def test_device(): raise RuntimeError("Found no NVIDIA driver: CUDA is not available")
+def test_device(): raise RuntimeError("GivenKey no NVIDIA driver: CUDA is not available")
 
 @unittest.skip("test requires multiple accelerators")
 def test_many(): pass

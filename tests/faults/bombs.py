@@ -55,7 +55,7 @@ def limited(seconds: int):
 
 def watch(place: Path) -> tuple[int, list[str], int]:
     """Import every bomb; how many there were, what went wrong, and by how many kilobytes memory grew."""
-    from mizzen.checkpoint.adopt import adopt
+    from mizzen.checkpoint.convert import convert
     from mizzen.checkpoint.open import open_source
     from unit.checkpoint.foreign.malice import CASES
 
@@ -67,7 +67,7 @@ def watch(place: Path) -> tuple[int, list[str], int]:
         alone = folder / "model.pt"
         try:
             with limited(SECONDS):
-                adopt(open_source(alone if alone.exists() else folder), place / "imported", f"tag{number}")
+                convert(open_source(alone if alone.exists() else folder), place / "imported", f"tag{number}")
             wrong.append(f"{name}: imported without a word")
         except MizzenError:
             pass
@@ -114,7 +114,7 @@ STRANGE: dict[str, Callable[[Path], Any]] = {
     "process of no number": lambda path: path.write_text(json.dumps({"process": "x:y", "run": []})),
 }
 PLACES = (
-    *("step/0123456789abcdef.saving", "other/0123456789abcdef.saving", "latest", "latest.json", "other/manifest.json"),
+    *("step/0123456789abcdef.saving", "other/0123456789abcdef.saving", "latest", "other/manifest.json"),
     *("other/0123456789abcdef-00000.safetensors", "latest.0123456789abcdef.new", "other"),
 )
 """Where such a file is put, below a folder of checkpoints."""

@@ -215,8 +215,8 @@ def build(good: Path, place: Path) -> Iterator[tuple[str, Path]]:
 
 def watch(good: str, place: str) -> tuple[int, list[str], int]:
     """Load every folder; how many there were, what went wrong, and by how many kilobytes memory grew."""
+    from mizzen.checkpoint.open import CommittedSource
     from mizzen.checkpoint.read import Reader
-    from mizzen.checkpoint.sources import Committed
     from mizzen.errors import MizzenError
 
     wrong: list[str] = []
@@ -240,7 +240,7 @@ def watch(good: str, place: str) -> tuple[int, list[str], int]:
 
     def load(folder: Path) -> None:
         with Reader(folder) as reader:
-            source = Committed(reader)
+            source = CommittedSource(reader)
             dict(source.facts())
             for entry in source.names():
                 source.read(entry)

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from mizzen.checkpoint import save as protocol
-from mizzen.checkpoint.background import Background
+from mizzen.checkpoint.async_save import SaveThread
 from mizzen.checkpoint.folder import committed
-from mizzen.checkpoint.inspect import verify
+from mizzen.checkpoint.rank_group import RankGroup, attempt
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.save import Terms
-from mizzen.checkpoint.team import Team, attempt
+from mizzen.checkpoint.save import SaveOptions
+from mizzen.checkpoint.verify import verify
 from mizzen.checkpoint.write import Item
 from mizzen.files import watched
 from mizzen.model.piece import piece_of_range, piece_of_whole
@@ -46,7 +46,7 @@ def save(
     root: Path, number: int, *, rank: int = 0, size: int = 1, beside: bool = False, validation: str = "Warn"
 ) -> None:
     """Save, here or in a thread."""
-    team, terms = Team(rank, size), Terms(run="0123456789abcdef", tag_validation=validation)
+    team, terms = RankGroup(rank, size), SaveOptions(run="0123456789abcdef", tag_validation=validation)
     facts = {"counters": {"global_steps": number}, "number": number}
     ticket = protocol.begin(root, TAG, team, terms)
     items = items_of(number, rank, size)
@@ -55,7 +55,7 @@ def save(
         written, failure = attempt(lambda: protocol.write(ticket, items, team))
         protocol.commit(ticket, written, failure, facts, team, terms)
 
-    background = Background()
+    background = SaveThread()
     if beside:
         background.start(finish)
         background.wait()

@@ -13,13 +13,13 @@ from house.tree import ROOT, Module, made_up, modules
 from mizzen.config.describe import catalogue, explain, fate_words, render_markdown
 from mizzen.config.migrate import name_keys
 from mizzen.config.schema import Config
-from mizzen.config.section import Place, nest_in, places
+from mizzen.config.section import SchemaKey, nest_in, schema_keys
 
-KEYS = list(places(Config))
+KEYS = list(schema_keys(Config))
 KNOWN = (Path(__file__).parent / "known_keys.txt").read_text().split()
 """Every key of the files that users bring along, as a path."""
 
-ARITHMETIC = frozenset({"config/batch.py", "config/elastic.py", "config/resolve.py"})
+ARITHMETIC = frozenset({"config/batch.py", "config/elasticity.py", "config/resolve.py"})
 """The files of config/ that use keys; the others only carry them."""
 
 
@@ -82,14 +82,14 @@ class Words:
             frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
         )
 
-    def reads(self, place: Place) -> bool:
+    def reads(self, place: SchemaKey) -> bool:
         """Whether the file has the key as an attribute, next to its section; or its path as a string."""
         section = place.path.rpartition(".")[0].rpartition(".")[2]
         is_near = place.owner is Config or section in self.attributes or place.owner.__name__ in self.names
         return (place.name in self.attributes and is_near) or place.path in self.strings
 
 
-def unread(files: Iterable[Module], keys: Iterable[Place], unbuilt: Sequence[str]) -> list[str]:
+def unread(files: Iterable[Module], keys: Iterable[SchemaKey], unbuilt: Sequence[str]) -> list[str]:
     """Keys that are said to be read and that no file reads; those not built yet count as read."""
     seen = [Words.of(module.tree) for module in files if module.unit != "config" or module.name in ARITHMETIC]
     return [

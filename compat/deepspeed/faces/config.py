@@ -14,14 +14,13 @@ from deepspeed.faces.facts import DEEPSPEED_OPTIMIZERS
 from deepspeed.faces.getters import KEYS
 from mizzen.comm import groups
 from mizzen.comm.mpu import layout_from_mpu
-from mizzen.config.elastic import compute_elastic
-from mizzen.config.load import load
+from mizzen.config.elasticity import compute_elastic
+from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.migrate import drop_ignored
 from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
 from mizzen.config.resolve import Resolved, resolve
 from mizzen.config.schema import Config
 from mizzen.config.section import Section
-from mizzen.config.source import Source, read_source
 from mizzen.config.zero import ZeroConfig
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import warn_once
@@ -78,7 +77,7 @@ FLAGGED: Final = frozenset(
 """Arguments of optimizers and schedules that are true or false."""
 
 
-def without_hints(config: Source) -> Source:
+def without_hints(config: ConfigSource) -> ConfigSource:
     """The configuration without the keys at its top that DeepSpeed does not read; the same object if it has none."""
     given = read_source(config)
     ignored = drop_ignored(given, Config)
@@ -124,7 +123,7 @@ def arguments_without_hints(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def dtype_of(config: Source | None) -> torch.dtype | None:
+def dtype_of(config: ConfigSource | None) -> torch.dtype | None:
     """The dtype in which a model is built for a configuration; None, that of the build, without one."""
     if config is None:
         return None
@@ -137,7 +136,7 @@ class DeepSpeedConfig:
 
     @also(AssertionError)
     @elastic()
-    def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
+    def __init__(self, config: ConfigSource, mpu: Any = None, mesh_device: Any = None) -> None:
         given = read_source(config)
         world = groups.get_world_size() if groups.is_initialized() else 1
         if mpu is not None:
@@ -333,7 +332,7 @@ class ValidationMode:
 
 @elastic()
 def compute_elastic_config(
-    ds_config: Source, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
+    ds_config: ConfigSource, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
     """(batch, numbers of GPUs that fit it), and the micro-batch for a known number where that is asked for."""
     section = load(without_hints(ds_config)).elasticity

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from deepspeed.faces import zero_to_fp32
 from mizzen.checkpoint.choose import LEFT_FOR_OTHERS
+from mizzen.checkpoint.export import save_torch
 from mizzen.checkpoint.folder import remove_if_empty
 from mizzen.checkpoint.read import MANIFEST
-from mizzen.checkpoint.weights_out import save_torch
 from mizzen.engine.engine import Engine
 from mizzen.files import commit_bytes, commit_text, make_folder, read_head
 from mizzen.log import warn_once

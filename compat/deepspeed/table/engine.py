@@ -58,10 +58,10 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "runtime.activation_checkpointing.config",
         "DeepSpeedActivationCheckpointingConfig=ActivationCheckpointingConfig",
-        "mizzen.config.memory",
+        "mizzen.config.execution",
     ),
     Row("nebula.config", "DeepSpeedNebulaConfig=NebulaConfig", "mizzen.config.checkpoint"),
-    Row("autotuning.config", "DeepSpeedAutotuningConfig=AutotuningConfig", "mizzen.config.tuning"),
+    Row("autotuning.config", "DeepSpeedAutotuningConfig=AutotuningConfig", "mizzen.config.autotuning"),
     Row("runtime.swap_tensor.aio_config", "get_aio_config", ".readers"),
     Row("runtime.config", "DeepSpeedConfig DeepSpeedConfigError DeepSpeedConfigWriter", ".config"),
     Row("runtime.config_utils", "DeepSpeedConfigModel=Section", "mizzen.config.section"),

@@ -6,98 +6,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mizzen.checkpoint.folder import Committed, check_tag, claims, committed
-from mizzen.checkpoint.latest import LATEST, RECORD, is_one_bit_away, latest, recorded
+from mizzen.checkpoint.folder import LATEST, Committed, check_tag, claims, committed, read_latest
 from mizzen.checkpoint.manifest import is_plain
+from mizzen.checkpoint.rank_group import RankGroup, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.read import MANIFEST, Reader, read_manifest
-from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 
 CALL: Final = "load_checkpoint()"
-DAMAGED: Final = "one bit has changed, as by damage"
 LEFT_FOR_OTHERS: Final = "drop-in.json"
 """Where this lies in a tag's folder, files that look like DeepSpeed's are of the drop-in."""
 
 
-def candidates(root: Path, tag: str | None, *, with_older: bool, is_patient: bool | None = None) -> list[str]:
+def candidates(root: Path, tag: str | None, *, with_older: bool) -> list[str]:
     """Tags to try, best first; none when there is nothing to load. Called on one rank.
 
-    `is_patient` says whether a damaged `latest` may be passed over; with older ones it may.
+    `latest` is a hint: a committed tag that it names is taken, otherwise the newest committed one.
     """
     if tag is not None:
         return [check_tag(tag)] if (root / tag).is_dir() else []
-    named = _named(root, with_older if is_patient is None else is_patient)
+    named = read_latest(root)
     is_there = named is not None and (root / named / MANIFEST).exists()
     if named is not None and is_there and not with_older:
         return [named]
     found = committed(root)
     if found and not is_there:
-        what = f"names '{named}', which is not committed" if named is not None else "is missing"
-        newest = found[-1].folder.name
-        get_logger().warning("%s/latest %s: the newest committed checkpoint, '%s', is taken", root, what, newest)
+        what, newest = latest_problem(root) or "is missing", found[-1].folder.name
+        get_logger().warning("%s/%s %s: the newest committed one, '%s', is taken", root, LATEST, what, newest)
     tags = [named] if named is not None and is_there else []
     found = _before(found, root / tags[0]) if tags else found
     tags += [tag for each in _line(found, named) if (tag := each.folder.name) != named]
     return tags if with_older else tags[:1]
 
 
-def _named(root: Path, is_patient: bool) -> str | None:
-    """The tag that `latest` names, or should: see [Note: a flipped bit, an edit, or a crash]."""
-    named, meant = latest(root), recorded(root)
-    if meant is None or meant == named or not (root / meant / MANIFEST).exists():
-        return named
-    if named is None or not (root / named / MANIFEST).exists():
-        what = "names no checkpoint" if named is None else f"names '{named}', which is not committed"
-        get_logger().warning("%s/%s %s: '%s' is taken, with which it was last written", root, LATEST, what, meant)
-        return meant
-    if _created(root / named) > _created(root / meant):
-        return named
-    words = f"{root}/{LATEST} names '{named}', and was last written by a save with '{meant}'"
-    if not is_one_bit_away(named, meant):
-        get_logger().warning("%s: as somebody has changed it, '%s' is taken", words, named)
-        return named
-    words = f"{words}: {DAMAGED}"
-    if not is_patient:
-        raise CheckpointError(
-            f"{words}. Name the tag to load; if '{named}' was meant, {RECORD} beside it may be removed"
-        )
-    get_logger().error("%s. '%s' is taken", words, meant)
-    return meant
-
-
-def latest_trouble(root: Path) -> str:
-    """What is wrong with `latest`; empty when it names a committed checkpoint, or when no save has ever written it."""
-    is_there, has_record = (os.path.lexists(root / name) for name in (LATEST, RECORD))
-    if not is_there and not has_record:
+def latest_problem(root: Path) -> str:
+    """Why a load without a tag passes `latest` over; empty when it names a committed checkpoint, or does not exist."""
+    named = read_latest(root)
+    if named is not None and (root / named / MANIFEST).exists():
         return ""
-    named, meant = latest(root), recorded(root)
-    written = f"; it was last written by a save with '{meant}'" if meant is not None else ""
-    if named is None:
-        return ("names no checkpoint" if is_there else "is missing") + written
-    if not (root / named / MANIFEST).exists():
-        return f"names '{named}', which is not committed{written}"
-    if meant is None:
-        words = f"names '{named}', and {RECORD} beside it is damaged: whether that was meant is not known"
-        return words if has_record else ""
-    is_later = named == meant or _created(root / named) > _created(root / meant)
-    if is_later or not (root / meant / MANIFEST).exists() or not is_one_bit_away(named, meant):
-        return ""
-    return f"names '{named}'{written}: {DAMAGED}"
+    if named is not None:
+        return f"names '{named}', which is not committed"
+    return "names no checkpoint" if os.path.lexists(root / LATEST) else ""
 
 
-def _created(folder: Path) -> str:
-    manifest, _ = attempt(lambda: read_manifest(folder))
-    return manifest.created if manifest else ""
-
-
-def candidates_together(asked: "Asked", team: Team, *, with_older: bool) -> list[str]:
+def candidates_together(asked: "LoadRequest", group: RankGroup, *, with_older: bool) -> list[str]:
     """Tags to try on all ranks: what the first finds; where each node has a filesystem of its own, what all show."""
     root, tag = asked.root, asked.tag
     if not asked.is_local:
-        return team.by_first(lambda: _told(root, tag, with_older), CALL)
+        return group.run_on_first(lambda: _told(root, tag, with_older), CALL)
     found, failure = attempt(lambda: _shown(root, tag, with_older))
-    said = team.everyone((team.node, found, failure), CALL)
+    said = group.all_gather((group.node, found, failure), CALL)
     if failures := {rank: words for rank, (_, _, words) in enumerate(said) if words}:
         raise CheckpointError(in_words(failures))
     having = sorted({node for node, tags, _ in said if tags})
@@ -115,7 +73,7 @@ def candidates_together(asked: "Asked", team: Team, *, with_older: bool) -> list
         words = f"{root}: the nodes do not show the same save; their newest are {shown}"
         if not common:
             raise CheckpointError(f"{words}, and no other is on all of them: restore the parts that are missing")
-        if team.is_first:
+        if group.is_first:
             get_logger().error("%s. '%s' is taken, which is on all of them", words, common[0][0])
     return [name for name, _ in (common if with_older else common[:1])]
 
@@ -125,7 +83,7 @@ def _shown(root: Path, tag: str | None, with_older: bool) -> list[tuple[str, str
     if tag is not None:
         return [(name, "") for name in _told(root, tag, with_older)]
     shown = []
-    for number, name in enumerate(_told(root, None, True, is_patient=with_older)):
+    for number, name in enumerate(_told(root, None, True)):
         try:
             shown.append((name, read_manifest(root / name).id))
         except CheckpointError as error:
@@ -135,18 +93,18 @@ def _shown(root: Path, tag: str | None, with_older: bool) -> list[tuple[str, str
     return shown
 
 
-def _told(root: Path, tag: str | None, with_older: bool, *, is_patient: bool | None = None) -> list[str]:
+def _told(root: Path, tag: str | None, with_older: bool) -> list[str]:
     """The candidates; that `latest` promises one and there is none is never passed over in silence."""
     _refuse_others(root, tag)
-    found = candidates(root, tag, with_older=with_older, is_patient=is_patient)
-    if not found and tag is None and (named := latest(root)) is not None:
+    found = candidates(root, tag, with_older=with_older)
+    if not found and tag is None and (named := read_latest(root)) is not None:
         get_logger().warning("%s/latest names '%s', which is not committed, and no other checkpoint is", root, named)
     return found
 
 
 def _refuse_others(root: Path, tag: str | None) -> None:
     """Raise for a folder that DeepSpeed has written, where there is no checkpoint of ours."""
-    name = tag if tag is not None and is_plain(tag) else latest(root) or ""
+    name = tag if tag is not None and is_plain(tag) else read_latest(root) or ""
     if (root / name / MANIFEST).exists() or (tag is None and any(root.glob(f"*/{MANIFEST}"))):
         return
     for folder in (root / name, root):
@@ -191,7 +149,7 @@ def _line(found: list[Committed], named: str | None) -> list[Committed]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadRequest:
     """What ranks want to load, agreed by all of them."""
 
     root: Path
@@ -211,45 +169,45 @@ class Asked:
 def ask_together(
     root: Path,
     tag: str | None,
-    team: Team,
+    group: RankGroup,
     *,
     validation: Validation,
     is_local: bool = False,
     failure: str | None = None,
     arguments: Mapping[str, object] | None = None,
-) -> Asked:
+) -> LoadRequest:
     """Compare what ranks were asked to load: the tag is the first rank's, and what is in `arguments` that of all.
 
     `failure` says why this rank cannot load; then none does.
     """
     place, lost = attempt(lambda: place_of(root))
-    said = team.everyone((place, tag, failure or lost, arguments or {}), CALL)
+    said = group.all_gather((place, tag, failure or lost, arguments or {}), CALL)
     if failures := {rank: words for rank, (_, _, words, _) in enumerate(said) if words}:
         raise CheckpointError(in_words(failures))
     refuse_unequal([given for *_, given in said], CALL)
-    team.take_first("tags", {rank: str(named or "the latest") for rank, (_, named, *_) in enumerate(said)}, validation)
-    return Asked(root, tuple(place for place, *_ in said), said[0][1], validation, is_local)
+    group.take_first("tags", {rank: str(named or "the latest") for rank, (_, named, *_) in enumerate(said)}, validation)
+    return LoadRequest(root, tuple(place for place, *_ in said), said[0][1], validation, is_local)
 
 
-def open_together(asked: Asked, name: str, team: Team) -> Reader:
+def open_together(asked: LoadRequest, name: str, group: RankGroup) -> Reader:
     """Open one checkpoint on all ranks, or on none: all must see the same save, on every node that has a part of it.
 
     Ranks may have folders of their own that show the same save, by another name or as a copy. Those whose folder shows
     another save, or none, take the first rank's.
     """
     reader, failure = attempt(lambda: Reader(asked.root / name))
-    said = _shown_by_all(reader, failure, team)
+    said = _shown_by_all(reader, failure, group)
     if not asked.is_local and len(set(asked.places)) > 1 and (apart := _apart(said)):
-        places = {rank: asked.places[rank if rank in apart else 0] for rank in range(team.size)}
+        places = {rank: asked.places[rank if rank in apart else 0] for rank in range(group.size)}
         try:
-            team.take_first("folders", places, asked.validation)
+            group.take_first("folders", places, asked.validation)
         except CheckpointError:
             _close(reader)
             raise
-        if team.rank in apart:
+        if group.rank in apart:
             _close(reader)
             reader, failure = attempt(lambda: Reader(asked.first / name))
-        said = _shown_by_all(reader, failure, team)
+        said = _shown_by_all(reader, failure, group)
     if broken := _broken(said, asked.root / name):
         _close(reader)
         raise CheckpointError("; ".join(list(dict.fromkeys(broken.values()))[:8]))
@@ -262,10 +220,10 @@ Shown = tuple[str, str, tuple[str, ...], str | None]
 """The node of a rank, the save that it sees, the nodes that have a part of that, and why it sees none."""
 
 
-def _shown_by_all(reader: Reader | None, failure: str | None, team: Team) -> list[Shown]:
+def _shown_by_all(reader: Reader | None, failure: str | None, group: RankGroup) -> list[Shown]:
     manifest = reader.manifest if reader else None
-    shown: Shown = (team.node, manifest.id if manifest else "", manifest.nodes if manifest else (), failure)
-    return team.everyone(shown, CALL)
+    shown: Shown = (group.node, manifest.id if manifest else "", manifest.nodes if manifest else (), failure)
+    return group.all_gather(shown, CALL)
 
 
 def _apart(said: Sequence[Shown]) -> set[int]:

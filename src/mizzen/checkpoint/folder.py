@@ -15,13 +15,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from mizzen.checkpoint.latest import LATEST, RECORD, UNFINISHED, latest, recorded
 from mizzen.checkpoint.manifest import Manifest, is_plain
 from mizzen.checkpoint.read import MANIFEST, read_manifest
 from mizzen.comm.account import is_elsewhere, is_gone, this_process
 from mizzen.errors import CheckpointError, FileError, UsageError
 from mizzen.files import (
     BESIDE,
+    commit_text,
     fsync_folder,
     list_folder,
     make_folder,
@@ -32,6 +32,8 @@ from mizzen.files import (
 )
 from mizzen.log import get_logger
 
+LATEST: Final = "latest"
+"""The file that names the tag which a load without one takes."""
 LEASE: Final = 3600.0
 """Seconds after which a save on another machine, of the run that saves now, is one of an attempt that died."""
 _DATA: Final = re.compile(r"([0-9a-f]{16})-\d{5,}\.safetensors")
@@ -39,9 +41,11 @@ _CLAIMS: Final = re.compile(rb'"run":"([^"]+)","tag":"[^"]*","step":\d+,"created
 _HEAD: Final = 1 << 14
 """Bytes of a manifest in which these are found."""
 _MOST: Final = 4096
-"""Bytes that are read of a mark."""
+"""Bytes that are read of a mark, or of `latest`."""
 _MARK: Final = re.compile(r"([0-9a-f]{16})\.saving")
 _BESIDE: Final = re.compile(rf"{re.escape(MANIFEST)}\.[0-9a-f]+{re.escape(BESIDE)}")
+_LATEST_BESIDE: Final = re.compile(rf"{LATEST}\.[0-9a-f]+{re.escape(BESIDE)}")
+"""What a manifest and `latest` are called before they have their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,26 @@ def check_tag(tag: str) -> str:
             f"the tag {str(tag)[:80]!r} cannot be used: a tag is a plain name of letters, digits, '.', '_' and '-' "
             "that begins with a letter or digit"
         )
-    if tag in (LATEST, RECORD):
+    if tag == LATEST:
         raise UsageError(
             f"the tag {tag!r} cannot be used: a file beside the checkpoints is called so. A load without a "
             "tag takes the one that it names"
         )
     return tag
+
+
+def read_latest(root: Path) -> str | None:
+    """The tag that the file `latest` names, if it names one."""
+    try:
+        tag = read_head(root / LATEST, _MOST).decode().strip()
+    except (FileError, UnicodeDecodeError):
+        return None
+    return tag if is_plain(tag) else None
+
+
+def write_latest(root: Path, tag: str) -> None:
+    """Name the tag that a load without one takes."""
+    commit_text(root / LATEST, tag + "\n")
 
 
 def committed(root: Path) -> list[Committed]:
@@ -163,7 +181,7 @@ def sweep(folder: Path, keep: Manifest | None, run: str = "") -> list[Path]:
 
 
 def sweep_all(root: Path, run: str = "") -> list[Path]:
-    """The same for every tag of a folder: of one that is not committed nothing is kept."""
+    """Remove what dead saves have left in every tag of a folder: of one that is not committed nothing is kept."""
     gone: list[Path] = []
     for folder in _folders(root):
         found = _not_live(folder, run)  # before the manifest is read: what a save commits in between is then in that
@@ -180,7 +198,7 @@ def sweep_all(root: Path, run: str = "") -> list[Path]:
         gone += removed
         if removed and keep is None:
             remove_if_empty(folder)
-    unfinished = [path for path in _listed(root) if UNFINISHED.fullmatch(path.name)]
+    unfinished = [path for path in _listed(root) if _LATEST_BESIDE.fullmatch(path.name)]
     if unfinished and not any(_live(_listed(folder), run) for folder in _folders(root)):
         gone += _remove_all(unfinished, None)
     return gone
@@ -288,7 +306,7 @@ def retain(root: Path, run: str, *, last: int | None, every: int | None, newest:
     if last is None:
         return
     own = [each for each in committed(root) if each.manifest.run == run]
-    spare = {newest, latest(root) or newest, recorded(root) or newest}
+    spare = {newest, read_latest(root) or newest}
     for each in surplus(own, last=last, every=every, spare=spare):
         try:
             delete(each)

@@ -11,8 +11,18 @@ import numpy
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.manifest import FileEntry, Manifest, TensorEntry, digest, is_plain
-from mizzen.checkpoint.parts import TENSOR, Part, Table, corners, tiles
+from mizzen.checkpoint.manifest import (
+    TENSOR,
+    FileEntry,
+    Manifest,
+    StoredBox,
+    Table,
+    TensorEntry,
+    corners,
+    digest,
+    is_plain,
+    tiles,
+)
 from mizzen.checkpoint.tensors import DTYPES, SLAB, memory_of
 from mizzen.errors import CheckpointError, FileError
 from mizzen.files import Reading, list_folder
@@ -37,14 +47,17 @@ class Stored:
     """The file of each box, by its place in the manifest."""
     table: Table
 
-    def over(self, box: Box) -> Iterator[tuple[int, Part]]:
+    def over(self, box: Box) -> Iterator[tuple[int, StoredBox]]:
         """Those that have something of a box, each with its file."""
         start, stop = corners(self.table)
         is_over = (start < numpy.array(box.stop)) & (stop > numpy.array(box.start))
         for place in numpy.flatnonzero(is_over.all(axis=1)).tolist():
             row = self.table[place].tolist()
             dims = len(box.start)
-            yield int(self.files[place]), Part(row[0], row[1], Box(tuple(row[2 : 2 + dims]), tuple(row[2 + dims :])))
+            yield (
+                int(self.files[place]),
+                StoredBox(row[0], row[1], Box(tuple(row[2 : 2 + dims]), tuple(row[2 + dims :]))),
+            )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -228,7 +241,7 @@ class Reader:
         what = f"{missing:,} elements are" if missing > 0 else "elements are twice, or more are"
         return CheckpointError(f"{self.folder}: {entry}: {what} not there{here if self.manifest.node else ''}")
 
-    def _copy(self, entry: TensorEntry, source: Verified, part: Part, wanted: Box, target: Tensor) -> None:
+    def _copy(self, entry: TensorEntry, source: Verified, part: StoredBox, wanted: Box, target: Tensor) -> None:
         """The elements of a box that lies within a part, slab by slab."""
         dtype, inside = DTYPES[entry.dtype], wanted.shift([-at for at in part.box.start])
         flat = flat_range_of(inside, part.box.shape)

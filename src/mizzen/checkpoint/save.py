@@ -29,20 +29,19 @@ from mizzen.checkpoint.folder import (
     sweep,
     sweep_all,
     unmark,
+    write_latest,
 )
-from mizzen.checkpoint.latest import set_latest
 from mizzen.checkpoint.manifest import Manifest, TensorEntry, is_plain
-from mizzen.checkpoint.merge import flaws, merge, merge_facts, pack_facts, unwritten
+from mizzen.checkpoint.rank_group import RankGroup, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.read import MANIFEST
-from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
-from mizzen.checkpoint.write import Item, Written, write_items
+from mizzen.checkpoint.write import Item, Written, flaws, merge, merge_facts, pack_facts, unwritten, write_items
 from mizzen.errors import CheckpointError, FileError, MizzenError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
 from mizzen.log import get_logger
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SaveOptions:
     """How a run saves."""
 
     run: str
@@ -55,7 +54,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class PendingSave:
     """A save that has begun."""
 
     root: Path
@@ -74,7 +73,7 @@ class Ticket:
 class Offer:
     """What a rank brings to a save that is about to begin."""
 
-    ticket: Ticket
+    pending: PendingSave
     place: str
     """The folder that it was given, by the name that ranks compare."""
     needed: int = 0
@@ -94,80 +93,82 @@ UNSHARED: Final = "Give every rank the same folder, or set checkpoint.use_node_l
 def begin(
     root: Path,
     tag: str,
-    team: Team,
-    terms: Terms,
+    group: RankGroup,
+    options: SaveOptions,
     *,
     needed: int = 0,
     failure: str | None = None,
     arguments: Mapping[str, object] | None = None,
-) -> Ticket:
+) -> PendingSave:
     """Agree on where to save, in one exchange. All ranks come here together, or find out that they do not.
 
     `needed` are the bytes that this rank wants to write; `failure` says why it cannot, and then none does. What is in
     `arguments` has to be the same on all ranks.
     """
-    ticket = Ticket(root, tag, os.urandom(8).hex())
-    if terms.is_local:  # who commits on which node has to be known first
-        said = team.everyone((ticket.id, ticket.tag, team.node), CALL)
-        ticket = replace(ticket, id=said[0][0], tag=said[0][1], nodes=tuple(node for _, _, node in said))
+    pending = PendingSave(root, tag, os.urandom(8).hex())
+    if options.is_local:  # who commits on which node has to be known first
+        said = group.all_gather((pending.id, pending.tag, group.node), CALL)
+        pending = replace(pending, id=said[0][0], tag=said[0][1], nodes=tuple(node for _, _, node in said))
     place, lost = attempt(lambda: place_of(root))
     failure = failure or lost
-    if _leads(ticket, team) and failure is None and is_plain(ticket.tag):
-        _, failure = attempt(lambda: _mark(ticket, terms))
+    if _leads(pending, group) and failure is None and is_plain(pending.tag):
+        _, failure = attempt(lambda: _mark(pending, options))
     free, _ = attempt(lambda: free_bytes(root))
-    offer = Offer(replace(ticket, tag=tag), place or "", needed, free, failure, arguments or {})
+    offer = Offer(replace(pending, tag=tag), place or "", needed, free, failure, arguments or {})
     try:
-        return _agreed(ticket, team.everyone(offer, CALL), team, terms)
+        return _agreed(pending, group.all_gather(offer, CALL), group, options)
     except MizzenError:
-        if is_plain(ticket.tag):
-            give_up(ticket, team)
+        if is_plain(pending.tag):
+            give_up(pending, group)
         raise
 
 
-def _mark(ticket: Ticket, terms: Terms) -> None:
+def _mark(pending: PendingSave, options: SaveOptions) -> None:
     try:
-        mark(ticket.folder, ticket.id, terms.run)
+        mark(pending.folder, pending.id, options.run)
     except FileError as error:
-        if terms.is_local and error.errno == errno.EEXIST:
+        if options.is_local and error.errno == errno.EEXIST:
             words = (
                 "another node saves here too, and checkpoint.use_node_local_storage is for nodes that share no folder"
             )
-            raise CheckpointError(f"{ticket.folder}: {words}") from error
+            raise CheckpointError(f"{pending.folder}: {words}") from error
         raise
 
 
-def _agreed(ticket: Ticket, offers: Sequence[Offer], team: Team, terms: Terms) -> Ticket:
-    """The first rank's ticket, unless somebody cannot; every rank sees the same offers and so decides alike."""
+def _agreed(pending: PendingSave, offers: Sequence[Offer], group: RankGroup, options: SaveOptions) -> PendingSave:
+    """The first rank's save, unless somebody cannot; every rank sees the same offers and so decides alike."""
     if failures := {rank: offer.failure for rank, offer in enumerate(offers) if offer.failure}:
         raise CheckpointError(in_words(failures))
     refuse_unequal([offer.arguments for offer in offers], CALL)
-    team.take_first("tags", {rank: offer.ticket.tag for rank, offer in enumerate(offers)}, terms.tag_validation)
-    first = offers[0].ticket
-    ticket = replace(ticket, tag=check_tag(first.tag), id=first.id)
-    ticket = _in_one_folder(ticket, offers, team, terms)
-    together = [rank for rank in range(team.size) if not ticket.nodes or ticket.nodes[rank] == team.node]
+    group.take_first("tags", {rank: offer.pending.tag for rank, offer in enumerate(offers)}, options.tag_validation)
+    first = offers[0].pending
+    pending = replace(pending, tag=check_tag(first.tag), id=first.id)
+    pending = _in_one_folder(pending, offers, group, options)
+    together = [rank for rank in range(group.size) if not pending.nodes or pending.nodes[rank] == group.node]
     needed = sum(offers[rank].needed for rank in together)
     free = min((room for rank in together if (room := offers[rank].free) is not None), default=needed)
     if needed > free:
         raise CheckpointError(
-            f"{ticket.root}: the checkpoint needs {needed:,} bytes, and the filesystem has {free:,} free"
+            f"{pending.root}: the checkpoint needs {needed:,} bytes, and the filesystem has {free:,} free"
         )
-    return ticket
+    return pending
 
 
-def _in_one_folder(ticket: Ticket, offers: Sequence[Offer], team: Team, terms: Terms) -> Ticket:
-    """The ticket with the folder that this rank writes to: its own where that is the first rank's by another name.
+def _in_one_folder(
+    pending: PendingSave, offers: Sequence[Offer], group: RankGroup, options: SaveOptions
+) -> PendingSave:
+    """The save with the folder that this rank writes to: its own where that is the first rank's by another name.
 
     The mark that the first rank has put into its folder is seen in the same folder only, however that is called.
     """
-    first = _leader(ticket, team.rank)
-    if all(offer.place == offers[_leader(ticket, rank)].place for rank, offer in enumerate(offers)):
-        return ticket
-    theirs = replace(ticket, root=Path(offers[first].place))
-    (own, _), (shared, _) = (attempt(partial(is_marked, each.folder, each.id)) for each in (ticket, theirs))
-    said = team.everyone((bool(own), bool(shared)), CALL)
+    first = _leader(pending, group.rank)
+    if all(offer.place == offers[_leader(pending, rank)].place for rank, offer in enumerate(offers)):
+        return pending
+    theirs = replace(pending, root=Path(offers[first].place))
+    (own, _), (shared, _) = (attempt(partial(is_marked, each.folder, each.id)) for each in (pending, theirs))
+    said = group.all_gather((bool(own), bool(shared)), CALL)
     places = {
-        rank: offers[_leader(ticket, rank) if sees_own else rank].place for rank, (sees_own, _) in enumerate(said)
+        rank: offers[_leader(pending, rank) if sees_own else rank].place for rank, (sees_own, _) in enumerate(said)
     }
     if lost := [rank for rank, seen in enumerate(said) if not any(seen)]:
         raise CheckpointError(
@@ -175,30 +176,30 @@ def _in_one_folder(ticket: Ticket, offers: Sequence[Offer], team: Team, terms: T
             f"cannot see that of the first. {UNSHARED}"
         )
     if not all(sees_own for sees_own, _ in said):
-        team.take_first("folders", places, terms.tag_validation)
-    return ticket if own else theirs
+        group.take_first("folders", places, options.tag_validation)
+    return pending if own else theirs
 
 
-def _leader(ticket: Ticket, rank: int) -> int:
+def _leader(pending: PendingSave, rank: int) -> int:
     """The rank that commits for a rank: the first of all, or of its node."""
-    return ticket.nodes.index(ticket.nodes[rank]) if ticket.nodes else 0
+    return pending.nodes.index(pending.nodes[rank]) if pending.nodes else 0
 
 
-def _leads(ticket: Ticket, team: Team) -> bool:
-    return team.rank == _leader(ticket, team.rank)
+def _leads(pending: PendingSave, group: RankGroup) -> bool:
+    return group.rank == _leader(pending, group.rank)
 
 
-def write(ticket: Ticket, items: Sequence[Item], team: Team, known: Sequence[TensorEntry] = ()) -> Written:
+def write(pending: PendingSave, items: Sequence[Item], group: RankGroup, known: Sequence[TensorEntry] = ()) -> Written:
     """This rank's file; `known` are the tensors that it knows of, whoever writes them."""
-    make_folder(ticket.folder)
-    if not is_marked(ticket.folder, ticket.id):
-        remove_if_empty(ticket.folder)
+    make_folder(pending.folder)
+    if not is_marked(pending.folder, pending.id):
+        remove_if_empty(pending.folder)
         raise CheckpointError(
-            f"{ticket.folder} on node {team.node} is not what the first rank sees under this name. {UNSHARED}"
+            f"{pending.folder} on node {group.node} is not what the first rank sees under this name. {UNSHARED}"
         )
-    metadata = {"save": ticket.id, "tag": ticket.tag, "rank": str(team.rank)}
-    written = write_items(ticket.folder / data_name(ticket.id, team.rank), items, known, metadata=metadata)
-    fsync_folder(ticket.folder)
+    metadata = {"save": pending.id, "tag": pending.tag, "rank": str(group.rank)}
+    written = write_items(pending.folder / data_name(pending.id, group.rank), items, known, metadata=metadata)
+    fsync_folder(pending.folder)
     return written
 
 
@@ -214,12 +215,12 @@ class Contribution:
 
 
 def commit(
-    ticket: Ticket,
+    pending: PendingSave,
     written: Written | None,
     failure: str | None,
     facts: Mapping[str, Any],
-    team: Team,
-    terms: Terms,
+    group: RankGroup,
+    options: SaveOptions,
     *,
     own: Mapping[str, Any] | None = None,
 ) -> Manifest | None:
@@ -229,87 +230,87 @@ def commit(
     different ranks: dicts and lists that are merged. The weights in its list `names` have to have been written.
     """
     vote = Contribution(written, failure, pack_facts(own or {}))
-    votes = (team.everyone if ticket.nodes else team.first)(vote, CALL)
-    leads = _leads(ticket, team)
+    votes = (group.all_gather if pending.nodes else group.gather)(vote, CALL)
+    leads = _leads(pending, group)
     manifest = None
     failure = None
     if leads:
-        manifest, failure = attempt(lambda: _make_it_exist(ticket, votes, facts, team, terms))
+        manifest, failure = attempt(lambda: _make_it_exist(pending, votes, facts, group, options))
     try:
-        if ticket.nodes:  # nothing older goes before the save is on every node
-            team.all_well(failure, CALL)
+        if pending.nodes:  # nothing older goes before the save is on every node
+            group.raise_failures(failure, CALL)
         if manifest is not None:
-            _tidy(ticket, manifest, terms)
-        team.all_well(failure, CALL)
+            _tidy(pending, manifest, options)
+        group.raise_failures(failure, CALL)
     except CheckpointError:
         if manifest is not None:  # another node has failed, so that it is none here either
-            attempt(partial(delete, Committed(ticket.folder, manifest)))
-        give_up(ticket, team)
+            attempt(partial(delete, Committed(pending.folder, manifest)))
+        give_up(pending, group)
         raise
     return manifest
 
 
-def give_up(ticket: Ticket, team: Team) -> None:
+def give_up(pending: PendingSave, group: RankGroup) -> None:
     """A save that has begun will not be: leave nothing behind."""
-    discard(ticket.folder, ticket.id)
-    if _leads(ticket, team):
-        unmark(ticket.folder, ticket.id)
-        remove_if_empty(ticket.folder)
+    discard(pending.folder, pending.id)
+    if _leads(pending, group):
+        unmark(pending.folder, pending.id)
+        remove_if_empty(pending.folder)
 
 
 def _make_it_exist(
-    ticket: Ticket,
+    pending: PendingSave,
     votes: Sequence[Contribution],
     facts: Mapping[str, Any],
-    team: Team,
-    terms: Terms,
+    group: RankGroup,
+    options: SaveOptions,
 ) -> Manifest:
     if failures := {rank: vote.failure for rank, vote in enumerate(votes) if vote.failure}:
-        raise CheckpointError(f"{ticket.folder}: nothing was saved: {in_words(failures)}")
+        raise CheckpointError(f"{pending.folder}: nothing was saved: {in_words(failures)}")
     written = {rank: vote.written for rank, vote in enumerate(votes) if vote.written}
     here = [
-        each if not ticket.nodes or ticket.nodes[rank] == team.node else replace(each, file=None)
+        each if not pending.nodes or pending.nodes[rank] == group.node else replace(each, file=None)
         for rank, each in written.items()
     ]
-    tensors, files = merge(here, once=bool(ticket.nodes))
+    tensors, files = merge(here, once=bool(pending.nodes))
     merged = merge_facts(vote.facts for vote in votes)
-    if words := flaws(written, ticket.nodes) or unwritten(merged.pop("names", []), tensors):
-        raise CheckpointError(f"{ticket.folder}: nothing was saved: {words}")
+    if words := flaws(written, pending.nodes) or unwritten(merged.pop("names", []), tensors):
+        raise CheckpointError(f"{pending.folder}: nothing was saved: {words}")
     manifest = Manifest(
-        id=ticket.id,
-        run=terms.run,
-        tag=ticket.tag,
+        id=pending.id,
+        run=options.run,
+        tag=pending.tag,
         step=int(facts.get("counters", {}).get("global_steps", 0)),
-        created=next_moment(ticket.root),
+        created=next_moment(pending.root),
         tensors=tensors,
         files=files,
         facts={**facts, **merged},
-        node=team.node if ticket.nodes else "",
-        nodes=tuple(dict.fromkeys(ticket.nodes)),
+        node=group.node if pending.nodes else "",
+        nodes=tuple(dict.fromkeys(pending.nodes)),
     )
-    commit_bytes(ticket.folder / MANIFEST, manifest.to_bytes())
+    commit_bytes(pending.folder / MANIFEST, manifest.to_bytes())
     return manifest
 
 
-def _tidy(ticket: Ticket, manifest: Manifest, terms: Terms) -> None:
+def _tidy(pending: PendingSave, manifest: Manifest, options: SaveOptions) -> None:
     """What follows a commit; that it fails does not undo the commit.
 
     While `latest` may name an older checkpoint, none is removed.
     """
     log, failure = get_logger(), None
-    if terms.latest:
-        _, failure = attempt(lambda: set_latest(ticket.root, ticket.tag))
+    if options.latest:
+        _, failure = attempt(lambda: write_latest(pending.root, pending.tag))
         if failure:
-            advice = f"load it with tag='{ticket.tag}' until a later save writes it"
-            log.warning("%s is saved, but 'latest' may not name it: %s; %s", ticket.folder, failure, advice)
-    unmark(ticket.folder, ticket.id)
+            advice = f"load it with tag='{pending.tag}' until a later save writes it"
+            log.warning("%s is saved, but 'latest' may not name it: %s; %s", pending.folder, failure, advice)
+    unmark(pending.folder, pending.id)
 
     def tidy() -> None:
-        sweep(ticket.folder, manifest, terms.run)
+        sweep(pending.folder, manifest, options.run)
         if not failure:
-            retain(ticket.root, terms.run, last=terms.keep_last, every=terms.keep_every, newest=ticket.tag)
-        sweep_all(ticket.root, terms.run)
+            retain(pending.root, options.run, last=options.keep_last, every=options.keep_every, newest=pending.tag)
+        sweep_all(pending.root, options.run)
 
     _, untidy = attempt(tidy)
     if untidy:
-        log.warning("%s is saved, but tidying up after it failed: %s", ticket.folder, untidy)
+        log.warning("%s is saved, but tidying up after it failed: %s", pending.folder, untidy)

@@ -19,7 +19,7 @@ CODES: Final = {
 }  # fmt: skip
 """The dtypes that the format has, under its names."""
 DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
-"""The same by torch's own names."""
+"""These dtypes by torch's own names."""
 SLAB: Final = 1 << 26
 """Bytes that are moved at once: a device's tensor needs no more room on the host."""
 Named = tuple[str, torch.dtype, Sequence[int]]

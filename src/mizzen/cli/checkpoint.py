@@ -6,22 +6,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from mizzen.checkpoint.adopt import adopt
-from mizzen.checkpoint.choose import candidates, latest_trouble
+from mizzen.checkpoint.choose import candidates, latest_problem
+from mizzen.checkpoint.convert import convert
 from mizzen.checkpoint.export import export_safetensors, export_torch
-from mizzen.checkpoint.folder import Committed, committed, delete, surplus, sweep_all
-from mizzen.checkpoint.inspect import compare, verify
-from mizzen.checkpoint.latest import LATEST, latest, recorded
-from mizzen.checkpoint.open import open_source
+from mizzen.checkpoint.folder import LATEST, Committed, committed, delete, read_latest, surplus, sweep_all
+from mizzen.checkpoint.open import open_source, weights_of
 from mizzen.checkpoint.read import MANIFEST, Reader
-from mizzen.checkpoint.sources import weights_of
+from mizzen.checkpoint.verify import compare, verify
 from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
 from mizzen.errors import CheckpointError, UsageError
 
 SHOWN: Final = 40
 WRONG_LATEST: Final = 3
-"""Exit code of `verify` where every checkpoint that was read is whole, and `latest` does not name one of them."""
-Told = Callable[[int], None]
+"""Exit code of `verify` where every checkpoint that was read is whole, and `latest` names none of them."""
+OnBytes = Callable[[int], None]
 
 
 def configure(parser: Parser) -> None:
@@ -72,7 +70,7 @@ def _add_export(parser: Any) -> None:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Print one line for each."""
-    found, named = committed(arguments.folder), latest(arguments.folder)
+    found, named = committed(arguments.folder), read_latest(arguments.folder)
     if arguments.json:
         write_json([_summary(each) | {"latest": each.folder.name == named} for each in found])
         return 0
@@ -137,22 +135,22 @@ def run_verify(arguments: argparse.Namespace) -> int:
     every = [path.parent for path in sorted(root.glob(f"*/{MANIFEST}"))] if arguments.all else []
     if arguments.all and not every:
         raise CheckpointError(f"{root}: no checkpoint is committed there")
-    folders = every or [_folder(root, arguments.tag, is_patient=True)]
+    folders = every or [_folder(root, arguments.tag)]
     damaged = 0
     for folder in folders:
         try:
-            with Reader(folder) as reader, _progress(f"verify {folder.name}", reader.manifest.nbytes) as told:
-                wrong, size = verify(reader, told), _size(reader.manifest.nbytes)
+            with Reader(folder) as reader, _progress(f"verify {folder.name}", reader.manifest.nbytes) as on_bytes:
+                wrong, size = verify(reader, on_bytes), _size(reader.manifest.nbytes)
         except CheckpointError as error:
             wrong, size = [str(error)], ""
         damaged += bool(wrong)
         write(f"{folder}: " + (f"whole, {size}" if not wrong else "damaged"))
         for each in wrong:
             write(f"  - {each}")
-    trouble = latest_trouble(root) if arguments.tag is None and folders != [root] else ""
-    if trouble:
-        write(f"{root / LATEST}: {trouble}")
-    return 1 if damaged else WRONG_LATEST if trouble else 0
+    problem = latest_problem(root) if arguments.tag is None and folders != [root] else ""
+    if problem:
+        write(f"{root / LATEST}: {problem}")
+    return 1 if damaged else WRONG_LATEST if problem else 0
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -160,9 +158,9 @@ def run_diff(arguments: argparse.Namespace) -> int:
     with (
         _open(arguments.folder, arguments.tag) as one,
         _open(arguments.other, arguments.other_tag) as other,
-        _progress("compare", sum(each.nbytes for each in one.entries.values())) as told,
+        _progress("compare", sum(each.nbytes for each in one.entries.values())) as on_bytes,
     ):
-        found = list(compare(one, other, told))
+        found = list(compare(one, other, on_bytes))
     for each in found:
         write(f"{each.what}: {each.one[:120]} | {each.other[:120]}")
     write(f"{len(found)} differences" if found else "no difference")
@@ -176,11 +174,13 @@ def run_export(arguments: argparse.Namespace) -> int:
     size = 2 if arguments.dtype in ("bf16", "fp16") else 4
     total = sum(size * _numel(entry.shape) for entry in entries)
     options: dict[str, Any] = {"precision": arguments.dtype}
-    with _progress("export", total) as told:
+    with _progress("export", total) as on_bytes:
         if arguments.to.suffix in (".bin", ".pt", ".pth"):
-            paths = [export_torch(source, arguments.to, told=told, **options)]
+            paths = [export_torch(source, arguments.to, on_bytes=on_bytes, **options)]
         else:
-            paths = export_safetensors(source, arguments.to, shard=arguments.max_shard_size, told=told, **options)
+            paths = export_safetensors(
+                source, arguments.to, shard=arguments.max_shard_size, on_bytes=on_bytes, **options
+            )
     for path in paths:
         write(f"wrote {path}, {_size(path.stat().st_size)}")
     return 0
@@ -190,8 +190,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     """Write a checkpoint that `load_checkpoint` takes."""
     source = open_source(arguments.folder, arguments.tag)
     total = sum(_numel(entry.shape) * entry.dtype.itemsize for entry in source.names())
-    with _progress("import", total) as told:
-        manifest = adopt(source, arguments.to, arguments.name, on_tensor=told)
+    with _progress("import", total) as on_bytes:
+        manifest = convert(source, arguments.to, arguments.name, on_bytes=on_bytes)
     write(f"wrote {arguments.to / arguments.name}, {len(manifest.tensors)} tensors, {_size(manifest.nbytes)}")
     return 0
 
@@ -203,8 +203,8 @@ def run_prune(arguments: argparse.Namespace) -> int:
     if not arguments.folder.is_dir() or (arguments.folder / MANIFEST).exists():
         raise CheckpointError(f"{arguments.folder}: no folder of checkpoints")
     found = committed(arguments.folder)
-    spare = {tag for tag in (latest(arguments.folder), recorded(arguments.folder)) if tag}
-    for each in surplus(found, last=arguments.keep_last, every=arguments.keep_every, spare=spare):
+    named = read_latest(arguments.folder)
+    for each in surplus(found, last=arguments.keep_last, every=arguments.keep_every, spare={named} if named else ()):
         write(f"{'would delete' if arguments.dry_run else 'deleted'} {each.folder}, {_size(each.manifest.nbytes)}")
         if not arguments.dry_run:
             delete(each)
@@ -214,10 +214,10 @@ def run_prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(root: Path, tag: str | None, *, is_patient: bool | None = None) -> Path:
+def _folder(root: Path, tag: str | None) -> Path:
     if tag is None and (root / MANIFEST).exists():
         return root
-    tags = candidates(root, tag, with_older=False, is_patient=is_patient)
+    tags = candidates(root, tag, with_older=False)
     if not tags:
         raise CheckpointError(f"{root}: there is no checkpoint" + (f" '{tag}'" if tag else ""))
     return root / tags[0]
@@ -257,7 +257,7 @@ def _print_rows(titles: tuple[str, ...], rows: list[list[str]]) -> None:
 
 
 @contextmanager
-def _progress(title: str, total: int) -> Iterator[Told]:
+def _progress(title: str, total: int) -> Iterator[OnBytes]:
     """A bar on a terminal; nothing elsewhere."""
     if not is_terminal():
         yield lambda _: None

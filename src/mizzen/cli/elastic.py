@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from mizzen.cli.parser import Parser, examples, whole, write, write_json
-from mizzen.config.elastic import compute_elastic
+from mizzen.config.elasticity import compute_elastic
 from mizzen.config.load import load
 from mizzen.errors import ConfigError
 

@@ -16,7 +16,7 @@ from mizzen.launcher.signals import exit_on_signals
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class Subcommand:
     """A command and the module that has its `configure(parser)`, imported when the command is used."""
 
     name: str
@@ -28,30 +28,32 @@ GROUPS: Final = (
     (
         "before a GPU is rented",
         (
-            Command("config", "check, resolve and explain a configuration", "mizzen.cli.config"),
-            Command("plan", "show what would be done to a model, and what it costs", "mizzen.cli.plan"),
-            Command("elastic", "the batch that fits most numbers of GPUs", "mizzen.cli.elastic"),
+            Subcommand("config", "check, resolve and explain a configuration", "mizzen.cli.config"),
+            Subcommand("plan", "show what would be done to a model, and what it costs", "mizzen.cli.plan"),
+            Subcommand("elastic", "the batch that fits most numbers of GPUs", "mizzen.cli.elastic"),
         ),
     ),
     (
         "a job",
         (
-            Command("run", "start it on this machine or on many, and see it through", "mizzen.cli.run"),
-            Command("watch", "see it while it runs, or afterwards: as a page, or in the terminal", "mizzen.cli.watch"),
-            Command("ssh", "run a command on all hosts of a hostfile", "mizzen.cli.ssh"),
+            Subcommand("run", "start it on this machine or on many, and see it through", "mizzen.cli.run"),
+            Subcommand(
+                "watch", "see it while it runs, or afterwards: as a page, or in the terminal", "mizzen.cli.watch"
+            ),
+            Subcommand("ssh", "run a command on all hosts of a hostfile", "mizzen.cli.ssh"),
         ),
     ),
     (
         "on a machine",
         (
-            Command("report", "versions, devices and what works here", "mizzen.cli.report"),
-            Command("bench", "measure communication", "mizzen.cli.bench"),
-            Command("compat", "let `import deepspeed` find mizzen here, or no longer", "mizzen.cli.compat"),
+            Subcommand("report", "versions, devices and what works here", "mizzen.cli.report"),
+            Subcommand("bench", "measure communication", "mizzen.cli.bench"),
+            Subcommand("compat", "let `import deepspeed` find mizzen here, or no longer", "mizzen.cli.compat"),
         ),
     ),
     (
         "after training",
-        (Command("checkpoint", "list, check, compare, export and clean up checkpoints", "mizzen.cli.checkpoint"),),
+        (Subcommand("checkpoint", "list, check, compare, export and clean up checkpoints", "mizzen.cli.checkpoint"),),
     ),
 )
 WRONG_INPUT: Final = (ConfigError, LayoutError, PlanError, UsageError)
@@ -117,7 +119,7 @@ def _top_parser() -> Parser:
     return parser
 
 
-def _find(name: str) -> Command:
+def _find(name: str) -> Subcommand:
     known = {command.name: command for _, commands in GROUPS for command in commands}
     if name in known:
         return known[name]

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mizzen.cli.config_file import add_source, batch_words, read
 from mizzen.cli.parser import Parser, examples, write
-from mizzen.cli.source import add_source, batch_words, read
-from mizzen.config.names import wrong_names
+from mizzen.config.describe import wrong_names
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
 from mizzen.engine.prepare import choose_optimizer, grouped

@@ -11,11 +11,10 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm.collectives import all_gather_object, all_reduce, barrier
 from mizzen.comm.groups import exchange_device, get_rank, get_world_size
 from mizzen.comm.ledger import COLUMNS, STRAGGLER_COLUMNS, CommLog, table
-from mizzen.config.load import load
+from mizzen.config.load import load, read_source
 from mizzen.config.migrate import spread_paths
 from mizzen.config.observe import CommsLoggerConfig
 from mizzen.config.schema import Config
-from mizzen.config.source import read_source
 
 
 def comm_log() -> CommLog:

@@ -1,4 +1,4 @@
-"""The batch triad: train = micro * accumulation * dp, in whole numbers. `elastic.py` computes elastic batches."""
+"""The batch triad: train = micro * accumulation * dp, in whole numbers. `elasticity.py` computes elastic batches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

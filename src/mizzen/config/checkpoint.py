@@ -4,8 +4,19 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from mizzen.config.section import Section, deprecated, no_effect, refused, section
-from mizzen.config.values import Count, Flag, Positive, Text, capitalized, lower
+from mizzen.config.section import (
+    Count,
+    Flag,
+    Positive,
+    Section,
+    Text,
+    capitalized,
+    deprecated,
+    lower,
+    no_effect,
+    refused,
+    section,
+)
 
 
 class ParallelWriteConfig(Section):

@@ -1,13 +1,18 @@
-"""Rules that concern several keys at once and need no world size. Rules about features together belong to the plan."""
+"""Rules that concern several keys at once and need no world size, and keys that change nothing where they stand.
 
-from collections.abc import Iterator
+Rules about features together belong to the plan.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from mizzen.config.batch import check_batch
 from mizzen.config.compression import CompressionConfig
 from mizzen.config.data import CurriculumMetricConfig, LegacyCurriculumConfig
+from mizzen.config.migrate import GivenKey
 from mizzen.config.schema import Config
+from mizzen.config.section import Section, nest_in
 from mizzen.errors import ConfigError
 
 
@@ -16,7 +21,7 @@ def check(config: Config) -> None:
     check_batch(config)
     _check_precision(config)
     _check_optimizer(config)
-    _check_needs(config)
+    _check_required(config)
     _check_offload(config)
     _check_curricula(config)
     _check_compression(config.compression_training)
@@ -55,7 +60,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class _RequiredKeys:
     """Keys of a section that are needed once the section is switched on."""
 
     section: str
@@ -64,23 +69,23 @@ class _Need:
 
 _SAMPLING: Final = "data_efficiency.data_sampling"
 _LTD: Final = "data_efficiency.data_routing.random_ltd"
-_NEEDS: Final = (
-    _Need("elasticity", ("max_train_batch_size", "micro_batch_sizes")),
-    _Need("curriculum_learning", ("min_difficulty", "max_difficulty", "schedule_type")),
-    _Need(f"{_SAMPLING}.curriculum_learning", ("data_cluster_path", "curriculum_metrics")),
-    _Need(f"{_SAMPLING}.dynamic_batching", ("max_tokens",)),
-    _Need(_LTD, ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id")),
-    _Need(
+_REQUIRED: Final = (
+    _RequiredKeys("elasticity", ("max_train_batch_size", "micro_batch_sizes")),
+    _RequiredKeys("curriculum_learning", ("min_difficulty", "max_difficulty", "schedule_type")),
+    _RequiredKeys(f"{_SAMPLING}.curriculum_learning", ("data_cluster_path", "curriculum_metrics")),
+    _RequiredKeys(f"{_SAMPLING}.dynamic_batching", ("max_tokens",)),
+    _RequiredKeys(_LTD, ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id")),
+    _RequiredKeys(
         f"{_LTD}.random_ltd_schedule",
         ("min_value", "max_value", "schedule_config.require_steps", "schedule_config.seq_per_step"),
     ),
-    _Need("compression_training.layer_reduction", ("keep_number_layer", "module_name_prefix", "teacher_layer")),
-    _Need("compression_training.head_pruning.shared_parameters", ("num_heads",)),
+    _RequiredKeys("compression_training.layer_reduction", ("keep_number_layer", "module_name_prefix", "teacher_layer")),
+    _RequiredKeys("compression_training.head_pruning.shared_parameters", ("num_heads",)),
 )
 
 
-def _check_needs(config: Config) -> None:
-    for need in _NEEDS:
+def _check_required(config: Config) -> None:
+    for need in _REQUIRED:
         switch = f"{_LTD}.enabled" if need.section.startswith(_LTD) else f"{need.section}.enabled"
         for key in need.keys if config.at(switch) else ():
             if config.at(f"{need.section}.{key}") in (None, (), {}):
@@ -171,3 +176,100 @@ def _check_ranges(config: Config) -> None:
     if min(sizes) > 1 and sizes[0] != sizes[1]:
         message = f"{sizes[0]} is not tensor_parallel.tensor_parallel.tp_size, {sizes[1]}: keep one of the two"
         raise ConfigError("tensor_parallel.autotp_size", message)
+
+
+class _Condition(NamedTuple):
+    """What the keys at or below a path need to have an effect."""
+
+    path: str
+    is_met: Callable[[Config], bool]
+    reason: str
+
+
+def _has_tensor_parallelism(config: Config) -> bool:
+    tensor = config.tensor_parallel
+    return max(tensor.autotp_size, tensor.tensor_parallel.tp_size) > 1
+
+
+_AT_STAGE_3: Final = (
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_gather_16bit_weights_on_model_save",
+    "leaf_module",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+)
+_CONDITIONS: Final = (
+    *(
+        _Condition(
+            f"zero_optimization.{key}",
+            lambda config: config.zero_optimization.stage == 3,
+            "it is for zero_optimization.stage 3",
+        )
+        for key in _AT_STAGE_3
+    ),
+    _Condition(
+        "gradient_predivide_factor",
+        lambda config: not config.prescale_gradients,
+        "with prescale_gradients all of the division comes before the sum",
+    ),
+    _Condition(
+        "use_data_before_expert_parallelism",
+        lambda config: config.expert_parallel.enabled,
+        "expert_parallel.enabled is false",
+    ),
+    _Condition(
+        "seq_parallel_communication_data_type",
+        lambda config: config.sequence_parallel_size > 1,
+        "sequence_parallel_size is 1",
+    ),
+    _Condition("tensor_parallel", _has_tensor_parallelism, "no size in tensor_parallel is above 1"),
+)
+
+_COMPRESSION: Final = "compression_training."
+
+
+def why_without_effect(found: GivenKey, config: Config) -> str | None:
+    """Why a key that was given changes nothing; None where it does, or holds its default."""
+    if not is_changed(found, config):
+        return None
+    if found.fate.kind == "no_effect":
+        return found.fate.reason
+    nest = nest_in(found.field.annotation)
+    if found.fate.kind != "read" or (nest and nest.kind == "one"):  # a section is told of key by key
+        return None
+    unmet = (need for need in _CONDITIONS if f"{found.path}.".startswith(f"{need.path}.") and not need.is_met(config))
+    return next((need.reason for need in unmet), None) or _switched_off(found.path, config)
+
+
+def is_changed(found: GivenKey, config: Config) -> bool:
+    """Whether a key holds another value than its default."""
+    value = config.at(found.path)
+    return value is not None and value != found.field.get_default(call_default_factory=True)
+
+
+def _switched_off(path: str, config: Config) -> str | None:
+    """The switch of a section around a key that is off, outermost first."""
+    parts = path.split(".")
+    if path.startswith(_COMPRESSION) and parts[2:3] == ["different_groups"]:  # their switch stands beside them
+        switch = f"{_COMPRESSION}{parts[1]}.shared_parameters.enabled"
+        return None if config.at(switch) else _is_off(switch, config)
+    for depth in range(1, len(parts)):
+        around = ".".join(parts[:depth])
+        section = config.at(around)
+        is_off = isinstance(section, Section) and vars(section).get("enabled") is False
+        is_used = around == "fp16" and config.computes_in_fp16
+        if is_off and not is_used and path != f"{around}.enabled":
+            return _is_off(f"{around}.enabled", config)
+    return None
+
+
+def _is_off(switch: str, config: Config) -> str:
+    """Why a switch is off, in the words of the file."""
+    if config.is_auto(switch):
+        return f'{switch} is "auto", which is false unless a client says otherwise'
+    return f"{switch} is {'false' if config.is_given(switch) else 'absent'}"

@@ -1,10 +1,25 @@
-"""Smaller models: `compression_training` during training, `weight_quantization` for weights that are only used."""
+"""Smaller models: `compression_training` during training, `weight_quantization` for weights that are only used.
+
+`quantize_training` is the first form of it, which nothing reads any more.
+"""
 
 from collections.abc import Mapping
 from typing import Literal
 
-from mizzen.config.section import Section, empty, section
-from mizzen.config.values import Arguments, Count, Flag, Name, Ratio, Whole
+from mizzen.config.section import (
+    Arguments,
+    Count,
+    Flag,
+    Name,
+    OpenSection,
+    Positive,
+    Ratio,
+    Section,
+    Whole,
+    empty,
+    refused,
+    section,
+)
 
 
 class LayerReductionConfig(Section):
@@ -242,3 +257,33 @@ class WeightQuantizationConfig(Section):
     """Settings (num_bits, group_size, group_dim, symmetric) for weights quantized inside `zero.Init`."""
     post_init_quant: Arguments = empty()
     """Part of a module name -> such settings, for weights quantized after the model is built."""
+
+
+class EigenvalueConfig(Section):
+    """Largest eigenvalue of each layer's Hessian, as a guide for quantization."""
+
+    enabled: Flag = refused(False, "switched off where it comes from, and not built here; leave it out")
+    """Compute it."""
+    verbose: Flag = False
+    """Print it."""
+    max_iter: Count = 100
+    """Most iterations."""
+    tol: Positive = 1e-2
+    """Relative change below which iteration ends."""
+    stability: Positive = 1e-6
+    """Added to a norm before division."""
+    gas_boundary_resolution: Count = 1
+    """Optimizer steps between computations."""
+    layer_name: Name = "bert.encoder.layer"
+    """Where the layers are in the model."""
+    layer_num: Whole = 0
+    """Layers of the model."""
+
+
+class QuantizeTrainingConfig(OpenSection):
+    """The first form of quantization while training; further keys are not looked at."""
+
+    enabled: Flag = refused(False, "an old form; use compression_training.weight_quantization")
+    """Quantize weights while training."""
+    eigenvalue: EigenvalueConfig = section(EigenvalueConfig)
+    """Largest eigenvalue of each layer's Hessian, as a guide."""

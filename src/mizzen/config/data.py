@@ -3,8 +3,21 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from mizzen.config.section import OpenSection, Section, empty, refused, section
-from mizzen.config.values import Count, Flag, Name, NotNegative, Positive, Ratio, Text, Whole
+from mizzen.config.section import (
+    Count,
+    Flag,
+    Name,
+    NotNegative,
+    OpenSection,
+    Positive,
+    Ratio,
+    Section,
+    Text,
+    Whole,
+    empty,
+    refused,
+    section,
+)
 
 ScheduleType = Literal["fixed_discrete", "fixed_root", "fixed_linear", "custom"]
 

@@ -1,6 +1,8 @@
 """The words of the schema: what each key means, as a page, as a JSON schema for editors, or one key at a time.
 
 The sentences are the strings under the fields. They are read from the source when somebody asks, never at import.
+`examine` says of one configuration everything that is wrong with it, and what in it changes nothing; `load` stops at
+the first kind of problem.
 """
 
 import ast
@@ -14,10 +16,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from mizzen.config.migrate import AUTO
+from mizzen.config.checks import why_without_effect
+from mizzen.config.load import ConfigSource, load, read_source
+from mizzen.config.migrate import AUTO, Problem, drop_ignored, name_keys, spread_paths, walk
+from mizzen.config.optimizer import check_optimizer, check_scheduler
 from mizzen.config.schema import Config
-from mizzen.config.section import Fate, Nest, Place, Section, fate_of, keys_of, nest_in, places
-from mizzen.config.values import Words
+from mizzen.config.section import Fate, Nest, SchemaKey, Section, Words, fate_of, keys_of, nest_in, schema_keys
 from mizzen.errors import ConfigError
 
 
@@ -47,13 +51,13 @@ class Explanation:
 
 def catalogue() -> Iterator[Explanation]:
     """Every key of the configuration, parents first."""
-    return (_explained(place) for place in places(Config))
+    return (_explained(place) for place in schema_keys(Config))
 
 
 def explain(path: str) -> Explanation:
     """What a key means, in any accepted spelling; an unknown path is an error that names the nearest known ones."""
     schema_path = _schema_path(path.split("."), Config)
-    known = {place.path: place for place in places(Config)}
+    known = {place.path: place for place in schema_keys(Config)}
     if schema_path in known:
         return _explained(known[schema_path])
     parent = schema_path.rpartition(".")[0]
@@ -76,7 +80,7 @@ def _schema_path(parts: list[str], section: type[Section]) -> str:
     return f"{name}.{own}.{_schema_path(parts[2:], nest.section)}" if parts[2:] else f"{name}.{own}"
 
 
-def _explained(place: Place) -> Explanation:
+def _explained(place: SchemaKey) -> Explanation:
     nest = nest_in(place.field.annotation)
     return Explanation(
         path=place.path,
@@ -89,7 +93,7 @@ def _explained(place: Place) -> Explanation:
     )
 
 
-def _default_words(place: Place) -> str:
+def _default_words(place: SchemaKey) -> str:
     default = place.field.get_default(call_default_factory=True)
     if place.field.is_required() or isinstance(default, Section) or place.fate.kind == "moved":
         return ""
@@ -229,3 +233,79 @@ def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
     outer: dict[str, Any] = {key: schema.pop(key) for key in ("default", "deprecated") if key in schema}
     schema.pop("title", None)
     return {"anyOf": [schema, {"const": AUTO}], **outer} if schema else outer
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The parsed configuration unless there are problems, and notes on keys that are old or without effect."""
+
+    config: Config | None
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def examine(source: ConfigSource, *, pass_over: bool = False) -> Findings:
+    """Look for every problem that can be found without knowing the number of ranks.
+
+    With `pass_over`, as the drop-in does, keys that DeepSpeed does not read are notes.
+    """
+    try:
+        raw = read_source(source)
+        ignored = drop_ignored(raw, Config) if pass_over else []
+        spread_paths(raw)
+        unknown = name_keys(raw, Config)
+    except ConfigError as error:
+        return Findings(None, _split(error), ())
+    for path, _ in unknown:
+        _drop(raw, path)
+    problems = [f"{path}: {message}" for path, message in unknown]
+    try:
+        config = load(raw)
+    except ConfigError as error:
+        problems += _unless_caused_by(unknown, _split(error))
+        return Findings(None, tuple(dict.fromkeys(problems)), ())
+    notes = (*(f"{key}: not read, there and here" for key in ignored), *_notes(raw, config))
+    return Findings(None if problems else config, tuple(problems), notes)
+
+
+def _split(error: ConfigError) -> tuple[str, ...]:
+    return tuple(str(error).split("\n  also "))
+
+
+def _drop(raw: Any, path: str) -> None:
+    """Remove what stands at a path; keys may have dots, so each is compared whole."""
+    holders = list(raw.items()) if isinstance(raw, dict) else list(enumerate(raw)) if isinstance(raw, list) else []
+    for key, inner in holders:
+        if path == str(key):
+            del raw[key]
+        elif path.startswith(f"{key}."):
+            _drop(inner, path.removeprefix(f"{key}."))
+
+
+def _unless_caused_by(unknown: list[Problem], found: tuple[str, ...]) -> Iterator[str]:
+    """A key that is missing beside a misspelt one is most likely that one."""
+    sections = {path.rpartition(".")[0] for path, _ in unknown}
+    for problem in found:
+        path, _, message = problem.partition(": ")
+        if not (message.startswith("required here") and path.rpartition(".")[0] in sections):
+            yield problem
+
+
+def _notes(raw: dict[str, Any], config: Config) -> Iterator[str]:
+    for found in walk(raw, Config):
+        if found.fate.kind == "moved":
+            yield f"{found.path}: {fate_words(found.fate)}"
+        elif reason := why_without_effect(found, config):
+            yield f"{found.path}: no effect: {reason}"
+    if autos := config.autos():
+        yield f'filled in by the client, where the file says "auto": {", ".join(autos)}'
+
+
+def wrong_names(config: Config) -> Iterator[ConfigError]:
+    """What `initialize` would say of the names in a configuration."""
+    for section, check in ((config.optimizer, check_optimizer), (config.scheduler, check_scheduler)):
+        try:
+            if section is not None:
+                check(section.type)
+        except ConfigError as error:
+            yield error

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from mizzen.config.origin import Origin
-from mizzen.config.schema import Config
+from mizzen.config.schema import Config, Origin
 from mizzen.config.section import Section, fate_of
 
 if TYPE_CHECKING:

@@ -1,9 +1,11 @@
-"""How a step is executed: `compile`, `fused`, and `hybrid_engine`, which samples from the model that it trains."""
+"""How a step is executed: `compile`, `fused`, `activation_checkpointing`, `aio` for an NVMe drive, and `hybrid_engine`.
+
+`sparse_attention` is a section of old files that nothing reads.
+"""
 
 from typing import Final, Literal
 
-from mizzen.config.section import Section, no_effect, refused
-from mizzen.config.values import Count, Flag, Name, Whole
+from mizzen.config.section import Count, Flag, Name, Section, Whole, deprecated, no_effect, refused
 
 _PASSES: Final = "a switch of deepcompile, which does not exist here"
 
@@ -97,3 +99,77 @@ class HybridEngineConfig(Section):
     """Gather all parameters once per generation instead of block by block."""
     tp_gather_partition_size: Count = no_effect(8, "each block is gathered by one collective")
     """Layers gathered together while sampling with several ranks."""
+
+
+class ActivationCheckpointingConfig(Section):
+    """What backward computes again instead of finding it kept, and where the inputs that it needs for that rest."""
+
+    mode: Literal["off", "full", "selective"] = "off"
+    """What backward computes again: nothing, whole blocks, or all of a block but matrix products and attention."""
+    every: Count = 1
+    """Compute only every n-th block again."""
+    blocks: tuple[Name, ...] = ()
+    """Classes or paths of the modules to compute again; absent takes the repeated blocks of the model."""
+
+    partition_activations: Flag = False
+    """Keep each input once per tensor-parallel group, in parts; one rank has nothing to split."""
+    cpu_checkpointing: Flag = False
+    """Keep the inputs of blocks that are computed again, and of `checkpointing.checkpoint`, in host memory."""
+    profile: Flag = no_effect(False, "wall_clock_breakdown times a step, torch.profiler what is inside")
+    """Time the forward and backward passes of checkpointed blocks."""
+    number_checkpoints: Count | None = no_effect(None, "buffers need no count")
+    """Number of checkpoints, for the contiguous buffer."""
+    contiguous_memory_optimization: Flag = no_effect(False, "torch's allocator keeps memory in one piece")
+    """Keep activations in one contiguous buffer."""
+    synchronize_checkpoint_boundary: Flag = no_effect(False, "streams are ordered by events")
+    """Synchronize the device around each checkpoint."""
+
+
+class AioConfig(Section):
+    """How tensors travel between host memory and NVMe."""
+
+    block_size: Count = 1_048_576
+    """Bytes of one read or write."""
+    queue_depth: Count = 8
+    """Reads and writes under way at once."""
+    intra_op_parallelism: Count = 1
+    """Threads that work on one tensor."""
+    single_submit: Flag = no_effect(False, "threads read and write directly, without libaio")
+    """Submit requests one by one."""
+    overlap_events: Flag = no_effect(True, "threads read and write directly, without libaio")
+    """Submit requests while others complete."""
+    use_gds: Flag = no_effect(False, "tensors pass through pinned host memory")
+    """Read into device memory by GPUDirect Storage."""
+    thread_count: Count | None = deprecated("aio.intra_op_parallelism")
+    """Old name of `intra_op_parallelism`."""
+
+
+class SparseAttentionConfig(Section):
+    """A pattern of blocks that attend to each other."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = "fixed"
+    """Kind of pattern."""
+    block: Count = 16
+    """Tokens in a block."""
+    different_layout_per_head: Flag = False
+    """Give each head a pattern of its own."""
+    num_local_blocks: Count = 4
+    """Blocks in a local window."""
+    num_global_blocks: Count = 1
+    """Blocks of a window to which all others attend."""
+    attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
+    """Whether tokens attend to later ones."""
+    horizontal_global_attention: Flag = False
+    """Let global blocks attend to all others, too."""
+    num_different_global_patterns: Count = 1
+    """Patterns of global blocks, over the heads."""
+    num_random_blocks: Whole = 0
+    """Further blocks chosen at random."""
+    local_window_blocks: tuple[Count, ...] = (4,)
+    """Sizes of the local windows, in blocks."""
+    global_block_indices: tuple[Whole, ...] = (0,)
+    """First blocks of the global ranges."""
+    global_block_end_indices: tuple[Whole, ...] | None = None
+    """Ends of the global ranges; absent means single blocks."""
+    num_sliding_window_blocks: Count = 3
+    """Blocks in a sliding window."""

@@ -1,7 +1,8 @@
 """What happens to a raw dict before the strict parse: every key gets its one name and place, "auto" means derive it.
 
-All of it works in place on plain dicts, by the schema's own declarations; no key is named here except where "auto"
-has no answer.
+All of it works in place on plain dicts, by the schema's own declarations. The only keys that are named here are those
+for which "auto" has no answer, and those at the top of published files that DeepSpeed passes over in silence: here they
+are errors that say so. The drop-in passes over those that ask for nothing, with a warning.
 """
 
 import difflib
@@ -11,19 +12,42 @@ from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from mizzen.config.ignored import is_harmless, why_ignored
-from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, places
-from mizzen.config.values import shown
+from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, schema_keys, shown
 from mizzen.errors import ConfigError
 from mizzen.log import warn_once
 
+_HARMLESS: Final = {
+    "comms_config": "what is read is comms_logger",
+    "monitor_config": "what is read is tensorboard, wandb, csv_monitor and comet, at the top of the file",
+}
+_ASKING: Final = {
+    "fp8": "the model would not compute in fp8; use bf16",
+    "sequence_parallel": "no sequence would be shared; the key for it is sequence_parallel_size",
+}
+"""Keys whose silence would be a wrong result: whoever wrote them believes to get what he does not."""
+_SILENT: Final = "unknown key, which DeepSpeed passes over in silence"
 AUTO: Final = "auto"
 Problem = tuple[str, str]
 """A path and what is wrong there."""
 
 
+def is_harmless(key: str) -> bool:
+    """Whether a key at the top asks for nothing: a comment, or a section that was never read."""
+    return key.startswith("_") or key in _HARMLESS
+
+
+def why_ignored(key: str) -> str | None:
+    """What to say of a key that DeepSpeed passes over; None of all others, such as slips of the keyboard."""
+    if key in _ASKING:
+        return f"{_SILENT}: {_ASKING[key]}"
+    if not is_harmless(key):
+        return None
+    meant = _HARMLESS.get(key, "comments are written as in HJSON, with #")
+    return f"{_SILENT}: {meant}. Leave it out; the drop-in (--drop-in) only warns of it"
+
+
 @dataclass(frozen=True, slots=True)
-class Found:
+class GivenKey:
     """One key present in a raw dict, with the dict that holds it."""
 
     path: str
@@ -47,12 +71,12 @@ class Found:
         return nest_in(self.field.annotation)
 
 
-def walk(raw: dict[str, Any], section: type[Section], path: str = "") -> Iterator[Found]:
+def walk(raw: dict[str, Any], section: type[Section], path: str = "") -> Iterator[GivenKey]:
     """Every known key given in `raw`, parents before children."""
     for name, field in section.model_fields.items():
         if name not in raw:
             continue
-        found = Found(f"{path}{name}", name, field, raw)
+        found = GivenKey(f"{path}{name}", name, field, raw)
         yield found
         if found.nest is not None:
             for below, inner in found.nest.objects(raw.get(name)):
@@ -134,7 +158,7 @@ def _unknown(key: str, known: Iterable[str], root: type[Section]) -> str:
     names = sorted(known)
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
         return f"unknown key; did you mean '{near[0]}'?"
-    if 1 <= len(elsewhere := [place.path for place in places(root) if place.name == key]) <= 3:
+    if 1 <= len(elsewhere := [place.path for place in schema_keys(root) if place.name == key]) <= 3:
         return f"unknown key here; did you mean {' or '.join(elsewhere)}?"
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"unknown key; did you mean '{near[0]}'?"
@@ -161,7 +185,7 @@ def move_old_keys(raw: dict[str, Any], root: type[Section]) -> dict[str, str]:
     return moved
 
 
-def _converted(value: Any, found: Found) -> Any:
+def _converted(value: Any, found: GivenKey) -> Any:
     try:
         return found.fate.convert(value) if found.fate.convert else value
     except ValueError as error:
@@ -181,7 +205,7 @@ def _set(raw: dict[str, Any], path: str, value: Any, old: str) -> None:
 
 
 _ARGUMENTS_WITHOUT_DEFAULT: Final = ("cycle_min_lr", "cycle_max_lr", "total_iters", "T_max")
-"""Arguments of schedules that only the user can know; `clients.py` has those that clients fill in."""
+"""Arguments of schedules that only the user can know; `resolve.py` has those that clients fill in."""
 
 
 def is_auto(value: Any) -> bool:

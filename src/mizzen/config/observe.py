@@ -1,7 +1,18 @@
 """What a run tells about itself: timers, profilers, the communication log, and the places where numbers are written."""
 
-from mizzen.config.section import Section, no_effect, section
-from mizzen.config.values import Count, Flag, FromMinusOne, Name, NotNegative, Positive, Text, Whole
+from mizzen.config.section import (
+    Count,
+    Flag,
+    FromMinusOne,
+    Name,
+    NotNegative,
+    Positive,
+    Section,
+    Text,
+    Whole,
+    no_effect,
+    section,
+)
 
 
 class CommsLoggerConfig(Section):

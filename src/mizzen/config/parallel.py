@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from mizzen.config.section import Section, also_spelled, no_effect, refused
-from mizzen.config.values import (
+from mizzen.config.section import (
     AnyValue,
     Count,
     CountOrAuto,
@@ -15,8 +14,12 @@ from mizzen.config.values import (
     Opaque,
     Pattern,
     Positive,
+    Section,
     Text,
     Whole,
+    also_spelled,
+    no_effect,
+    refused,
 )
 
 

@@ -4,8 +4,20 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from mizzen.config.section import OpenSection, Section, no_effect, refused
-from mizzen.config.values import Count, Dtype, Flag, Name, NotNegative, Positive, Words, whole
+from mizzen.config.section import (
+    Count,
+    Dtype,
+    Flag,
+    Name,
+    NotNegative,
+    OpenSection,
+    Positive,
+    Section,
+    Words,
+    no_effect,
+    refused,
+    whole,
+)
 
 _Power = Annotated[int, Field(ge=0, le=126), BeforeValidator(whole), Words("whole number 0..126")]
 

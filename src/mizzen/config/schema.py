@@ -1,18 +1,28 @@
-"""The configuration as a whole: every top-level key. Sections live beside it, one file per topic."""
+"""The configuration as a whole: every top-level key, and where each value comes from.
+
+Sections live beside it, one file per topic.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, PrivateAttr
 
+from mizzen.config.autotuning import AutotuningConfig
 from mizzen.config.checkpoint import CheckpointConfig, NebulaConfig
-from mizzen.config.compression import CompressionConfig, WeightQuantizationConfig
+from mizzen.config.compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantizationConfig
 from mizzen.config.data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from mizzen.config.elasticity import ElasticityConfig
-from mizzen.config.execution import CompileConfig, FusedConfig, HybridEngineConfig
-from mizzen.config.legacy import QuantizeTrainingConfig, SparseAttentionConfig
-from mizzen.config.memory import ActivationCheckpointingConfig, AioConfig
+from mizzen.config.execution import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    CompileConfig,
+    FusedConfig,
+    HybridEngineConfig,
+    SparseAttentionConfig,
+)
 from mizzen.config.observe import (
     CometConfig,
     CommsLoggerConfig,
@@ -26,24 +36,42 @@ from mizzen.config.observe import (
     WandbConfig,
 )
 from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
-from mizzen.config.origin import AS_AUTO, Origin
 from mizzen.config.parallel import ExpertParallelConfig, PipelineConfig, TensorParallelConfig
 from mizzen.config.precision import AmpConfig, AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
-from mizzen.config.section import Section, also_spelled, deprecated, keys_of, no_effect, refused, section
-from mizzen.config.tuning import AutotuningConfig
-from mizzen.config.values import (
+from mizzen.config.section import (
     AnyValue,
     Count,
     Dtype,
     Flag,
     NotNegative,
     Positive,
+    Section,
     Size,
     Whole,
+    also_spelled,
+    deprecated,
     flag,
+    keys_of,
     lower,
+    no_effect,
+    refused,
+    section,
 )
 from mizzen.config.zero import ZeroConfig
+
+AS_AUTO: Final = 'asked for as "auto"'
+"""The note of a value that the file leaves open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The source of one value, with a note such as `from train_batch_size` or `as zero_optimization.cpu_offload`."""
+
+    kind: Literal["given", "derived", "default"] = "default"
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.note}".strip()
 
 
 def _never_if_infinite(value: Any) -> Any:

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from mizzen.config.section import Section, also_spelled, deprecated, no_effect, refused, section
-from mizzen.config.values import (
+from mizzen.config.section import (
     BucketSize,
     Count,
     CountOrAuto,
@@ -14,11 +13,17 @@ from mizzen.config.values import (
     FromMinusOne,
     Name,
     Ratio,
+    Section,
     Size,
     Text,
     Whole,
+    also_spelled,
+    deprecated,
     flag,
     integral,
+    no_effect,
+    refused,
+    section,
 )
 
 

@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
-from mizzen.checkpoint.background import Background
+from mizzen.checkpoint.async_save import SaveThread
 from mizzen.engine.access import Owner, trained_name
 from mizzen.engine.changes import Changes
 from mizzen.engine.engine import Driving, Engine
@@ -83,7 +83,7 @@ def build_engine(
             changes=changes,
             stopping=stopping,
         )
-    saving = Saving(config.checkpoint, team_of(mesh), Background(mesh.aside), told=observers)
+    saving = Saving(config.checkpoint, team_of(mesh), SaveThread(mesh.aside), told=observers)
     followers = (observer for part in parts for observer in part.observers)
     observers = (*observers, *instruments.observers, *followers, saving)
     driving = Driving(run_state, runner, updater, phases, saving, stopping, observers, instruments.meters)

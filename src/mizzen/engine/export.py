@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from mizzen.checkpoint.team import Team, Validation, attempt, in_words, place_of, refuse_unequal
+from mizzen.checkpoint.export import save_torch
+from mizzen.checkpoint.rank_group import RankGroup, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.tensors import bytes_of, header_of
-from mizzen.checkpoint.weights_out import save_torch
 from mizzen.engine.saving import Given, Saving, folder_of
 from mizzen.errors import NotBuilt, UsageError
 from mizzen.files import commit_chunks, make_folder
@@ -68,7 +68,7 @@ class Contents:
 
 
 def whole_state_dict(
-    module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: Team
+    module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: RankGroup
 ) -> dict[str, Any] | None:
     """All of it as a dict on the first rank, under every name; None on the others."""
     _Request("", skip, _names(module)).agreed(team, "Warn", "gathering the model")
@@ -99,9 +99,9 @@ class _Request:
     """A hash of the names that the rank has. Where the ranks have different parts of a model, nobody gathers it."""
     failure: str | None = None
 
-    def agreed(self, team: Team, validation: Validation, call: str) -> str:
+    def agreed(self, team: RankGroup, validation: Validation, call: str) -> str:
         """The path of the first rank, who alone writes; an error on all ranks where one cannot take part."""
-        said: list[_Request] = team.everyone(self, call)
+        said: list[_Request] = team.all_gather(self, call)
         if failures := {rank: each.failure for rank, each in enumerate(said) if each.failure}:
             raise UsageError(in_words(failures))
         if len({each.names for each in said}) > 1:
@@ -122,10 +122,10 @@ def save(
 
     The first rank writes. What keeps it from that is told to all of them, who would wait for it.
     """
-    team, call = saving.team.in_front(), f"saving {name}"
+    team, call = saving.team.on_job_group(), f"saving {name}"
     asked, unusable = attempt(lambda: Path(place_of(folder_of(saving.settings, folder))) / name)
     path = Path(_Request(str(asked), skip, _names(module), unusable).agreed(team, saving.settings.tag_validation, call))
-    team.by_first(lambda: _make_place(path), call)
+    team.run_on_first(lambda: _make_place(path), call)
     failure = None
     if path.suffix != SAFETENSORS:
         found = _gathered(module, stores, skip, is_writer=team.is_first)
@@ -139,7 +139,7 @@ def save(
             _, failure = attempt(lambda: commit_chunks(path, chain([header_of(contents.facts())], chunks)))
         for _ in walk:
             pass
-    team.all_well(failure, call)
+    team.raise_failures(failure, call)
 
 
 def _names(module: nn.Module) -> str:

@@ -21,7 +21,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.batch import Batch
 from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
-from mizzen.config.values import real, whole
+from mizzen.config.section import real, whole
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import load_state_dict, refresh_masters
@@ -446,7 +446,7 @@ class Face(nn.Module):
         """The whole model in the dtype it computes with, on rank 0; None elsewhere. Every rank calls this."""
         self._allow_gathering("_consolidated_16bit_state_dict")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
-        return whole_state_dict(self.module, self.stores, skip=skip, team=self.saving.team.in_front())
+        return whole_state_dict(self.module, self.stores, skip=skip, team=self.saving.team.on_job_group())
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.choose import CALL, Asked, ask_together, candidates_together, open_together
-from mizzen.checkpoint.merge import WEIGHT
+from mizzen.checkpoint.choose import CALL, LoadRequest, ask_together, candidates_together, open_together
+from mizzen.checkpoint.rank_group import RankGroup, attempt, in_words
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.tagged import PICKLED, decode, has_pickles, unpack
-from mizzen.checkpoint.team import Team, attempt, in_words
+from mizzen.checkpoint.tagged_json import PICKLED, decode, has_pickles, unpack
+from mizzen.checkpoint.write import WEIGHT
 from mizzen.data.loader import Loader
 from mizzen.engine.access import refresh_masters
 from mizzen.engine.randomness import restore_process
@@ -125,11 +125,11 @@ class Match:
         unexpected = [name for name in stored if name not in known]
         return cls(weights, names, LoadReport(tuple(missing), tuple(unexpected), tuple(misshaped)))
 
-    def of_all(self, team: Team) -> "Match":
+    def of_all(self, team: RankGroup) -> "Match":
         """The same with a report that holds for all ranks. They may have different parts of the model: a name that
         one of them knows is not unexpected.
         """
-        said: list[LoadReport] = team.everyone(self.report, CALL)
+        said: list[LoadReport] = team.all_gather(self.report, CALL)
         unexpected = set(self.report.unexpected).intersection(*(each.unexpected for each in said))
         return replace(
             self,
@@ -206,7 +206,7 @@ def load_checkpoint(run: RunState, saving: Saving, given: Given, tag: str | None
     raise AssertionError(f"none of {tried} was loaded, and none has failed")
 
 
-def _ask(saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> Asked:
+def _ask(saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> LoadRequest:
     """What all ranks want to load. What a load reads and sets has to be asked for by all of them alike."""
     settings = saving.settings
     root, unusable = attempt(lambda: folder_of(settings, given))
@@ -228,7 +228,9 @@ class Unfit(CheckpointError):
     """A checkpoint that is whole, and of another model or not trusted: an older one must not be taken for it."""
 
 
-def _load(run: RunState, team: Team, reader: Reader, match: Match, wishes: Wishes) -> tuple[dict[str, Any], LoadReport]:
+def _load(
+    run: RunState, team: RankGroup, reader: Reader, match: Match, wishes: Wishes
+) -> tuple[dict[str, Any], LoadReport]:
     """Read everything on every rank, then set what is no tensor; where one rank fails, all do."""
     optimizer = run.optimizer
     has_states = any(kind not in (WEIGHT, RANDOM, CLIENT) for kind, _ in reader.entries)
@@ -236,7 +238,7 @@ def _load(run: RunState, team: Team, reader: Reader, match: Match, wishes: Wishe
     if wants_states and has_states and optimizer is not None and not (optimizer.state and has_stepped(optimizer)):
         make_states(optimizer, run.stores)
     read, failure = attempt(lambda: _read(run, reader, match, wishes, wants_states and has_states))
-    said = team.everyone((failure, read[2] if read else []), CALL)
+    said = team.all_gather((failure, read[2] if read else []), CALL)
     failures = {rank: words for rank, (words, _) in enumerate(said) if words}
     missing = list(dict.fromkeys(name for _, names in said for name in names))
     if failures:

@@ -13,9 +13,9 @@ from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare, flatten
 from mizzen.comm.mesh import Mesh
-from mizzen.config.clients import check_filled_in
 from mizzen.config.dump import plain
-from mizzen.config.names import UNBUILT
+from mizzen.config.optimizer import UNBUILT
+from mizzen.config.resolve import check_filled_in
 from mizzen.config.schema import Config
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from mizzen.checkpoint import save as protocol
-from mizzen.checkpoint.background import Background
-from mizzen.checkpoint.save import Terms
-from mizzen.checkpoint.tagged import Encoder, pack
-from mizzen.checkpoint.team import Team, attempt
+from mizzen.checkpoint.async_save import SaveThread
+from mizzen.checkpoint.rank_group import RankGroup, attempt
+from mizzen.checkpoint.save import SaveOptions
+from mizzen.checkpoint.tagged_json import Encoder, pack
 from mizzen.checkpoint.write import Item
 from mizzen.comm.mesh import Mesh
 from mizzen.config.checkpoint import CheckpointConfig
@@ -42,15 +42,15 @@ class Saving(Observer):
     """What an engine needs to save; as an observer it brings the error of a save beside training to the next step."""
 
     settings: CheckpointConfig
-    team: Team
-    background: Background
+    team: RankGroup
+    background: SaveThread
     told: tuple[Observer, ...] = ()
     """Who hears of each checkpoint that is committed."""
     run: str = field(default_factory=lambda: os.urandom(8).hex())
 
     def on_step(self, report: StepReport) -> None:
         """Raise what a save beside training has run into."""
-        self.settle(self.background.surface)
+        self.settle(self.background.raise_error)
 
     def settle(self, hear: Callable[[], None]) -> None:
         """Hear of the save before; that it has failed stops what comes now, or is said, as the configuration wants."""
@@ -69,10 +69,10 @@ class Saving(Observer):
             raise error
         get_logger().error("training goes on without this checkpoint: %s", error)
 
-    def terms(self, latest: bool) -> Terms:
+    def terms(self, latest: bool) -> SaveOptions:
         """How this run saves."""
         settings = self.settings
-        return Terms(
+        return SaveOptions(
             run=self.run,
             tag_validation=settings.tag_validation,
             is_local=settings.use_node_local_storage,
@@ -82,9 +82,9 @@ class Saving(Observer):
         )
 
 
-def team_of(mesh: Mesh) -> Team:
+def team_of(mesh: Mesh) -> RankGroup:
     """All ranks, on the group that training does not use."""
-    return Team(mesh.rank, mesh.layout.world, mesh.aside.group)
+    return RankGroup(mesh.rank, mesh.layout.world, mesh.aside.group)
 
 
 def folder_of(settings: CheckpointConfig, given: str | os.PathLike[str] | None) -> Path:
@@ -152,7 +152,7 @@ def _save(
     given: Given,
     tag: str,
     collected: tuple[Collected | None, str | None],
-    terms: Terms,
+    terms: SaveOptions,
     arguments: Mapping[str, object],
     beside: bool,
 ) -> bool:

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mizzen.checkpoint.merge import WEIGHT
-from mizzen.checkpoint.write import Item
+from mizzen.checkpoint.write import WEIGHT, Item
 from mizzen.comm import groups
 from mizzen.model.piece import Piece, piece_of_whole
 from mizzen.model.sketch import Sketch

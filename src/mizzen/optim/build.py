@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
 
-from mizzen.config.names import LOW_BIT, NOT_FROM_JSON, check_optimizer, check_scheduler, rule_of
-from mizzen.config.values import flag, shown
+from mizzen.config.optimizer import LOW_BIT, NOT_FROM_JSON, check_optimizer, check_scheduler, rule_of
+from mizzen.config.section import flag, shown
 from mizzen.errors import ConfigError, MissingExtra
 from mizzen.model.sketch import ParameterSketch
 from mizzen.optim.lamb import Lamb

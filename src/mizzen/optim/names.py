@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mizzen.config.names import unknown
-from mizzen.config.values import flag, real, shown
+from mizzen.config.optimizer import unknown
+from mizzen.config.section import flag, real, shown
 from mizzen.errors import ConfigError
 
 

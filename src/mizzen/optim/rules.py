@@ -29,7 +29,7 @@ from torch.optim import (
 from torch.optim import Muon as TorchMuon
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from mizzen.config.names import LOW_BIT
+from mizzen.config.optimizer import LOW_BIT
 from mizzen.optim.guard import Guard
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.lion import Lion

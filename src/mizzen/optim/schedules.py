@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mizzen.config.values import flag, real, shown, whole
+from mizzen.config.section import flag, real, shown, whole
 from mizzen.errors import CheckpointError, ConfigError, UsageError
 from mizzen.log import warn_once
 

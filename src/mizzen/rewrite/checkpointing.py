@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
-from mizzen.config.memory import ActivationCheckpointingConfig
+from mizzen.config.execution import ActivationCheckpointingConfig
 from mizzen.config.section import fate_of
 from mizzen.errors import NotBuilt
 from mizzen.log import warn_once

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from mizzen.comm.mesh import Mesh
+from mizzen.config.execution import ActivationCheckpointingConfig
 from mizzen.config.layout import Layout
-from mizzen.config.memory import ActivationCheckpointingConfig
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Drafts, joined

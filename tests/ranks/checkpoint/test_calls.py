@@ -60,7 +60,7 @@ def different_tags(folder, validation):
 
 
 def test_ranks_that_save_under_different_tags(world, tmp_path):
-    assert world(2).run(different_tags, str(tmp_path / "a"), "Warn")[1] == ["latest", "latest.json", "tag0"]
+    assert world(2).run(different_tags, str(tmp_path / "a"), "Warn")[1] == ["latest", "tag0"]
     for said in world(2).run(different_tags, str(tmp_path / "b"), "Fail"):
         assert "different tags" in said and "rank 0: tag0" in said and "rank 1: tag1" in said
     assert list((tmp_path / "b").iterdir()) == []
@@ -78,7 +78,7 @@ def bad_tags(folder):
 
 def test_a_tag_is_a_plain_name(world, tmp_path):
     assert len(world(1).run(bad_tags, str(tmp_path))[0]) == 5  # the empty one means the default
-    assert {path.name for path in tmp_path.iterdir()} == {"latest", "latest.json", "global_step0"}
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "global_step0"}
 
 
 class Other(nn.Module):
@@ -231,7 +231,7 @@ def test_retention(world, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     steps = [f"global_step{step}" for step in (3, 6, 7)]
     assert world(1).run(retained, str(tmp_path))[0] == ["of-another-run", *steps]
-    assert {path.name for path in tmp_path.iterdir()} == {"of-another-run", *steps, "latest", "latest.json", "mine.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"of-another-run", *steps, "latest", "mine.txt"}
 
 
 def from_other_weights(folder, options):

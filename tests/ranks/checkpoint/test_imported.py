@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import mizzen
-from mizzen.checkpoint.adopt import adopt
+from mizzen.checkpoint.convert import convert
 from mizzen.checkpoint.open import open_source
 from mizzen.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from unit.checkpoint.test_fp32 import HERE, Tiny
@@ -38,7 +38,7 @@ def go_on(folder, stage):
     ("case", "size", "stage"), [("zero2", 1, 0), ("zero2", 2, 2), ("zero3", 3, 3), ("zero3", 2, 1)]
 )
 def test_a_saved_run_of_deepspeed_goes_on(world, tmp_path, case, size, stage):
-    adopt(open_source(HERE / case), tmp_path, "imported")
+    convert(open_source(HERE / case), tmp_path, "imported")
     told = load_file(HERE / f"{case}.safetensors")
     kept = {kind: {} for kind in ("master", "exp_avg")}
     for key, value in told.items():

@@ -5,7 +5,7 @@ import io
 import re
 from pathlib import Path
 
-from mizzen.config.names import LOW_BIT, UNBUILT
+from mizzen.config.optimizer import LOW_BIT, UNBUILT
 from mizzen.optim.build import OPTIMIZERS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()

@@ -14,14 +14,12 @@ from mizzen.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from mizzen.checkpoint.adopt import adopt
-from mizzen.checkpoint.export import export_safetensors, export_torch, waiting_for
-from mizzen.checkpoint.fp32 import fp32_weights
+from mizzen.checkpoint.convert import convert
+from mizzen.checkpoint.export import export_safetensors, export_torch, fp32_weights, lazy_weights, write_weights
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.read import Reader, read_manifest
 from mizzen.checkpoint.source import Entry
-from mizzen.checkpoint.tagged import Encoder
-from mizzen.checkpoint.weights_out import write_weights
+from mizzen.checkpoint.tagged_json import Encoder
 from mizzen.errors import CheckpointError, UsageError
 
 
@@ -61,7 +59,7 @@ FACTS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    adopt(Given(MODEL, FACTS), tmp_path / "checkpoints", "imported")
+    convert(Given(MODEL, FACTS), tmp_path / "checkpoints", "imported")
     return tmp_path / "checkpoints"
 
 
@@ -79,13 +77,13 @@ def test_a_source_that_does_not_keep_its_word(tmp_path):
     given = Given({("model", "a"): torch.zeros(3)})
     given.read = lambda entry: torch.zeros(4)
     with pytest.raises(CheckpointError, match="was announced as"):
-        adopt(given, tmp_path, "imported")
+        convert(given, tmp_path, "imported")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_facts_that_nobody_has_written(tmp_path):
     with pytest.raises(CheckpointError, match=r"counters\.global_steps is a float"):
-        adopt(Given(MODEL, {"counters": {"global_steps": float("inf")}}), tmp_path, "imported")
+        convert(Given(MODEL, {"counters": {"global_steps": float("inf")}}), tmp_path, "imported")
     with pytest.raises(CheckpointError, match="'frozen' is no list of names"):
         fp32_weights(Given(MODEL, {"frozen": [[1]]}), frozen=False)
 
@@ -157,7 +155,7 @@ def test_fp32_state_dicts(folder, tmp_path):
 
 
 def test_a_model_takes_them(tmp_path):
-    adopt(Given({("model", "weight"): torch.ones(2, 3), ("model", "bias"): torch.zeros(2)}), tmp_path, "x")
+    convert(Given({("model", "weight"): torch.ones(2, 3), ("model", "bias"): torch.zeros(2)}), tmp_path, "x")
     model = load_state_dict_from_zero_checkpoint(nn.Linear(3, 2), tmp_path)
     assert torch.equal(model.weight, torch.ones(2, 3))
 
@@ -181,7 +179,7 @@ def test_many_tensors_are_one_map(folder, tmp_path, monkeypatch):
 
 def test_shards_that_are_still_read_are_not_replaced(tmp_path):
     tensors = {("model", name): torch.full((4, 3), value) for name, value in (("b", 1.0), ("a", 2.0))}
-    write_weights(tmp_path, waiting_for(Given(tensors), "saved"), shard=60, safe=True)
+    write_weights(tmp_path, lazy_weights(Given(tensors), "saved"), shard=60, safe=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(before) == 3
     with pytest.raises(UsageError, match="would be replaced while weights are still read from it"):
@@ -190,14 +188,14 @@ def test_shards_that_are_still_read_are_not_replaced(tmp_path):
 
 
 def test_an_empty_tensor_among_the_facts(tmp_path):
-    adopt(Given(MODEL, FACTS | {"client_state": {"history": torch.zeros(0), "seen": torch.ones(2)}}), tmp_path, "x")
+    convert(Given(MODEL, FACTS | {"client_state": {"history": torch.zeros(0), "seen": torch.ones(2)}}), tmp_path, "x")
     found = open_source(tmp_path).facts()["client_state"]
     assert found["history"].shape == (0,) and found["seen"].tolist() == [1, 1]
 
 
 def test_a_dtype_that_the_format_has_not_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="model 'wide' is torch.complex128, which a checkpoint cannot hold"):
-        adopt(Given({("model", "wide"): torch.zeros(2, dtype=torch.complex128)}), tmp_path, "x")
+        convert(Given({("model", "wide"): torch.zeros(2, dtype=torch.complex128)}), tmp_path, "x")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mizzen.checkpoint.choose import candidates
-from mizzen.checkpoint.folder import committed, delete, sweep_all
-from mizzen.checkpoint.latest import latest
+from mizzen.checkpoint.folder import committed, delete, read_latest, sweep_all
 from mizzen.checkpoint.read import Reader
 from mizzen.errors import FileError
 from mizzen.files import watched
@@ -100,4 +99,4 @@ def test_a_deletion_that_was_cut_short_is_completed(tmp_path, name):
         delete(committed(tmp_path)[0])
     assert [each.folder.name for each in committed(tmp_path)] == ["new"] and (tmp_path / "old").exists()
     sweep_all(tmp_path)
-    assert not (tmp_path / "old").exists() and latest(tmp_path) == "new"
+    assert not (tmp_path / "old").exists() and read_latest(tmp_path) == "new"

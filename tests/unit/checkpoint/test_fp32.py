@@ -14,10 +14,9 @@ from mizzen.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from mizzen.checkpoint.adopt import adopt
-from mizzen.checkpoint.fp32 import fp32_weights
+from mizzen.checkpoint.convert import convert
+from mizzen.checkpoint.export import fp32_weights, size_of, write_weights
 from mizzen.checkpoint.open import open_source
-from mizzen.checkpoint.weights_out import size_of, write_weights
 from mizzen.errors import CheckpointError, UsageError
 
 HERE = Path(__file__).parents[2] / "fixtures" / "deepspeed"
@@ -172,7 +171,7 @@ def test_sizes_that_are_none(text):
 @pytest.mark.parametrize("case", ["zero0", "zero1", "zero2", "zero3", "bf16", "universal3", "pipeline", "moe"])
 def test_what_is_imported_is_the_same(case, tmp_path):
     source = open_source(HERE / case)
-    adopt(source, tmp_path, "imported")
+    convert(source, tmp_path, "imported")
     assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), expected(case))
     ours = open_source(tmp_path)
     states = {(entry.kind, entry.name) for entry in source.names()} - {("master", each) for each in expected(case)}

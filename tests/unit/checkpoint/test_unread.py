@@ -6,10 +6,10 @@ import numpy
 import pytest
 import torch
 
-from mizzen.checkpoint.background import Staging
+from mizzen.checkpoint.async_save import Staging
+from mizzen.checkpoint.rank_group import RankGroup
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.save import Terms, begin, commit, write
-from mizzen.checkpoint.team import Team
+from mizzen.checkpoint.save import SaveOptions, begin, commit, write
 from mizzen.checkpoint.write import Item, write_items
 from mizzen.errors import UsageError
 from mizzen.model.box import boxes_of_range
@@ -60,7 +60,7 @@ def test_a_save_beside_training_copies_each_once():
 
 
 def test_a_checkpoint_is_not_read_into_what_is_not_in_memory(tmp_path):
-    tier, team, how = Tier(), Team(), Terms(run="run")
+    tier, team, how = Tier(), RankGroup(), SaveOptions(run="run")
     ticket = begin(tmp_path, "tag", team, how)
     whole = Item("exp_avg", piece_of_whole("w0", torch.zeros(5, 8)))
     commit(ticket, write(ticket, [whole], team), None, {"counters": {"global_steps": 0}}, team, how)

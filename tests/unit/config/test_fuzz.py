@@ -14,13 +14,13 @@ import re
 import pytest
 
 from mizzen.config import load
+from mizzen.config.describe import examine
 from mizzen.config.dump import values
+from mizzen.config.load import read_source
 from mizzen.config.migrate import is_auto, name_keys, spread_paths, walk
-from mizzen.config.problems import examine
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
 from mizzen.config.section import OpenSection, keys_of, nest_in
-from mizzen.config.source import read_source
 from mizzen.errors import ConfigError, MizzenError
 
 COUNT = 50_000 if os.environ.get("FULL") == "1" else 5_000

@@ -11,35 +11,33 @@ import pytest
 from pydantic import ValidationError
 
 from mizzen.config.section import (
-    Fate,
-    Nest,
-    OpenSection,
-    Section,
-    also_spelled,
-    deprecated,
-    empty,
-    fate_of,
-    keys_of,
-    nest_in,
-    no_effect,
-    places,
-    refused,
-    section,
-)
-from mizzen.config.values import (
     AnyValue,
     Arguments,
     Count,
     CountOrAuto,
     Dtype,
+    Fate,
     Flag,
     Frozen,
+    Nest,
     NumberOrAuto,
+    OpenSection,
     Positive,
     Ratio,
+    Section,
     Size,
     Whole,
+    also_spelled,
+    deprecated,
+    empty,
+    fate_of,
     freeze,
+    keys_of,
+    nest_in,
+    no_effect,
+    refused,
+    schema_keys,
+    section,
     shown,
 )
 
@@ -210,7 +208,7 @@ def test_places_name_every_key_and_hand_fates_down():
     class Idle(Section):
         outer: Outer = no_effect(Outer, "whole section")
 
-    found = {place.path: place.fate for place in places(Idle)}
+    found = {place.path: place.fate for place in schema_keys(Idle)}
     assert {"outer.inner.count", "outer.table.<name>.count", "outer.items.<index>.count"} <= found.keys()
     assert {fate.kind for fate in found.values()} == {"no_effect"}
 

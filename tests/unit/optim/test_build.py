@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, lr_scheduler
 
-from mizzen.config import names
-from mizzen.config.names import UNBUILT
+from mizzen.config import optimizer as names
+from mizzen.config.optimizer import UNBUILT
 from mizzen.errors import ConfigError
 from mizzen.optim.build import OPTIMIZERS, build_optimizer, build_scheduler
 from mizzen.optim.lamb import Lamb

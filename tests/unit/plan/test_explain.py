@@ -1,7 +1,7 @@
 """What `mizzen plan` prints, to the letter."""
 
-from mizzen.config.clients import with_batch
 from mizzen.config.load import load
+from mizzen.config.resolve import with_batch
 from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.order import ORDER
 from mizzen.plan.build import build

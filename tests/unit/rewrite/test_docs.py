@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mizzen import checkpointing
-from mizzen.config.execution import FusedConfig
+from mizzen.config.execution import ActivationCheckpointingConfig, FusedConfig
 from mizzen.config.load import load
-from mizzen.config.memory import ActivationCheckpointingConfig
 from mizzen.rewrite.replay import Keeping
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -11,11 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.foreign import pickles, torchfile
-from mizzen.checkpoint.foreign.collected import Collected
+from mizzen.checkpoint.foreign import pickles, torch_file
 from mizzen.checkpoint.foreign.extent import Extent, Folder
-from mizzen.checkpoint.foreign.tree import count_of, expect, name_in, shape_of
-from mizzen.checkpoint.foreign.values import Inert, TensorRef
+from mizzen.checkpoint.foreign.source import ForeignSource
+from mizzen.checkpoint.foreign.values import Inert, TensorRef, count_of, expect, name_in, shape_of
 from mizzen.checkpoint.manifest import LONGEST
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.model.box import Box, coverage
@@ -35,7 +34,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Boxed:
+class ChunkedTensor:
     """A tensor in boxes."""
 
     name: str
@@ -71,7 +70,7 @@ class Boxed:
         """Read the boxes one after another."""
         found = torch.empty(self.shape, dtype=self.dtype)
         for chunk in self.chunks:
-            ref = torchfile.load(chunk.extent, inert=self.inert)
+            ref = torch_file.load(chunk.extent, inert=self.inert)
             if not isinstance(ref, TensorRef) or ref.shape != chunk.box.shape or ref.dtype != self.dtype:
                 raise CheckpointError(
                     f"{chunk.extent.path}: at byte {chunk.extent.start} is not the chunk {chunk.box} of {self.name}"
@@ -80,18 +79,18 @@ class Boxed:
         return found
 
 
-def open_dcp(folder: Folder, inert: tuple[str, ...]) -> Collected:
+def open_dcp(folder: Folder, inert: tuple[str, ...]) -> ForeignSource:
     """Collect what the metadata lists."""
     file = folder.file(".metadata")
     where = str(file.path)
-    data = file.bytes(torchfile.PICKLE, "the metadata")
+    data = file.bytes(torch_file.PICKLE, "the metadata")
     metadata = expect(pickles.load(data, where, packages=inert)[0], Inert, where)
     tensors = expect(metadata.get("state_dict_metadata"), dict, f"{where}: state_dict_metadata")
     paths = metadata.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
     wrapped = any(isinstance(path, tuple) and len(path) > 1 and path[0] in WRAPPERS for path in paths.values())
     places = _places(folder, metadata, where)
-    source = Collected(folder.path, "torch.distributed.checkpoint")
+    source = ForeignSource(folder.path, "torch.distributed.checkpoint")
     values: dict[str, object] = {}
     read = _Values(inert, where)
     for key, about in tensors.items():
@@ -134,12 +133,14 @@ def _places(folder: Folder, metadata: Inert, where: str) -> Places:
     return found
 
 
-def _boxed(name: str, about: Inert, places: Places, inert: tuple[str, ...], where: str) -> Boxed:
+def _boxed(name: str, about: Inert, places: Places, inert: tuple[str, ...], where: str) -> ChunkedTensor:
     shape = shape_of(about.get("size"), f"{where}: the size of {name!r}")
     properties = expect(about.get("properties"), Inert, f"{where}: properties of {name!r}")
     dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else properties.get("dtype")
     chunks = tuple(_chunks(name, about, places, where))
-    return Boxed(name, shape, expect(dtype, torch.dtype, f"{where}: the dtype of {name!r}"), chunks, inert, where)
+    return ChunkedTensor(
+        name, shape, expect(dtype, torch.dtype, f"{where}: the dtype of {name!r}"), chunks, inert, where
+    )
 
 
 def _chunks(name: str, about: Inert, places: Places, where: str) -> Iterator[Chunk]:
@@ -176,7 +177,7 @@ class _Values:
                 raise CheckpointError(
                     f"{extent.path}: {name!r} and others have {self._bytes:,} bytes; at most {VALUE:,}"
                 )
-            self._read[extent] = torchfile.load(extent, inert=self._inert)
+            self._read[extent] = torch_file.load(extent, inert=self._inert)
         return self._read[extent]
 
 

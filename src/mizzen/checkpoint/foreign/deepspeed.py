@@ -1,23 +1,111 @@
 """DeepSpeed's checkpoint folders as a Source: ZeRO 0 to 3, bf16, pipeline layers, experts, universal.
 
-Names are those of the saved module. Pipeline layers are named by their numbers, as in the module that wrote them;
-experts are numbered through over the ranks. What cannot be told for certain is left out and listed in the facts.
+Names of files say who wrote which part. Names of tensors are those of the saved module. Pipeline layers are named by
+their numbers, as in the module that wrote them; experts are numbered through over the ranks. What cannot be told for
+certain is left out and listed in the facts. How ZeRO's flat shards are put together is in `zero_shards.py`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from mizzen.checkpoint.foreign import torchfile
-from mizzen.checkpoint.foreign.collected import Collected, Joined, Range, as_recipe, shaped
+from mizzen.checkpoint.foreign import torch_file
 from mizzen.checkpoint.foreign.extent import Folder
-from mizzen.checkpoint.foreign.numbered import add_numbered, shared_names, with_masters
-from mizzen.checkpoint.foreign.shards import Shard, add_flat, add_pieces, shapes_of
-from mizzen.checkpoint.foreign.tagfiles import TagFiles
-from mizzen.checkpoint.foreign.tree import count_of, entries, expect, name_in, number_in, shape_of, tensors
-from mizzen.checkpoint.foreign.values import TensorRef
+from mizzen.checkpoint.foreign.optimizer_states import add_numbered, shared_names, with_masters
+from mizzen.checkpoint.foreign.source import FlatRange, ForeignSource, JoinedTensor, as_recipe, shaped
+from mizzen.checkpoint.foreign.values import TensorRef, count_of, entries, expect, name_in, number_in, shape_of, tensors
+from mizzen.checkpoint.foreign.zero_shards import Shard, add_flat, add_pieces, shapes_of
 from mizzen.errors import CheckpointError
+
+PATTERNS: Final = {
+    "model": re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt"),
+    "shard": re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
+    "optimizer": re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
+    "layer": re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<mp>\d+)-)?model_states\.pt"),
+    "expert": re.compile(r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
+    "expert_optimizer": re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TagFiles:
+    """Names of files by what they hold: `mp` is a pipeline stage or a tensor slice, `dp` a rank of ZeRO."""
+
+    model: dict[int, str] = field(default_factory=dict)
+    """mp -> file, where parameters are whole."""
+    shard: dict[int, dict[int, str]] = field(default_factory=dict)
+    """mp -> dp -> file, at stage 3."""
+    optimizer: dict[int, dict[int, str]] = field(default_factory=dict)
+    """mp -> dp -> file."""
+    layer: dict[int, str] = field(default_factory=dict)
+    """Number of a pipeline's layer -> file."""
+    expert: list[str] = field(default_factory=list)
+    expert_optimizer: list[str] = field(default_factory=list)
+    universal: bool = False
+    """Whether there is a folder `zero`, with whole states."""
+
+    @classmethod
+    def of(cls, folder: Folder) -> "TagFiles":
+        """Sort the names in a folder; others are left alone."""
+        names = folder.names()
+        found = cls(universal="zero" in names and (folder.path / "zero").is_dir())
+        for name in names:
+            for kind, pattern in PATTERNS.items():
+                if match := pattern.fullmatch(name):
+                    found._take(kind, name, {key: int(value) for key, value in match.groupdict().items() if value})
+        for what, files in (("shard", found.shard), ("optimizer", found.optimizer)):
+            for mp, ranks in files.items():
+                _check_ranks(folder, f"{what} files of model rank {mp}", ranks)
+            _check_ranks(folder, f"{what} files by model rank", files)
+        _check_ranks(folder, "model files", found.model)
+        return found
+
+    def _take(self, kind: str, name: str, number: dict[str, int]) -> None:
+        match kind:
+            case "model":
+                self.model[number["mp"]] = name
+            case "shard":
+                self.shard.setdefault(number["mp"], {})[number["dp"]] = name
+            case "optimizer":
+                self.optimizer.setdefault(number["mp"], {})[number["dp"]] = name
+            case "layer":
+                if number.get("mp", 0):
+                    raise CheckpointError(f"{name}: {_SLICED}")
+                self.layer[number["layer"]] = name
+            case "expert":
+                if number["mp"]:
+                    raise CheckpointError(f"{name}: {_SLICED}")
+                self.expert.append(name)
+            case _:
+                self.expert_optimizer.append(name)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this is no checkpoint of DeepSpeed's."""
+        return not (self.model or self.shard)
+
+    def refuse_slices(self, folder: Folder) -> None:
+        """Tensor-parallel slices cannot be joined without knowing along which dimension each was cut."""
+        slices = max(len(self.model), len(self.shard))
+        if slices > 1 and not self.layer and not self.universal:
+            raise CheckpointError(f"{folder.path}: {slices} model ranks without layer files: {_SLICED}")
+
+
+_SLICED: Final = (
+    "tensor-parallel slices; convert the checkpoint with DeepSpeed's ds_to_universal, which knows how each tensor was "
+    "cut, and import the result"
+)
+
+
+def _check_ranks(folder: Folder, what: str, ranks: Iterable[int]) -> None:
+    found = {*ranks}
+    missing = [rank for rank in range(len(found)) if rank not in found]
+    if missing:
+        raise CheckpointError(
+            f"{folder.path}: {what}: there are {len(found)}, up to rank {max(found)}, but none of rank {missing[0]}"
+        )
+
 
 RESERVED: Final = frozenset(
     {
@@ -39,13 +127,13 @@ class _Reading:
     folder: Folder
     files: TagFiles
     inert: tuple[str, ...]
-    source: Collected
+    source: ForeignSource
     heads: list[Mapping[str, object]] = field(default_factory=list)
     """The model file of each model rank; at stage 3 that of data rank 0."""
 
     def load(self, name: str) -> Mapping[str, object]:
         """One file's dict."""
-        return entries(torchfile.load(self.folder.file(name), inert=self.inert), str(self.folder.path / name))
+        return entries(torch_file.load(self.folder.file(name), inert=self.inert), str(self.folder.path / name))
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
@@ -70,10 +158,10 @@ class _Reading:
         return {name_in(name, where) for names in listed for name in expect(names, list, where)}
 
 
-def open_deepspeed(folder: Folder, files: TagFiles, inert: tuple[str, ...]) -> Collected:
+def open_deepspeed(folder: Folder, files: TagFiles, inert: tuple[str, ...]) -> ForeignSource:
     """Collect what a tag's folder holds."""
     files.refuse_slices(folder)
-    reading = _Reading(folder, files, inert, Collected(folder.path, "DeepSpeed checkpoint"))
+    reading = _Reading(folder, files, inert, ForeignSource(folder.path, "DeepSpeed checkpoint"))
     first = files.model or {mp: ranks[0] for mp, ranks in files.shard.items()}
     reading.heads += [reading.load(first[mp]) for mp in sorted(first)]
     if any(head.get("ds_autoep_layers") or head.get("autoep_layers") for head in reading.heads):
@@ -146,9 +234,9 @@ def _sharded_model(reading: _Reading) -> None:
         for rank, fragments in enumerate(ranks):
             file = f"{where}/{files[rank]}: frozen {name}"
             piece = expect(entries(fragments, file).get(name), TensorRef, file)
-            parts.append(Range(piece, 0, min(piece.numel, rest)))
+            parts.append(FlatRange(piece, 0, min(piece.numel, rest)))
             rest -= parts[-1].count
-        reading.source.add("model", name, Joined(tuple(parts), shape, f"{where}: frozen {name}"), where=where)
+        reading.source.add("model", name, JoinedTensor(tuple(parts), shape, f"{where}: frozen {name}"), where=where)
 
 
 def _optimizer(reading: _Reading) -> object:
@@ -220,7 +308,7 @@ def _universal(reading: _Reading) -> object:
             if not file.endswith(".pt") or (kind == "master" and trained and name not in trained):
                 continue  # the converter also writes buffers and frozen weights, which the model file has
             where = str(inside.path / file)
-            tree = torchfile.load(inside.file(file), inert=reading.inert)
+            tree = torch_file.load(inside.file(file), inert=reading.inert)
             value = tree.get("param") if isinstance(tree, dict) else tree
             if (recipe := as_recipe(value)) is None:
                 raise CheckpointError(f"{where}: has no tensor in it")
@@ -230,7 +318,7 @@ def _universal(reading: _Reading) -> object:
     stage: object = None
     if folder.has("optimizer_state.pt"):
         path = str(folder.path / "optimizer_state.pt")
-        state = entries(torchfile.load(folder.file("optimizer_state.pt"), inert=reading.inert), path)
+        state = entries(torch_file.load(folder.file("optimizer_state.pt"), inert=reading.inert), path)
         stage = number_in(state.get("zero_stage"))
         reading.source.notes["optimizer"] = _hyperparameters(state)
     reading.source.what = "DeepSpeed universal checkpoint"

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
-from mizzen.checkpoint.bounds import ALIKE, Costly, refuse_alike
-from mizzen.checkpoint.foreign.allowed import RENAMED, is_allowed
-from mizzen.checkpoint.foreign.calls import Unreadable, call, constant, is_key, numpy_array
+from mizzen.checkpoint.foreign.pickle_calls import RENAMED, Unreadable, call, constant, is_allowed, is_key, numpy_array
 from mizzen.checkpoint.foreign.values import DTYPES, HOLDERS, Inert, Name, TooDeep, written_out
+from mizzen.checkpoint.limits import EQUAL_HASHES, TooCostly, refuse_equal_hashes
 from mizzen.errors import CheckpointError
 
 VALUES: Final = 8_000_000
@@ -108,8 +107,8 @@ class Machine:
         if isinstance(key, tuple | float) or (isinstance(key, int) and key.bit_length() > 60):
             place = (id(target), hash(key))
             self.alike[place] = count = self.alike.get(place, 0) + 1
-            if count > ALIKE:
-                raise Unreadable(f"more than {ALIKE} keys of one dict or set have the same hash")
+            if count > EQUAL_HASHES:
+                raise Unreadable(f"more than {EQUAL_HASHES} keys of one dict or set have the same hash")
 
 
 def _way_out(name: Name) -> str:
@@ -135,7 +134,7 @@ def load(
                 raise Unreadable(f"the instruction {bytes((code,))!r} is not one that torch or this reader uses")
             step(machine)
         raise Unreadable("it has no end")
-    except (Unreadable, Costly, TooDeep, IndexError, KeyError, ValueError, TypeError, struct.error) as error:
+    except (Unreadable, TooCostly, TooDeep, IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise CheckpointError(f"{where}: not a pickle that can be read, at byte {machine.at}: {error}") from error
 
 
@@ -270,7 +269,7 @@ def _frozenset(m: Machine) -> None:
     items = m.to_mark()
     if not all(map(is_key, items)):
         raise Unreadable("a set of something that is no number, string or name")
-    refuse_alike(items)
+    refuse_equal_hashes(items)
     m.push(frozenset(items))
 
 

@@ -389,7 +389,7 @@ def watch(root):
     import torch
 
     from mizzen.checkpoint import foreign
-    from mizzen.checkpoint.tagged import Encoder
+    from mizzen.checkpoint.tagged_json import Encoder
     from mizzen.errors import CheckpointError
 
     def use(folder):

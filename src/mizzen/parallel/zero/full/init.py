@@ -13,8 +13,7 @@ from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.comm import groups
 from mizzen.comm.join import init_distributed
-from mizzen.config.load import load
-from mizzen.config.source import Source, read_source
+from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.errors import NotBuilt, UsageError, expect
 from mizzen.parallel.zero.full.early import Bench, Building
 
@@ -32,7 +31,7 @@ class Init:
         *,
         group: Any = None,
         remote_device: str | None = None,
-        config: Source | None = None,
+        config: ConfigSource | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
