@@ -18,7 +18,6 @@ from mizzen.config.layout import Layout
 from mizzen.errors import UsageError
 from mizzen.model.head import HeadSketch, head_of
 from mizzen.model.home import Home
-from mizzen.model.uses import UseReader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,8 +54,6 @@ class ParameterSketch:
     """The optimizer group that trains it; None when none does."""
     is_external: bool = False
     """Whether a module that does not hold it has registered that it uses it."""
-    users: tuple[str, ...] = ()
-    """The paths of modules whose code names it although they do not hold it."""
     is_whole: bool = False
     """Whether the update rule of that group needs it whole."""
     home: Home = Home()
@@ -305,7 +302,6 @@ class _Found:
     tensor: "Tensor"
     owner: "nn.Module"
     aliases: list[str] = field(default_factory=list)
-    users: list[str] = field(default_factory=list)
 
 
 class _Reader:
@@ -322,7 +318,6 @@ class _Reader:
     def read(self, root: "nn.Module") -> Sketch:
         for path, module in root.named_modules(remove_duplicate=False):
             self._visit(path, module)
-        self._note_uses(root)
         return Sketch(
             tuple(_parameter(found) for found in self.parameters.values()),
             tuple(_buffer(found) for found in self.buffers.values()),
@@ -356,13 +351,6 @@ class _Reader:
         self.head = self.head or head_of(path, module)
         self.hints |= dict.fromkeys(_hints(module))
 
-    def _note_uses(self, root: "nn.Module") -> None:
-        reader = UseReader()
-        for path, module in root.named_modules():
-            for parameter in reader.used(module):
-                if (found := self.parameters.get(id(parameter))) is not None and path not in found.users:
-                    found.users.append(path)
-
 
 def _meet(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:
     found = seen.setdefault(id(tensor), _Found(name, tensor, module))
@@ -380,7 +368,6 @@ def _parameter(found: _Found) -> ParameterSketch:
         type(found.owner).__name__,
         _is_a(found.owner, EMBEDDINGS),
         is_external=AMBIENT.externals.get(found.tensor) is not None,
-        users=tuple(found.users),
     )
 
 
