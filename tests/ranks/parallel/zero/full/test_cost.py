@@ -35,7 +35,7 @@ def held(kind, keys):
         engine.step()
     full = [store for store in engine.stores if isinstance(store, FullStore)][0]
     masters = [share.master for share in full.shares]
-    frozen = [record_of(p).shard for name, p in full.everything.items() if name not in full.parameters]
+    frozen = [record_of(p).shard for name, p in full.contents.held.items() if name not in full.contents.trained]
     states = engine.basic_optimizer.state.values()
     found = Cost(
         parameters=size(frozen) + (0 if "bf16" in keys else size(masters)),
