@@ -232,7 +232,7 @@ class Turns:
         self.role = Role(running.mesh.layout.world // 2, speaks=self.is_last)
 
     def run(self, micros, loss_function):
-        self.changes.take_over()
+        self.changes.adopt()
         tally = Tally()
         for number, tokens in enumerate(micros, 1):
             for store in self.part.stores:

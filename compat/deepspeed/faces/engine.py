@@ -128,7 +128,7 @@ class DeepSpeedEngine(Engine):
     @property
     def _config(self) -> DeepSpeedConfig:
         """The configuration, under the attributes that scripts read."""
-        return DeepSpeedConfig.of(self.surroundings.resolved, self.config)
+        return DeepSpeedConfig.of(self.run_context.resolved, self.config)
 
     @property
     def communication_data_type(self) -> torch.dtype | None:

@@ -26,13 +26,12 @@ from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
 from mizzen.engine.access import load_state_dict, refresh_masters
 from mizzen.engine.export import save, whole_state_dict
-from mizzen.engine.loading import LoadReport, Wishes, load_checkpoint
+from mizzen.engine.loading import LoadOptions, LoadReport, load_checkpoint
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
-from mizzen.engine.run_state import RunState
+from mizzen.engine.run_state import MicroBatches, RunState
 from mizzen.engine.saving import Given, Saving, save_and_wait, save_checkpoint
 from mizzen.engine.stopping import Stopping
-from mizzen.engine.window import Window
 from mizzen.environment import World
 from mizzen.errors import ConfigError, NotBuilt, UsageError
 from mizzen.monitor.report import Observer, StepReport
@@ -121,7 +120,7 @@ UNBUILT: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RunContext:
     """What an engine is told about the run it is part of."""
 
     resolved: Resolved
@@ -159,23 +158,23 @@ class Face(nn.Module):
     micro_steps = Stated[int]("micro_steps")
     skipped_steps = Stated[int]("skipped_steps")
     batch = Stated[Batch]("batch")
-    window = Stated[Window]("window")
+    micro_batches = Stated[MicroBatches]("micro_batches")
     parts = Stated[Parts]("parts")
     lr_scheduler = Stated[Any]("scheduler")
     training_dataloader = Stated[Any]("loader")
 
-    def __init__(self, run_state: RunState, surroundings: Surroundings) -> None:
+    def __init__(self, run_state: RunState, context: RunContext) -> None:
         super().__init__()
         self.run_state = run_state
         self.module = run_state.module
-        self.surroundings = surroundings
-        self.device = surroundings.device
-        self.local_rank = surroundings.world.local_rank
-        self.global_rank = surroundings.world.rank
-        self.world_size = surroundings.world.size
-        self.dp_world_size = surroundings.resolved.layout.dp
-        self.mp_world_size = surroundings.resolved.layout.tp
-        self.sequence_parallel_size = surroundings.resolved.layout.sp
+        self.run_context = context
+        self.device = context.device
+        self.local_rank = context.world.local_rank
+        self.global_rank = context.world.rank
+        self.world_size = context.world.size
+        self.dp_world_size = context.resolved.layout.dp
+        self.mp_world_size = context.resolved.layout.tp
+        self.sequence_parallel_size = context.resolved.layout.sp
         self.managed = self.settings.managed_gradient_accumulation
         self.saving: Saving
         self.stopping: Stopping
@@ -200,17 +199,17 @@ class Face(nn.Module):
     @property
     def settings(self) -> Config:
         """The resolved configuration, frozen."""
-        return self.surroundings.resolved.config
+        return self.run_context.resolved.config
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The user's own dict, as it was given."""
-        return self.surroundings.user_config
+        return self.run_context.user_config
 
     @property
     def mesh(self) -> Mesh:
         """The ranks of the run."""
-        return self.surroundings.mesh
+        return self.run_context.mesh
 
     @property
     def stores(self) -> list[Store]:
@@ -262,7 +261,7 @@ class Face(nn.Module):
 
     def _between_steps(self, call: str) -> None:
         """Refuse a new size for a step whose first micro-batches were divided, and are counted, by the old one."""
-        if not self.window.is_empty:
+        if not self.micro_batches.is_empty:
             raise UsageError(
                 f"{call}() in the middle of an accumulation: the micro-batches so far count for the old size. Call it "
                 "after a step() that updates"
@@ -386,9 +385,9 @@ class Face(nn.Module):
         num_local_io_workers: int | None = None,
     ) -> Any:
         """A loader over this rank's share of a data set."""
-        if self.surroundings.make_loader is None:
+        if self.run_context.make_loader is None:
             raise UsageError("this engine has no data parallel group to make a loader for")
-        loader = self.surroundings.make_loader(
+        loader = self.run_context.make_loader(
             dataset,
             batch_size=batch_size or self.batch.micro,
             route=route,
@@ -398,7 +397,7 @@ class Face(nn.Module):
             workers=num_local_io_workers,
         )
         if isinstance(loader, Loader):
-            loader.before_batch = partial(_heed, ref(self))
+            loader.before_batch = partial(_stop_if_asked, ref(self))
         return loader
 
     def set_dataloader(self, loader: Any) -> None:
@@ -507,14 +506,14 @@ class Face(nn.Module):
         """What to put into the checkpoint of a run that is asked to stop; every rank's callback is called then."""
         self.stopping.client_state = callback
 
-    def heed(self) -> None:
+    def stop_if_asked(self) -> None:
         """Save and leave, if the run was asked to stop and all ranks know it. Called between steps."""
-        self.stopping.heed(self.run_state, is_training=self.training, save=self._save_before_stop)
+        self.stopping.stop_if_asked(self.run_state, is_training=self.training, save=self._save_before_stop)
 
     def _save_before_stop(self, client_state: Mapping[str, Any]) -> bool:
         return save_and_wait(self.saving, partial(self.save_checkpoint, client_state=client_state, async_save=False))
 
-    def moved(self) -> None:
+    def restart_step(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""
         raise NotImplementedError
 
@@ -536,27 +535,27 @@ class Face(nn.Module):
 
         Every rank calls this. Without a tag the latest is taken. `load_report` then lists names that did not fit.
         """
-        wishes = Wishes(
+        options = LoadOptions(
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
             module_only=load_module_only,
             custom=custom_load_fn,
         )
-        return self._load(load_dir, None if tag is None else str(tag), wishes)
+        return self._load(load_dir, None if tag is None else str(tag), options)
 
     def resume_if_possible(
         self, load_dir: str | PathLike[str] | None = None
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from the latest checkpoint of a folder; (None, None), without a warning, when there is none."""
-        return self._load(load_dir, None, Wishes(must_be_there=False))
+        return self._load(load_dir, None, LoadOptions(must_be_there=False))
 
-    def _load(self, folder: Given, tag: str | None, wishes: Wishes) -> tuple[str | None, dict[str, Any] | None]:
-        loaded = load_checkpoint(self.run_state, self.saving, folder, tag, wishes)
+    def _load(self, folder: Given, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+        loaded = load_checkpoint(self.run_state, self.saving, folder, tag, options)
         if loaded is None:
             return None, None
         self.load_report = loaded.report
-        self.moved()
+        self.restart_step()
         return loaded.folder, loaded.client
 
     @property
@@ -636,10 +635,10 @@ class Face(nn.Module):
             return method(*args, **kwargs)
 
 
-def _heed(engine: "ref[Face]") -> None:
+def _stop_if_asked(engine: "ref[Face]") -> None:
     """What a loader calls before a batch; it does not keep the engine alive."""
     if (found := engine()) is not None:
-        found.heed()
+        found.stop_if_asked()
 
 
 def _whole(path: str, value: Any) -> int:

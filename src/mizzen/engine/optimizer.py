@@ -113,7 +113,7 @@ class EngineOptimizer(Optimizer):
         return self.loss_scale
 
 
-def repoint(optimizer: Optimizer, stores: Sequence[Store]) -> None:
+def use_masters(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     """Make an optimizer work on the master weights of stores instead of the parameters it was built with.
 
     States that it already had are refused: they belong to whole parameters, and a checkpoint is the way to carry them

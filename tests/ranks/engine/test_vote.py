@@ -9,10 +9,10 @@ import torch.distributed as dist
 import mizzen
 from mizzen.accelerator import Fetch
 from mizzen.comm import collectives
-from mizzen.engine.vote import Role, Sums, Tally, Vote
+from mizzen.engine.vote import Role, StepSums, Tally, Vote
 from parity.programs import Case, build, micro_batches
 
-NOTHING = Sums(0.0, None, 0.0, False, False, False, False, False, False, False, True, 1)
+NOTHING = StepSums(0.0, None, 0.0, False, False, False, False, False, False, False, True, 1)
 
 
 def votes(numbers: dict) -> list:
@@ -59,7 +59,7 @@ def trained(stage: int, ahead: bool, broken: int) -> list:
         if not speaks:
             engine.updater.scaler.has_scaled = False
             tally = Tally()
-        engine.window.tally = tally
+        engine.micro_batches.tally = tally
         report = engine.step()
         told.append((report.applied, report.loss, report.grad_norm, "rank 1: " in report.reason))
     values = [mizzen.zero.safe_get_full_fp32_param(each) for each in engine.module.parameters()]

@@ -31,7 +31,7 @@ def test_a_micro_batch_is_moved_when_it_runs(monkeypatch):
         call=lambda module, args, kwargs: module(*args, **kwargs), region=nullcontext,
         scaler=SimpleNamespace(scaled=lambda loss: loss),
     )  # fmt: skip
-    stream, changes = SimpleNamespace(drawn=nullcontext), SimpleNamespace(take_over=lambda: None)
+    stream, changes = SimpleNamespace(active=nullcontext), SimpleNamespace(adopt=lambda: None)
     running = Running((Part(Model(said)),), None, torch.device("cpu"), Phases(None), stream, arithmetic, changes)
     tally = Accumulate(running).run([torch.ones(2), torch.ones(3)], None)
     assert said == ["move", "forward"] * 2 and tally.loss == 5

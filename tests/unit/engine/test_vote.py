@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mizzen.engine.vote import MANY_KINDS, NO_GRADIENT, NOT_FINITE, SOME_SCALED, Seen, StepTerms, Sums, Vote, decide
+from mizzen.engine.vote import MANY_KINDS, NO_GRADIENT, NOT_FINITE, SOME_SCALED, Seen, StepSums, StepTerms, Vote, decide
 from mizzen.errors import UsageError
 
 
@@ -19,13 +19,13 @@ def share_of(has_losses: bool, has_unannounced: bool, has_scaled: bool) -> float
 SCALED = Seen(has_losses=True, is_counted=False, has_unannounced=False, has_scaled=True)
 FOUR = StepTerms(share_of, gain=1.0, scale=1.0, max_norm=0.0, ranks=4, speakers=4)
 TWO_SPEAK = replace(FOUR, speakers=2, expected=Seen(True, False, False, False))
-USUAL = Sums(
+USUAL = StepSums(
     squares=16.0,
     loss=6.0,
     count=4.0,
     losses=4,
     counted=0,
-    strangers=0,
+    unannounced=0,
     scaled=4,
     requests=0,
     ahead=0,
@@ -37,7 +37,7 @@ USUAL = Sums(
 
 def decision(terms: StepTerms = FOUR, guess: Seen = SCALED, **changes: float):
     """What is decided where this rank has judged by a guess, as `Poll` does."""
-    sums = Sums(*(torch.tensor(float(value), dtype=torch.float64) for value in USUAL._replace(**changes)))
+    sums = StepSums(*(torch.tensor(float(value), dtype=torch.float64) for value in USUAL._replace(**changes)))
     try:
         share = terms.share(guess)
     except UsageError:
@@ -77,7 +77,7 @@ def test_a_step_without_a_gradient_is_skipped_and_has_not_overflowed():
     [
         ({"counted": 3}, MANY_KINDS),
         ({"losses": 0}, "no backward"),
-        ({"losses": 0, "strangers": 4, "scaled": 2}, SOME_SCALED),
+        ({"losses": 0, "unannounced": 4, "scaled": 2}, SOME_SCALED),
     ],
 )
 def test_a_wrong_use_is_refused_and_a_request_to_stop_still_heard(changes, said):

@@ -19,7 +19,7 @@ from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.plan.parts import Store
 
 
-class Changes:
+class ModelChanges:
     """Looks at a model before every forward that is differentiated, before every step, save and load."""
 
     def __init__(self, modules: Sequence[nn.Module], stores: Sequence[Store], optimizer: Optimizer | None) -> None:
@@ -32,17 +32,17 @@ class Changes:
         """For each store a sum of each parameter, as they are before the step; empty if there are no new values."""
 
     @property
-    def has_new(self) -> bool:
+    def has_new_values(self) -> bool:
         """Whether parameters on this rank were given new values by a change, since the last step."""
         return any(store.status.has_new_values for store in self.stores)
 
-    def before_step(self) -> None:
+    def check_step(self) -> None:
         """Refuse a step that would not be what it seems."""
         self.members.check()
-        self.take_over()
+        self.adopt()
         refuse_gathered(self.stores)
         self.sides.check(store.contents.trained for store in self.stores)
-        self._values = [_sums(store) for store in self.stores] if self.has_new else []
+        self._values = [_sums(store) for store in self.stores] if self.has_new_values else []
 
     def compare(self, changed: float, ranks: int) -> None:
         """Once it is known how many ranks have new values: refuse a step unless all have the same. All call this."""
@@ -55,7 +55,7 @@ class Changes:
             if store.ranks.reduce_group is not None:
                 compare(values, store.ranks.reduce_group)
 
-    def take_over(self) -> None:
+    def adopt(self) -> None:
         """Train on with what stands in the model now, or say what of it cannot be."""
         stores = [store for store in self.stores if store.contents.trained]  # a released one has none
         if stores and not all(tree.is_same() for tree in self.trees):
