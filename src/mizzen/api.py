@@ -18,7 +18,6 @@ from mizzen.config.source import Source, read_source
 from mizzen.engine.access import release_model
 from mizzen.engine.build import build_engine
 from mizzen.engine.engine import Engine, EngineComponents
-from mizzen.engine.face import RunContext
 from mizzen.engine.prepare import (
     check_equal,
     check_optimizer,
@@ -36,6 +35,7 @@ from mizzen.engine.prepare import (
     without_needless_offload,
 )
 from mizzen.engine.runner import Accumulate
+from mizzen.engine.status import RunContext
 from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import LEVELS, set_level

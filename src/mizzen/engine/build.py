@@ -11,13 +11,13 @@ from mizzen.ambient import AMBIENT
 from mizzen.checkpoint.background import Background
 from mizzen.engine.access import Owner, trained_name
 from mizzen.engine.engine import Engine, EngineComponents
-from mizzen.engine.face import RunContext
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.optimizer import use_masters
 from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
 from mizzen.engine.runner import Accumulate, Running
 from mizzen.engine.saving import Saving, folder_of, preflight, team_of
+from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Vote

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from mizzen.engine.face import Face, RunContext
+from mizzen.engine.interface import EngineInterface
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
 from mizzen.engine.runner import LossFunction, Runner
 from mizzen.engine.saving import Saving
+from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Decision
@@ -39,7 +40,7 @@ class EngineComponents:
     meters: tuple[Meter, ...] = ()
 
 
-class Engine(Face):
+class Engine(EngineInterface):
     """One model in training. `backward` and `step` for an open loop, `train_batch` for a whole step."""
 
     def __init__(self, components: EngineComponents, context: RunContext) -> None:
@@ -70,7 +71,7 @@ class Engine(Face):
         """The model's output, as it is."""
         self.stop_if_asked()
         if self.training:
-            self.micro_batches.count_forward((args, kwargs))
+            self.step_in_progress.count_forward((args, kwargs))
         return self.runner.forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -84,7 +85,7 @@ class Engine(Face):
             raise UsageError("backward takes a loss that depends on trained parameters; this one needs no gradient")
         self._require_updater("backward")
         accumulation = self.batch.accumulation
-        self.micro_batches.add_loss(loss, is_share=not scale_wrt_gas)
+        self.step_in_progress.add_loss(loss, is_share=not scale_wrt_gas)
         weighted = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
         self.runner.backward(weighted, last=self._is_last(), retain_graph=retain_graph)
         return weighted.detach()
@@ -99,22 +100,22 @@ class Engine(Face):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepReport:
         """Count a micro-batch; at the boundary also update the parameters, and then the learning rate."""
         self._require_updater("step")
-        if self.micro_batches.kept_local_by:
-            raise UsageError(f"step() inside {self.micro_batches.kept_local_by}(): leave the context first")
+        if self.step_in_progress.kept_local_by:
+            raise UsageError(f"step() inside {self.step_in_progress.kept_local_by}(): leave the context first")
         if self.managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
-            self.micro_batches.steps += 1
+            self.step_in_progress.steps += 1
             self.step_was_due = False
             return self._report(False, ACCUMULATING)
-        calls = self.micro_batches.steps + 1
-        is_counted = self.managed and self.micro_batches.boundary is None
-        return self._end_step(calls if is_counted else max(calls, self.micro_batches.passes), lr_kwargs)
+        calls = self.step_in_progress.steps + 1
+        is_counted = self.managed and self.step_in_progress.boundary is None
+        return self._end_step(calls if is_counted else max(calls, self.step_in_progress.passes), lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the parameters."""
-        if self.micro_batches.boundary is not None:
-            return self.micro_batches.boundary
-        return not self.managed or self.micro_batches.steps + 1 >= self.batch.accumulation
+        if self.step_in_progress.boundary is not None:
+            return self.step_in_progress.boundary
+        return not self.managed or self.step_in_progress.steps + 1 >= self.batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next `step()` updates the parameters, instead of counting; None counts again."""
@@ -122,7 +123,7 @@ class Engine(Face):
             raise UsageError(
                 "managed_gradient_accumulation is false: every step() updates, there is no boundary to set"
             )
-        self.micro_batches.boundary = is_boundary
+        self.step_in_progress.boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,13 +131,13 @@ class Engine(Face):
         stage = self.settings.zero_optimization.stage
         if stage >= 2:
             raise UsageError(f"no_sync() is for ZeRO stages 0 and 1; stage {stage} keeps no whole gradients on a rank")
-        with self.micro_batches.keep_local("no_sync"):
+        with self.step_in_progress.keep_local("no_sync"):
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Several backwards, one reduction at the end of the context."""
-        with self.micro_batches.keep_local("coalesce_grad_reduction"):
+        with self.step_in_progress.keep_local("coalesce_grad_reduction"):
             yield
         for store in self.stores:
             store.reduce()
@@ -156,8 +157,8 @@ class Engine(Face):
         self.stop_if_asked()
         micros = self._pull(data_iter if data_iter is not None else self.data_iterator())
         for micro in micros:
-            self.micro_batches.count_forward(micro)
-        self.micro_batches.tally = self.runner.run(micros, loss_fn)
+            self.step_in_progress.count_forward(micro)
+        self.step_in_progress.tally = self.runner.run(micros, loss_fn)
         return self._end_step(len(micros), None)
 
     def _pull(self, source: Iterator[Any]) -> list[Any]:
@@ -175,14 +176,14 @@ class Engine(Face):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whatever `set_to_none` says. How many micro-batches make a step does not change."""
-        self.micro_batches.drop_losses()
+        self.step_in_progress.drop_losses()
         if self.updater is not None:
             self.updater.clear()
 
     def restart_step(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""
         self.zero_grad()
-        self.micro_batches.end_step()
+        self.step_in_progress.restart()
         self._stepper.forget()
         self._consecutive_skips = 0
         for observer in self.observers:
@@ -200,9 +201,9 @@ class Engine(Face):
         self.step_was_due = True
         self._stepper.check(self.lr_scheduler, lr_kwargs or {})
         with self.phases.phase("step"):
-            outcome = updater.update(self.micro_batches.tally, micros, self._factor_of)
+            outcome = updater.update(self.step_in_progress.tally, micros, self._factor_of)
         samples = round(outcome.micros * self.batch.micro * self.batch.dp)
-        self.micro_steps += micros - self.micro_batches.steps
+        self.micro_steps += micros - self.step_in_progress.steps
         self.global_samples += samples
         if self.optimizer is not None:
             self.optimizer.overflow = not outcome.applied
@@ -217,7 +218,7 @@ class Engine(Face):
         report = self._report(outcome.applied, outcome.reason, outcome, samples=samples, rates=rates, momentum=momentum)
         measures = {name: value for meter in self.meters for name, value in meter.read(report).items()}
         report = self.last_step = replace(report, measures=measures)
-        self.micro_batches.end_step()
+        self.step_in_progress.restart()
         if outcome.applied:
             self._stepper.advance(self.lr_scheduler, lr_kwargs or {})
         for observer in self.observers:
@@ -249,7 +250,7 @@ class Engine(Face):
         rates: Sequence[float] = (),
         momentum: Sequence[Any] = (),
     ) -> StepReport:
-        now, tokens = time.perf_counter(), self.micro_batches.tokens
+        now, tokens = time.perf_counter(), self.step_in_progress.tokens
         seconds, self._clock = (now - self._clock, now) if outcome else (0.0, self._clock)
         return StepReport(
             step=self.applied_steps,
@@ -290,7 +291,7 @@ class Engine(Face):
         return 1.0 / self.batch.accumulation
 
     def _is_last(self) -> bool | None:
-        if self.micro_batches.kept_local_by:
+        if self.step_in_progress.kept_local_by:
             return None
         return self.managed and self.is_gradient_accumulation_boundary()
 

@@ -21,7 +21,7 @@ from mizzen.plan.parts import Parts, Store
 from mizzen.precision.scaler import LossScaler
 
 
-class MicroBatches:
+class StepInProgress:
     """What adds up over the micro-batches since the last step, and who keeps gradients on their rank meanwhile."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class MicroBatches:
         """Forget losses whose gradients were dropped. How far the step is does not change."""
         self.tally, self.tokens, self._forwards, self._backwards = Tally(), None, 0, 0
 
-    def end_step(self) -> None:
+    def restart(self) -> None:
         """Start again: a step was taken or skipped."""
         self.drop_losses()
         self.steps = 0
@@ -107,7 +107,7 @@ class RunState:
     """Where `train_batch()` without an iterator takes its data from."""
     iterator: Any = None
     """What is under way of the loader."""
-    micro_batches: MicroBatches = field(default_factory=MicroBatches)
+    step_in_progress: StepInProgress = field(default_factory=StepInProgress)
     """The micro-batches since the last step."""
     applied_steps: int = 0
     """Optimizer steps that were taken."""
@@ -136,14 +136,14 @@ class RunState:
     @property
     def is_accumulating(self) -> bool:
         """Whether micro-batches wait for a step. Where boundaries are set from outside, counting would not tell."""
-        if self.micro_batches.boundary is None and self.settings.managed_gradient_accumulation:
-            return self.micro_batches.steps > 0
-        return self.micro_batches.tally.loss is not None
+        if self.step_in_progress.boundary is None and self.settings.managed_gradient_accumulation:
+            return self.step_in_progress.steps > 0
+        return self.step_in_progress.tally.loss is not None
 
     @property
     def is_between_steps(self) -> bool:
         """Whether this run trains, and nothing of a next step has begun."""
-        return self.optimizer is not None and self.micro_batches.tally.loss is None and not self.is_accumulating
+        return self.optimizer is not None and self.step_in_progress.tally.loss is None and not self.is_accumulating
 
     def set_loader(self, loader: Any) -> None:
         """Take data from a loader, from where that stands."""

@@ -15,9 +15,9 @@ from mizzen.config.layout import Layout
 from mizzen.config.load import load
 from mizzen.config.resolve import resolve
 from mizzen.engine.build import build_engine
-from mizzen.engine.face import RunContext
 from mizzen.engine.prepare import stream_of, with_optimizer_groups
 from mizzen.engine.runner import Accumulate, Running
+from mizzen.engine.status import RunContext
 from mizzen.environment import World
 from mizzen.errors import CheckpointError, NotBuilt, PlanError
 from mizzen.model.home import Home, pieces_at

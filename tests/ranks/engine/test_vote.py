@@ -10,7 +10,7 @@ import mizzen
 from mizzen.accelerator import Fetch
 from mizzen.comm import collectives
 from mizzen.engine.vote import Role, StepSums, Tally, Vote
-from parity.programs import Case, build, micro_batches
+from parity.programs import Case, build, step_in_progress
 
 NOTHING = StepSums(0.0, None, 0.0, False, False, False, False, False, False, False, True, 1)
 
@@ -53,13 +53,13 @@ def trained(stage: int, ahead: bool, broken: int) -> list:
     engine.updater.vote.role = Role(2, speaks=speaks)
     told = []
     for step in range(5):
-        loss = engine(*micro_batches(case, step, engine.global_rank))
+        loss = engine(*step_in_progress(case, step, engine.global_rank))
         engine.backward(loss * math.nan if step == broken and engine.global_rank == 1 else loss)
         tally = Tally().plus(loss, 3.0 if step >= 2 else 1.0, is_counted=step >= 2)
         if not speaks:
             engine.updater.scaler.has_scaled = False
             tally = Tally()
-        engine.micro_batches.tally = tally
+        engine.step_in_progress.tally = tally
         report = engine.step()
         told.append((report.applied, report.loss, report.grad_norm, "rank 1: " in report.reason))
     values = [mizzen.zero.safe_get_full_fp32_param(each) for each in engine.module.parameters()]
@@ -113,7 +113,7 @@ def waits() -> list:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "all_reduce", lambda *a, **k: (seen.append("reduced"), reduce(*a, **k))[1])
         patch.setattr(Fetch, "read", lambda self: (seen.append("read"), read(self))[1])
-        engine.backward(engine(*micro_batches(case, 0, engine.global_rank)))
+        engine.backward(engine(*step_in_progress(case, 0, engine.global_rank)))
         engine.step()
     return seen
 
