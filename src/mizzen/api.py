@@ -42,14 +42,14 @@ from mizzen.log import LEVELS, set_level
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.printer import dump_state
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.early import built
+from mizzen.parallel.zero.full.early import init_suspended
 from mizzen.plan.build import build
 from mizzen.plan.parts import Part
 
 Setup = tuple[Engine, Optimizer | None, Any, Any]
 
 
-@built()
+@init_suspended()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -86,10 +86,8 @@ def initialize(
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
     if replaced := release_model(model):
-        optimizer, model_parameters = (
-            with_current_parameters(optimizer, replaced),
-            with_current_parameters(model_parameters, replaced),
-        )
+        optimizer = with_current_parameters(optimizer, replaced)
+        model_parameters = with_current_parameters(model_parameters, replaced)
     sketch = Sketch.of(model)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
     plan = build(without_needless_offload(settings), world.size, with_optimizer_groups(sketch, model, chosen), ORDER)
@@ -166,7 +164,7 @@ def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:
 
 
 def _degrees_of_mpu(mpu: Any, world: int) -> dict[str, Any]:
-    """The same for a Megatron-style object."""
+    """The degrees of a Megatron-style object, under the keys that a configuration has for them."""
     layout = layout_from_mpu(mpu, world)
     return {
         "tensor_parallel": {"autotp_size": layout.tp if layout.tp > 1 else 0},

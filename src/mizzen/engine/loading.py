@@ -126,7 +126,7 @@ class Match:
         return cls(weights, names, LoadReport(tuple(missing), tuple(unexpected), tuple(misshaped)))
 
     def of_all(self, team: Team) -> "Match":
-        """The same with a report that holds for all ranks. They may have different parts of the model: a name that
+        """This match with a report that holds for all ranks. They may have different parts of the model: a name that
         one of them knows is not unexpected.
         """
         said: list[LoadReport] = team.everyone(self.report, CALL)

@@ -109,7 +109,7 @@ class EngineOptimizer(Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """The same, under its other name."""
+        """The loss scale, under its other name."""
         return self.loss_scale
 
 

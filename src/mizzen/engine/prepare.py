@@ -64,7 +64,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def without_needless_offload(config: Config) -> Config:
-    """The same without an offload to the host where training runs there: what it would move rests there already."""
+    """A configuration that does not offload to the host where training runs there: what would move is there already."""
     zero = config.zero_optimization
     sections = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
     needless = [name for name, section in sections.items() if section is not None and section.device == "cpu"]
@@ -264,7 +264,7 @@ def with_current_parameters(given: Any, replaced: Sequence[tuple[nn.Parameter, n
 
 
 def with_optimizer_groups(sketch: Sketch, model: nn.Module, optimizer: Optimizer | None) -> Sketch:
-    """The same with what is to be trained, and which of it the optimizer needs whole."""
+    """A sketch that says what is to be trained, and which of it the optimizer needs whole."""
     if optimizer is None:  # what nobody trains is sharded as frozen parameters are
         return sketch.with_groups({}).frozen()
     _, placed = param_groups(model, optimizer.param_groups)

@@ -16,7 +16,7 @@ from mizzen.engine.randomness import RandomStream
 from mizzen.engine.runner import tokens_in
 from mizzen.engine.vote import Tally
 from mizzen.errors import UsageError
-from mizzen.model.tree import joined
+from mizzen.model.tree import joined_module
 from mizzen.plan.parts import Parts, Store
 from mizzen.precision.scaler import LossScaler
 
@@ -131,7 +131,7 @@ class RunState:
     @property
     def module(self) -> nn.Module:
         """All that runs on this rank, as one module."""
-        return joined(self.modules)
+        return joined_module(self.modules)
 
     @property
     def is_accumulating(self) -> bool:

@@ -157,7 +157,7 @@ def _is_number(value: Any) -> bool:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on the device."""
+    """A batch with its tensors on the device, in the structure that it has."""
     return change_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

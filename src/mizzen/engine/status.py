@@ -336,7 +336,7 @@ class EngineStatus(nn.Module):
         return self.mesh.tensor_rank
 
     def get_model_parallel_rank(self) -> int:
-        """The same, under its older name."""
+        """The tensor-parallel rank, under its older name."""
         return self.get_tensor_parallel_rank()
 
     def get_sequence_parallel_group(self) -> ProcessGroup | None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.stopping import Stopping
-from mizzen.engine.vote import NOT_FINITE, Decision, Poll, ShareOf, StepSums, Tally, Vote
+from mizzen.engine.vote import NOT_FINITE, Decision, PendingDecision, ShareOf, StepSums, Tally, Vote
 from mizzen.errors import UsageError
 from mizzen.optim.rules import decided, decides, only, scaled, why_not_apart
 from mizzen.plan.parts import ReducedGradients, Store
@@ -78,11 +78,11 @@ class Updater:
         reduced = [store.reduce() for store in self.stores]
         is_ahead = self._is_ahead()
         terms = self.vote.terms(share_of, scale=self.scaler.scale, max_norm=self.max_norm)
-        poll = self.vote.call(self._own_sums(reduced, tally, micros, is_ahead=is_ahead), terms)
-        launch = self._launch(poll, is_ahead=is_ahead)
-        decision = poll.read()
+        pending = self.vote.start(self._own_sums(reduced, tally, micros, is_ahead=is_ahead), terms)
+        launch = self._launch(pending, is_ahead=is_ahead)
+        decision = pending.read()
         self._all_ahead = decision.all_ahead
-        self.vote.close(decision)
+        self.vote.remember(decision)
         self.stopping.agree(decision.stops)
         self.changes.compare(decision.changed, self.vote.ranks)
         if decision.verdict == "refuse":
@@ -94,7 +94,7 @@ class Updater:
         may_repeat = not self.one_by_one and all(rest == 1 for _, rest in self._factors())
         return self.goes_ahead and may_repeat and decides(self.optimizer)
 
-    def _launch(self, poll: Poll, *, is_ahead: bool) -> LaunchedStep:
+    def _launch(self, pending: PendingDecision, *, is_ahead: bool) -> LaunchedStep:
         """LaunchedStep the step before the host knows of its norm.
 
         The device leaves it out where the norm is not finite or no gradient came, where ranks have seen different
@@ -103,9 +103,9 @@ class Updater:
         """
         launch = LaunchedStep(is_stepped=is_ahead, is_published=self._all_ahead, is_free=self._unclipped >= STEADY)
         if launch.is_stepped:
-            is_off = poll.is_off()
-            is_off = is_off | (poll.factor != 1) if launch.is_free else is_off
-            with decided(self.optimizer, None if launch.is_free else poll.factor, is_off):
+            is_skipped = pending.is_skipped()
+            is_skipped = is_skipped | (pending.factor != 1) if launch.is_free else is_skipped
+            with decided(self.optimizer, None if launch.is_free else pending.factor, is_skipped):
                 self._step(1.0)
         if launch.is_published:
             self._write_back()
@@ -127,7 +127,7 @@ class Updater:
         """Leave everything as it was. Who has a gradient that is not finite is exchanged only here."""
         if decision.reason == NOT_FINITE:
             found = [name for each in reduced for name in each.nonfinite()]
-            decision = replace(decision, reason=self.vote.names(found))
+            decision = replace(decision, reason=self.vote.explain_nonfinite(found))
         for lot in (lot for store in self.stores for lot in store.contents.lots):
             lot.rest()
         self.clear()

@@ -44,7 +44,7 @@ class Weights:
     """Parameters that nobody trains."""
     buffers: frozenset[str]
     stored: Mapping[str, Store]
-    """Those that a store holds."""
+    """The parameters that a store holds."""
 
     @classmethod
     def of(cls, module: nn.Module, stores: Sequence[Store]) -> "Weights":
@@ -129,7 +129,7 @@ def extra_states(modules: Iterable[nn.Module]) -> dict[str, Any]:
 
 
 def set_extra_states(modules: Iterable[nn.Module], states: Mapping[str, Any]) -> None:
-    """Give it back to them."""
+    """Give modules back what `extra_states` has taken from them."""
     for name, found in _with_extras(modules):
         if name in states:
             found.set_extra_state(states[name])

@@ -110,7 +110,7 @@ class ModuleSketch:
     """Whether it is a list, a dict or a sequence of modules."""
     same_as: str | None = None
     """The path under which the same module object was met before."""
-    turns: bool = False
+    is_rotary: bool = False
     """Whether its forward calls the `ROTARY` function of its file."""
     is_leaf: bool = False
     """Whether a user has pinned it as one unit of gathering."""
@@ -140,7 +140,7 @@ class Sketch:
         return _Reader().read(module)
 
     def with_groups(self, groups: Mapping[str, int], whole: Collection[int] = ()) -> "Sketch":
-        """The same model with its parameters in these optimizer groups; one that is in none is not trained.
+        """This model with its parameters in these optimizer groups; one that is in none is not trained.
 
         The update rules of the groups `whole` need whole parameters.
         """
@@ -148,11 +148,11 @@ class Sketch:
         return replace(self, parameters=tuple(parameters))
 
     def with_home(self, home: Home) -> "Sketch":
-        """The same model with all parameters in one home."""
+        """This model with all parameters in one home."""
         return replace(self, parameters=tuple(replace(p, home=home) for p in self.parameters))
 
     def local(self, layout: Layout, rank: int) -> "Sketch":
-        """The same model as a rank has it: with the shapes of what it holds, and without what is not there."""
+        """This model as a rank has it: with the shapes of what it holds, and without what is not there."""
         here = self.having({p.name for p in self.parameters if p.home.is_at(layout, rank)})
         parameters = (
             p if p.home.is_whole else replace(p, shape=p.home.local_shape(p.shape, layout, rank))
@@ -161,7 +161,7 @@ class Sketch:
         return replace(here, parameters=tuple(parameters))
 
     def having(self, names: Collection[str]) -> "Sketch":
-        """The same model with these parameters alone."""
+        """This model with these parameters alone."""
         if len(names) == len(self.parameters):
             return self
         kept = tuple(p for p in self.parameters if p.name in names)
@@ -170,7 +170,7 @@ class Sketch:
         return replace(self, parameters=kept, modules=tuple(modules))
 
     def frozen(self) -> "Sketch":
-        """The same model with nothing to train."""
+        """This model with nothing to train."""
         return replace(self, parameters=tuple(replace(p, requires_grad=False) for p in self.parameters))
 
     @property
@@ -342,7 +342,7 @@ class _Reader:
                 names,
                 _is_a(module, CONTAINERS),
                 same_as,
-                turns=_turns(module),
+                is_rotary=_is_rotary(module),
                 is_leaf=AMBIENT.leaves.get(module) is not None,
                 type=type(module),
                 own=frozenset(vars(module)),
@@ -399,6 +399,6 @@ def _hints(module: "nn.Module") -> tuple[str, ...]:
     return tuple(sorted(hint)) if isinstance(hint, list | tuple | set | frozenset) else ()
 
 
-def _turns(module: "nn.Module") -> bool:
+def _is_rotary(module: "nn.Module") -> bool:
     forward = type(module).forward
     return inspect.isfunction(forward) and ROTARY in forward.__code__.co_names

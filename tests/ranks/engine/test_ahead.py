@@ -9,7 +9,7 @@ from torch.optim import optimizer
 
 import mizzen
 from mizzen.engine.update import STEADY
-from parity.programs import Case, build, step_in_progress
+from parity.programs import Case, build, micro_batches
 
 
 def start(case: Case, *, ahead: bool):
@@ -43,7 +43,7 @@ def train(stage: int, way: str, broken: tuple[int, ...], limit: float, ahead: bo
     for step in range(unlimited + 4):
         engine.updater.max_norm = limit if step >= unlimited else 0.0
         armed["on"] = step in broken and engine.global_rank == 1
-        (tokens,) = step_in_progress(case, step, engine.global_rank)
+        (tokens,) = micro_batches(case, step, engine.global_rank)
         if way == "counted":
             report = engine.train_batch(iter([(tokens, tokens)]), lambda out, _: (out * 3, torch.tensor(3.0)))
         else:
@@ -85,7 +85,7 @@ def one_rank_is_idle(ahead: bool, is_bare: bool) -> list:
     case = Case(0, 2, 2, samples=8)
     engine = start(case, ahead=ahead)
     for step in range(2):
-        for tokens in step_in_progress(case, step, engine.global_rank):
+        for tokens in micro_batches(case, step, engine.global_rank):
             if step or engine.global_rank:
                 loss = engine(tokens)
                 engine.scale(loss).backward() if is_bare else engine.backward(loss)
@@ -110,7 +110,7 @@ def with_a_hook(kind: str, is_global: bool) -> tuple[int, int]:
     handle = getattr(place, f"register_{name}_{kind}_hook")(lambda *_: calls.append(1))
     engine.module.norm.weight.register_hook(lambda g: g * float("inf") if not calls and not engine.skipped_steps else g)
     for step in range(3):
-        engine.backward(engine(step_in_progress(case, step, engine.global_rank)[0]))
+        engine.backward(engine(micro_batches(case, step, engine.global_rank)[0]))
         engine.step()
     handle.remove()
     return len(calls), engine.global_steps
@@ -133,7 +133,7 @@ def with_a_hook_here_only(stage: int, ahead: bool, family: str, dtype: str) -> l
         if step == 2 and engine.global_rank:
             engine.basic_optimizer.register_step_post_hook(lambda *_: None)
         armed["on"] = step == 2
-        engine.backward(engine(step_in_progress(case, step, engine.global_rank)[0]))
+        engine.backward(engine(micro_batches(case, step, engine.global_rank)[0]))
         told.append(engine.step().applied)
     values = engine.module.state_dict() if stage == 1 else {}  # at stage 3 masters are the values
     return [told, kept(engine) | {name: value.clone() for name, value in values.items()}]
@@ -157,7 +157,7 @@ def written_back(ahead: bool) -> list[str]:
     store.write_back = lambda: (seen.append("p"), write_back())
     engine.updater.stopping.agree = lambda asked: (seen.append("r"), agree(asked))
     for step in range(3):
-        engine.backward(engine(step_in_progress(case, step, engine.global_rank)[0]))
+        engine.backward(engine(micro_batches(case, step, engine.global_rank)[0]))
         engine.step()
     return seen
 
@@ -170,7 +170,7 @@ def test_new_values_are_sent_before_the_norm_is_read_once_all_ranks_are_known_to
 def kinds_of_losses() -> str:
     case = Case(0, 2, samples=8)
     engine = start(case, ahead=False)
-    (tokens,) = step_in_progress(case, 0, engine.global_rank)
+    (tokens,) = micro_batches(case, 0, engine.global_rank)
 
     def loss(out, _):
         return (out, torch.tensor(1.0)) if engine.global_rank else out
@@ -187,7 +187,7 @@ def test_ranks_whose_losses_are_of_different_kinds_are_told(world):
 def some_are_scaled(ahead: bool) -> str:
     case = Case(0, 2, 2, samples=8)
     engine = start(case, ahead=ahead)
-    for tokens in step_in_progress(case, 0, engine.global_rank):
+    for tokens in micro_batches(case, 0, engine.global_rank):
         loss = engine(tokens)
         (engine.scale(loss) if engine.global_rank else loss).backward()
     engine.set_gradient_accumulation_boundary(True)

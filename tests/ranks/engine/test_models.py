@@ -6,14 +6,14 @@ from torch import nn
 
 import mizzen
 from mizzen.engine.prepare import check_equal
-from parity.programs import Case, TinyLanguageModel, build, reference, step_in_progress
+from parity.programs import Case, TinyLanguageModel, build, micro_batches, reference
 from ranks.engine.test_training import start
 
 
 def a_few_steps(engine, case: Case, steps: int = 3) -> list[float]:
     losses = []
     for step in range(steps):
-        for tokens in step_in_progress(case, step, engine.global_rank):
+        for tokens in micro_batches(case, step, engine.global_rank):
             engine.backward(engine(tokens))
             report = engine.step()
         losses.append(report.loss)
@@ -186,7 +186,7 @@ def access(stage: int, dtype: str) -> dict[str, bool]:
     with zero.GatheredParameters(weight):
         whole = engine.module.blocks[1].up.weight
         found["parameter follows"] = torch.equal(whole, value.to(whole.dtype))
-    (tokens,) = step_in_progress(Case(stage, 2), 0, engine.global_rank)
+    (tokens,) = micro_batches(Case(stage, 2), 0, engine.global_rank)
     engine.backward(engine(tokens))
     gradient = zero.safe_get_full_grad(weight)
     zero.safe_set_full_grad(weight, 2 * gradient)
@@ -261,7 +261,7 @@ def two_engines(stage: int) -> tuple[list[float], list[float], str]:
     first = a_few_steps(old, case, 1)
     new = start(case, old.module)
     with pytest.raises(mizzen.UsageError) as caught:
-        old.backward(old(step_in_progress(case, 0, old.global_rank)[0]))
+        old.backward(old(micro_batches(case, 0, old.global_rank)[0]))
     old.destroy()
     return first, a_few_steps(new, case, 3), str(caught.value)
 
@@ -283,7 +283,7 @@ def side_by_side(stages: list[int]) -> list[list[float]]:
     engines = [mizzen.initialize(model=build(case), config=case.config)[0] for case in cases]
     losses = [[] for _ in cases]
     for step in range(3):
-        outputs = [e(step_in_progress(case, step, e.global_rank)[0]) for e, case in zip(engines, cases, strict=True)]
+        outputs = [e(micro_batches(case, step, e.global_rank)[0]) for e, case in zip(engines, cases, strict=True)]
         for engine, loss, seen in zip(engines, outputs, losses, strict=True):
             engine.backward(loss)
             seen.append(engine.step().loss)

@@ -5,7 +5,7 @@ import json
 import torch
 
 import mizzen
-from parity.programs import Case, build, step_in_progress
+from parity.programs import Case, build, micro_batches
 
 
 def hundred_steps() -> int:
@@ -13,7 +13,7 @@ def hundred_steps() -> int:
     del config["progress"]  # the default
     engine, *_ = mizzen.initialize(model=build(Case()), config=config)
     for step in range(100):
-        engine.backward(engine(step_in_progress(Case(2, 4, samples=8), step, engine.global_rank)[0]))
+        engine.backward(engine(micro_batches(Case(2, 4, samples=8), step, engine.global_rank)[0]))
         engine.step()
     engine.destroy()
     return engine.global_steps
@@ -39,7 +39,7 @@ def write_everything(folder: str) -> None:
     }
     engine, *_ = mizzen.initialize(model=build(Case()), config=Case(1, 2).config | extra)
     for step in range(4):
-        report = engine.train_batch(iter(step_in_progress(Case(1, 2), step, engine.global_rank)))
+        report = engine.train_batch(iter(micro_batches(Case(1, 2), step, engine.global_rank)))
     assert set(report.phases) == {"forward", "backward", "step"}
     assert all(seconds > 0 for seconds in report.phases.values())
     assert set(engine.get_wall_clock_timers()) == {"forward", "backward", "step"}
@@ -62,7 +62,7 @@ def test_what_is_asked_for_is_written(world, tmp_path):
 
 def lazy() -> tuple[bool, str]:
     engine, *_ = mizzen.initialize(model=build(Case()), config=Case(0, 1, 2).config)
-    first, second = step_in_progress(Case(0, 1, 2), 0, 0)
+    first, second = micro_batches(Case(0, 1, 2), 0, 0)
     engine.backward(engine(first))
     early = engine.step()
     engine.backward(engine(second))

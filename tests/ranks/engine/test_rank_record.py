@@ -7,14 +7,14 @@ from pathlib import Path
 import mizzen
 from mizzen.watch.run import find_runs
 from mizzen.watch.watcher import Watcher
-from parity.programs import Case, build, step_in_progress
+from parity.programs import Case, build, micro_batches
 
 
 def train(folder: str, beside: bool) -> None:
     section = {"enabled": True, "output_path": folder, "job_name": "run", "heartbeat": 0.05}
     engine, *_ = mizzen.initialize(model=build(Case()), config=Case(2, 2).config | {"jsonl_monitor": section})
     for step in range(4):
-        engine.backward(engine(step_in_progress(Case(2, 2), step, engine.global_rank)[0]))
+        engine.backward(engine(micro_batches(Case(2, 2), step, engine.global_rank)[0]))
         engine.step()
     engine.save_checkpoint(f"{folder}/checkpoints", async_save=beside)
     engine.load_checkpoint(f"{folder}/checkpoints")

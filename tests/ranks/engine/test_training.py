@@ -10,7 +10,7 @@ from torch import nn
 
 import mizzen
 from mizzen.errors import StepError, UsageError
-from parity.programs import Case, batch, build, step_in_progress
+from parity.programs import Case, batch, build, micro_batches
 
 QUIET = {"progress": {"enabled": False}}
 
@@ -41,7 +41,7 @@ def poison(stage: int, at_step: int, at_rank: int, name: str) -> dict:
     for step in range(4):
         armed["on"] = step == at_step and engine.global_rank == at_rank
         before = snapshot(engine)
-        (tokens,) = step_in_progress(case, step, engine.global_rank)
+        (tokens,) = micro_batches(case, step, engine.global_rank)
         engine.backward(engine(tokens))
         report = engine.step()
         if step == at_step:
@@ -75,7 +75,7 @@ def poison_for_ever() -> str:
     engine.module.norm.weight.register_hook(lambda g: g * float("inf"))
     with pytest.raises(StepError) as caught:
         for step in range(10):
-            engine.backward(engine(step_in_progress(Case(2, 2), step, engine.global_rank)[0]))
+            engine.backward(engine(micro_batches(Case(2, 2), step, engine.global_rank)[0]))
             engine.step()
     return str(caught.value)
 
@@ -90,7 +90,7 @@ def accumulate(stage: int, way: str) -> list[torch.Tensor]:
     """One step over two micro-batches, in one of the ways that users have; returns the full gradients."""
     case = Case(stage, 2, 2, samples=8)
     engine = start(case)
-    first, second = step_in_progress(case, 0, engine.global_rank)
+    first, second = micro_batches(case, 0, engine.global_rank)
     if way == "engine":
         for tokens in (first, second):
             engine.backward(engine(tokens))
@@ -155,7 +155,7 @@ def four_models() -> list[list[float]]:
     losses = [[] for _ in engines]
     for step in range(3):
         for place, engine in enumerate(engines):
-            (tokens,) = step_in_progress(Case(0, 2), step, engine.global_rank)
+            (tokens,) = micro_batches(Case(0, 2), step, engine.global_rank)
             with torch.no_grad():
                 frozen(tokens)
             engine.backward(engine(tokens))
@@ -169,7 +169,7 @@ def alone(stage: int) -> list[float]:
     engine = start(Case(stage, 2))
     losses = []
     for step in range(3):
-        engine.backward(engine(step_in_progress(Case(0, 2), step, engine.global_rank)[0]))
+        engine.backward(engine(micro_batches(Case(0, 2), step, engine.global_rank)[0]))
         losses.append(engine.step().loss)
     return losses
 
@@ -184,7 +184,7 @@ def live_and_die(rounds: int, stage: int) -> tuple[list[int], list[int]]:
     for _ in range(rounds):
         engine = start(Case(stage, 2))
         for step in range(2):
-            engine.backward(engine(step_in_progress(Case(0, 2), step, engine.global_rank)[0]))
+            engine.backward(engine(micro_batches(Case(0, 2), step, engine.global_rank)[0]))
             engine.step()
         engine.destroy()
         del engine
@@ -227,7 +227,7 @@ def moving_average(stage: int) -> tuple[bool, bool]:
     everything = list(engine.module.parameters())
     with mizzen.zero.GatheredParameters(everything):
         old = [p.detach().clone() for p in engine.module.parameters()]
-    engine.backward(engine(step_in_progress(Case(0, 2), 0, engine.global_rank)[0]))
+    engine.backward(engine(micro_batches(Case(0, 2), 0, engine.global_rank)[0]))
     engine.step()
     with mizzen.zero.GatheredParameters(everything):
         read = [p.detach().clone() for p in engine.module.parameters()]

@@ -10,7 +10,7 @@ import mizzen
 from mizzen.accelerator import Fetch
 from mizzen.comm import collectives
 from mizzen.engine.vote import Role, StepSums, Tally, Vote
-from parity.programs import Case, build, step_in_progress
+from parity.programs import Case, build, micro_batches
 
 NOTHING = StepSums(0.0, None, 0.0, False, False, False, False, False, False, False, True, 1)
 
@@ -19,12 +19,12 @@ def votes(numbers: dict) -> list:
     """Four ranks of which two have losses; each counts a quarter of the squares."""
     rank = dist.get_rank()
     speaks = rank >= 2
-    vote = Vote(dist.group.WORLD, torch.device("cpu"), Role(2, speaks=speaks))
+    vote = Vote(dist.group.WORLD, torch.device("cpu"), Role(2, has_losses=speaks))
     mine = NOTHING._replace(**{"squares": torch.tensor(4.0, dtype=torch.float64)} | numbers.get(rank, {}))
     if speaks:
         mine = mine._replace(loss=torch.tensor(float(rank)), count=1.0, losses=True)
-    decision = vote.call(mine, vote.terms(lambda *_: 1.0)).read()
-    return [decision, vote.names(["w"] if math.isnan(float(mine.squares)) else [])]
+    decision = vote.start(mine, vote.terms(lambda *_: 1.0)).read()
+    return [decision, vote.explain_nonfinite(["w"] if math.isnan(float(mine.squares)) else [])]
 
 
 def test_the_loss_is_the_mean_of_those_who_have_one(world):
@@ -50,10 +50,10 @@ def trained(stage: int, ahead: bool, broken: int) -> list:
     engine, *_ = mizzen.initialize(model=build(case), config=case.config)
     speaks = engine.global_rank >= 2
     engine.updater.goes_ahead = ahead
-    engine.updater.vote.role = Role(2, speaks=speaks)
+    engine.updater.vote.role = Role(2, has_losses=speaks)
     told = []
     for step in range(5):
-        loss = engine(*step_in_progress(case, step, engine.global_rank))
+        loss = engine(*micro_batches(case, step, engine.global_rank))
         engine.backward(loss * math.nan if step == broken and engine.global_rank == 1 else loss)
         tally = Tally().plus(loss, 3.0 if step >= 2 else 1.0, is_counted=step >= 2)
         if not speaks:
@@ -113,7 +113,7 @@ def waits() -> list:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "all_reduce", lambda *a, **k: (seen.append("reduced"), reduce(*a, **k))[1])
         patch.setattr(Fetch, "read", lambda self: (seen.append("read"), read(self))[1])
-        engine.backward(engine(*step_in_progress(case, 0, engine.global_rank)))
+        engine.backward(engine(*micro_batches(case, 0, engine.global_rank)))
         engine.step()
     return seen
 
