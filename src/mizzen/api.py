@@ -14,41 +14,41 @@ from mizzen.comm.mesh import Mesh
 from mizzen.comm.mpu import layout_from_mpu
 from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.schema import Config
-from mizzen.engine.access import retire
+from mizzen.engine.access import release_model
 from mizzen.engine.build import build_engine
-from mizzen.engine.engine import Driving, Engine
-from mizzen.engine.face import Surroundings
+from mizzen.engine.engine import Engine, EngineComponents
 from mizzen.engine.prepare import (
-    agree,
-    at_home,
     check_equal,
     check_optimizer,
     choose_optimizer,
     choose_scheduler,
-    grouped,
+    compare_plans,
     loaders_of,
+    move_to_device,
     observers_of,
-    place,
     refuse_wrapped,
-    renewed,
     seed_of,
     stream_of,
+    with_current_parameters,
+    with_optimizer_groups,
+    without_needless_offload,
 )
 from mizzen.engine.runner import Accumulate
+from mizzen.engine.status import RunContext
 from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import LEVELS, set_level
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.terminal import dump_state
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.early import built
+from mizzen.parallel.zero.full.early import init_suspended
 from mizzen.plan.build import build
 from mizzen.plan.parts import Part
 
 Setup = tuple[Engine, Optimizer | None, Any, Any]
 
 
-@built()
+@init_suspended()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -64,7 +64,7 @@ def initialize(
     mesh_param: tuple[int, int] | None = None,
     config_params: ConfigSource | None = None,
     *,
-    make_engine: Callable[[Driving, Surroundings], Engine] = Engine,
+    make_engine: Callable[[EngineComponents, RunContext], Engine] = Engine,
     defaults: Mapping[str, Any] | None = None,
 ) -> Setup:
     """An engine for a model, with its optimizer, data loader and learning-rate schedule.
@@ -84,20 +84,21 @@ def initialize(
     world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
-    if replaced := retire(model):
-        optimizer, model_parameters = renewed(optimizer, replaced), renewed(model_parameters, replaced)
+    if replaced := release_model(model):
+        optimizer = with_current_parameters(optimizer, replaced)
+        model_parameters = with_current_parameters(model_parameters, replaced)
     sketch = Sketch.of(model)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
-    plan = build(at_home(settings), world.size, grouped(sketch, model, chosen), ORDER)
+    plan = build(without_needless_offload(settings), world.size, with_optimizer_groups(sketch, model, chosen), ORDER)
     check_optimizer(chosen, plan)
-    agree(plan)
+    compare_plans(plan)
     accelerator = get_accelerator()
     mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name, groups=plan.groups)
-    place(model, plan, mesh)
+    move_to_device(model, plan, mesh)
     parts = plan.apply((Part(model),), mesh)
     check_equal(model, mesh, plan.elsewhere)
     seed = seed_of(plan.resolved.config, mesh)
-    surroundings = Surroundings(
+    context = RunContext(
         resolved=plan.resolved,
         user_config=source if isinstance(source, Mapping) else read_source(source),
         mesh=mesh,
@@ -110,7 +111,7 @@ def initialize(
     )
     engine = build_engine(
         parts,
-        surroundings,
+        context,
         optimizer=chosen,
         scheduler=choose_scheduler(lr_scheduler, plan.resolved.config, chosen),
         observers=observers_of(plan, world),
@@ -162,7 +163,7 @@ def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:
 
 
 def _degrees_of_mpu(mpu: Any, world: int) -> dict[str, Any]:
-    """The same for a Megatron-style object."""
+    """The degrees of a Megatron-style object, under the keys that a configuration has for them."""
     layout = layout_from_mpu(mpu, world)
     return {
         "tensor_parallel": {"autotp_size": layout.tp if layout.tp > 1 else 0},

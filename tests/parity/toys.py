@@ -229,10 +229,10 @@ class Turns:
         stages, self.group = running.mesh.ranks("pp"), running.mesh.group("pp")
         self.is_last, self.changes = running.mesh.rank == stages[1], running.changes
         self.peer = stages[0] if self.is_last else stages[1]
-        self.role = Role(running.mesh.layout.world // 2, speaks=self.is_last)
+        self.role = Role(running.mesh.layout.world // 2, has_losses=self.is_last)
 
     def run(self, micros, loss_function):
-        self.changes.take_over()
+        self.changes.adopt()
         tally = Tally()
         for number, tokens in enumerate(micros, 1):
             for store in self.part.stores:

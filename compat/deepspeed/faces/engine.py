@@ -20,8 +20,8 @@ from deepspeed.faces.getters import KEYS
 from deepspeed.faces.schedules import KINDS
 from mizzen import api
 from mizzen.engine.engine import Engine
-from mizzen.engine.face import GETTERS, NEGATED, UNBUILT
 from mizzen.engine.saving import folder_of
+from mizzen.engine.status import GETTERS, NEGATED, UNBUILT
 from mizzen.environment import World, environ
 from mizzen.errors import CheckpointError, NotBuilt
 from mizzen.log import get_logger
@@ -128,7 +128,7 @@ class DeepSpeedEngine(Engine):
     @property
     def _config(self) -> DeepSpeedConfig:
         """The configuration, under the attributes that scripts read."""
-        return DeepSpeedConfig.of(self.surroundings.resolved, self.config)
+        return DeepSpeedConfig.of(self.run_context.resolved, self.config)
 
     @property
     def communication_data_type(self) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from mizzen.cli.parser import Parser, examples, write
 from mizzen.config.describe import wrong_names
 from mizzen.config.resolve import resolve
 from mizzen.config.schema import Config
-from mizzen.engine.prepare import choose_optimizer, grouped
+from mizzen.engine.prepare import choose_optimizer, with_optimizer_groups
 from mizzen.errors import PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
@@ -70,7 +70,7 @@ def sketch_at(address: str, config: Config) -> Sketch:
     sketch = Sketch.of(model)
     if config.optimizer is None:
         return sketch
-    return grouped(sketch, model, choose_optimizer(None, config, model, sketch))
+    return with_optimizer_groups(sketch, model, choose_optimizer(None, config, model, sketch))
 
 
 def _function_at(address: str) -> Callable[[], Any]:

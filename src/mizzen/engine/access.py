@@ -53,7 +53,7 @@ def owner_of(parameter: nn.Parameter) -> Owner | None:
     return None
 
 
-def retire(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+def release_model(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Take a model away from the engine that has it, if one does: two engines cannot hold one parameter.
 
     Returns the parameter objects that are no longer the model's, each with the one in its place.

@@ -10,14 +10,14 @@ from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.checkpoint.async_save import SaveThread
 from mizzen.engine.access import Owner, trained_name
-from mizzen.engine.changes import Changes
-from mizzen.engine.engine import Driving, Engine
-from mizzen.engine.face import Surroundings
-from mizzen.engine.optimizer import repoint
+from mizzen.engine.engine import Engine, EngineComponents
+from mizzen.engine.model_changes import ModelChanges
+from mizzen.engine.optimizer import use_masters
 from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
 from mizzen.engine.runner import Accumulate, Running
 from mizzen.engine.saving import Saving, folder_of, preflight, team_of
+from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Vote
@@ -34,35 +34,35 @@ from mizzen.progress import get_progress
 
 def build_engine(
     parts: Parts,
-    surroundings: Surroundings,
+    context: RunContext,
     *,
     optimizer: Optimizer | None,
     scheduler: Any,
     observers: tuple[Observer, ...],
     make_runner: MakeRunner = Accumulate,
-    make: Callable[[Driving, Surroundings], Engine] = Engine,
+    make: Callable[[EngineComponents, RunContext], Engine] = Engine,
 ) -> Engine:
     """Put an engine together. `optimizer` was built on the model's own parameters; it is given the masters instead."""
     stores = [store for part in parts for store in part.stores]
-    resolved, mesh = surroundings.resolved, surroundings.mesh
+    resolved, mesh = context.resolved, context.mesh
     config = resolved.config
     arithmetic = Arithmetic.of(config, get_accelerator().name)
     updater, stopping = None, Stopping()
     if optimizer is not None:
-        repoint(optimizer, stores)
+        use_masters(optimizer, stores)
     for lot in (lot for store in stores for lot in store.contents.lots):
         lot.rest()
-    changes = Changes([part.module for part in parts], stores, optimizer)
+    changes = ModelChanges([part.module for part in parts], stores, optimizer)
     run_state = RunState(
         settings=config,
         mesh=mesh,
-        batch=surroundings.resolved.batch,
+        batch=context.resolved.batch,
         parts=parts,
         changes=changes,
-        stream=surroundings.stream,
+        stream=context.stream,
         scaler=arithmetic.scaler,
-        seed=surroundings.seed,
-        groups=surroundings.groups,
+        seed=context.seed,
+        groups=context.groups,
         optimizer=optimizer,
         scheduler=scheduler,
     )
@@ -71,13 +71,13 @@ def build_engine(
     phases = Phases(accelerator if config.wall_clock_breakdown else None, instruments.around)
     get_progress().set_hang_timeout(config.hang_timeout)
     phases.at_step(0)  # from now on there is something to save
-    runner = make_runner(Running(parts, mesh, surroundings.device, phases, surroundings.stream, arithmetic, changes))
+    runner = make_runner(Running(parts, mesh, context.device, phases, context.stream, arithmetic, changes))
     if optimizer is not None:
         gain = float(resolved.layout.same_model) if config.gradient_allreduce_op == "sum" else 1.0
         updater = Updater(
             stores,
             optimizer,
-            Vote(surroundings.mesh.everyone, surroundings.device, runner.role, gain=gain),
+            Vote(context.mesh.everyone, context.device, runner.role, gain=gain),
             max_norm=config.gradient_clipping,
             scaler=arithmetic.scaler,
             changes=changes,
@@ -86,8 +86,8 @@ def build_engine(
     saving = Saving(config.checkpoint, team_of(mesh), SaveThread(mesh.aside), told=observers)
     followers = (observer for part in parts for observer in part.observers)
     observers = (*observers, *instruments.observers, *followers, saving)
-    driving = Driving(run_state, runner, updater, phases, saving, stopping, observers, instruments.meters)
-    engine = make(driving, surroundings)
+    components = EngineComponents(run_state, runner, updater, phases, saving, stopping, observers, instruments.meters)
+    engine = make(components, context)
     _own(engine, arithmetic.scaler)
     if config.checkpoint.dir is not None:
         preflight(run_state, folder_of(config.checkpoint, None))

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from mizzen.engine.face import Face, Surroundings
+from mizzen.engine.interface import EngineInterface
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
 from mizzen.engine.runner import LossFunction, Runner
 from mizzen.engine.saving import Saving
+from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Decision
@@ -26,7 +27,7 @@ from mizzen.precision.scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
-class Driving:
+class EngineComponents:
     """The parts of an engine that move: how a batch runs, how parameters change, and who is told."""
 
     run_state: RunState
@@ -39,19 +40,19 @@ class Driving:
     meters: tuple[Meter, ...] = ()
 
 
-class Engine(Face):
+class Engine(EngineInterface):
     """One model in training. `backward` and `step` for an open loop, `train_batch` for a whole step."""
 
-    def __init__(self, driving: Driving, surroundings: Surroundings) -> None:
-        super().__init__(driving.run_state, surroundings)
-        self.runner = driving.runner
-        self.updater: Updater | None = driving.updater
-        self.phases = driving.phases
-        self.saving = driving.saving
-        self.stopping = driving.stopping
-        self.observers = driving.observers
-        self.meters = driving.meters
-        self.monitor = monitor_of(driving.observers)
+    def __init__(self, components: EngineComponents, context: RunContext) -> None:
+        super().__init__(components.run_state, context)
+        self.runner = components.runner
+        self.updater: Updater | None = components.updater
+        self.phases = components.phases
+        self.saving = components.saving
+        self.stopping = components.stopping
+        self.observers = components.observers
+        self.meters = components.meters
+        self.monitor = monitor_of(components.observers)
         if self.updater is not None:
             self.optimizer = EngineOptimizer(
                 self.updater.optimizer,
@@ -68,9 +69,9 @@ class Engine(Face):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as it is."""
-        self.heed()
+        self.stop_if_asked()
         if self.training:
-            self.window.see((args, kwargs))
+            self.step_in_progress.count_forward((args, kwargs))
         return self.runner.forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -84,7 +85,7 @@ class Engine(Face):
             raise UsageError("backward takes a loss that depends on trained parameters; this one needs no gradient")
         self._require_updater("backward")
         accumulation = self.batch.accumulation
-        self.window.add(loss, is_share=not scale_wrt_gas)
+        self.step_in_progress.add_loss(loss, is_share=not scale_wrt_gas)
         weighted = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
         self.runner.backward(weighted, last=self._is_last(), retain_graph=retain_graph)
         return weighted.detach()
@@ -99,22 +100,22 @@ class Engine(Face):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepReport:
         """Count a micro-batch; at the boundary also update the parameters, and then the learning rate."""
         self._require_updater("step")
-        if self.window.held_by:
-            raise UsageError(f"step() inside {self.window.held_by}(): leave the context first")
+        if self.step_in_progress.kept_local_by:
+            raise UsageError(f"step() inside {self.step_in_progress.kept_local_by}(): leave the context first")
         if self.managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
-            self.window.steps += 1
+            self.step_in_progress.steps += 1
             self.step_was_due = False
             return self._report(False, ACCUMULATING)
-        calls = self.window.steps + 1
-        is_counted = self.managed and self.window.boundary is None
-        return self._finish(calls if is_counted else max(calls, self.window.passes), lr_kwargs)
+        calls = self.step_in_progress.steps + 1
+        is_counted = self.managed and self.step_in_progress.boundary is None
+        return self._end_step(calls if is_counted else max(calls, self.step_in_progress.passes), lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the parameters."""
-        if self.window.boundary is not None:
-            return self.window.boundary
-        return not self.managed or self.window.steps + 1 >= self.batch.accumulation
+        if self.step_in_progress.boundary is not None:
+            return self.step_in_progress.boundary
+        return not self.managed or self.step_in_progress.steps + 1 >= self.batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next `step()` updates the parameters, instead of counting; None counts again."""
@@ -122,7 +123,7 @@ class Engine(Face):
             raise UsageError(
                 "managed_gradient_accumulation is false: every step() updates, there is no boundary to set"
             )
-        self.window.boundary = is_boundary
+        self.step_in_progress.boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,13 +131,13 @@ class Engine(Face):
         stage = self.settings.zero_optimization.stage
         if stage >= 2:
             raise UsageError(f"no_sync() is for ZeRO stages 0 and 1; stage {stage} keeps no whole gradients on a rank")
-        with self.window.hold("no_sync"):
+        with self.step_in_progress.keep_local("no_sync"):
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Several backwards, one reduction at the end of the context."""
-        with self.window.hold("coalesce_grad_reduction"):
+        with self.step_in_progress.keep_local("coalesce_grad_reduction"):
             yield
         for store in self.stores:
             store.reduce()
@@ -153,12 +154,12 @@ class Engine(Face):
             raise UsageError(
                 "train_batch() in the middle of an accumulation: finish it with backward() and step() first"
             )
-        self.heed()
+        self.stop_if_asked()
         micros = self._pull(data_iter if data_iter is not None else self.data_iterator())
         for micro in micros:
-            self.window.see(micro)
-        self.window.tally = self.runner.run(micros, loss_fn)
-        return self._finish(len(micros), None)
+            self.step_in_progress.count_forward(micro)
+        self.step_in_progress.tally = self.runner.run(micros, loss_fn)
+        return self._end_step(len(micros), None)
 
     def _pull(self, source: Iterator[Any]) -> list[Any]:
         micros = []
@@ -175,14 +176,14 @@ class Engine(Face):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whatever `set_to_none` says. How many micro-batches make a step does not change."""
-        self.window.forget()
+        self.step_in_progress.drop_losses()
         if self.updater is not None:
             self.updater.clear()
 
-    def moved(self) -> None:
+    def restart_step(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""
         self.zero_grad()
-        self.window.close()
+        self.step_in_progress.restart()
         self._stepper.forget()
         self._consecutive_skips = 0
         for observer in self.observers:
@@ -195,14 +196,14 @@ class Engine(Face):
 
     # What both end with
 
-    def _finish(self, micros: int, lr_kwargs: dict[str, Any] | None) -> StepReport:
+    def _end_step(self, micros: int, lr_kwargs: dict[str, Any] | None) -> StepReport:
         updater = self._require_updater("step")
         self.step_was_due = True
         self._stepper.check(self.lr_scheduler, lr_kwargs or {})
         with self.phases.phase("step"):
-            outcome = updater.update(self.window.tally, micros, self._factor_of)
+            outcome = updater.update(self.step_in_progress.tally, micros, self._factor_of)
         samples = round(outcome.micros * self.batch.micro * self.batch.dp)
-        self.micro_steps += micros - self.window.steps
+        self.micro_steps += micros - self.step_in_progress.steps
         self.global_samples += samples
         if self.optimizer is not None:
             self.optimizer.overflow = not outcome.applied
@@ -217,15 +218,15 @@ class Engine(Face):
         report = self._report(outcome.applied, outcome.reason, outcome, samples=samples, rates=rates, momentum=momentum)
         measures = {name: value for meter in self.meters for name, value in meter.read(report).items()}
         report = self.last_step = replace(report, measures=measures)
-        self.window.close()
+        self.step_in_progress.restart()
         if outcome.applied:
             self._stepper.advance(self.lr_scheduler, lr_kwargs or {})
         for observer in self.observers:
             observer.on_step(report)
-        self._go_on(updater.scaler, outcome)
+        self._after_step(updater.scaler, outcome)
         return report
 
-    def _go_on(self, scaler: LossScaler, outcome: Decision) -> None:
+    def _after_step(self, scaler: LossScaler, outcome: Decision) -> None:
         """Move the loss scale, or stop where neither that nor waiting helps. Everybody has been told of the step."""
         if outcome.applied:
             scaler.taken()
@@ -249,7 +250,7 @@ class Engine(Face):
         rates: Sequence[float] = (),
         momentum: Sequence[Any] = (),
     ) -> StepReport:
-        now, tokens = time.perf_counter(), self.window.tokens
+        now, tokens = time.perf_counter(), self.step_in_progress.tokens
         seconds, self._clock = (now - self._clock, now) if outcome else (0.0, self._clock)
         return StepReport(
             step=self.applied_steps,
@@ -290,7 +291,7 @@ class Engine(Face):
         return 1.0 / self.batch.accumulation
 
     def _is_last(self) -> bool | None:
-        if self.window.held_by:
+        if self.step_in_progress.kept_local_by:
             return None
         return self.managed and self.is_gradient_accumulation_boundary()
 

@@ -50,7 +50,7 @@ class Contents:
         )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """All of it, on the host. Every rank walks along."""
+        """(name, value) of what is written, on the host. Every rank walks along."""
         for name, value in self.plain.items():
             yield name, value.cpu()
         for store, names in self.bundles:
@@ -59,7 +59,7 @@ class Contents:
                     yield from ((name, whole[name].detach().to("cpu", copy=True)) for name in names)
 
     def facts(self) -> Iterator[tuple[str, torch.dtype, list[int]]]:
-        """The same without gathering anything: name, dtype, shape."""
+        """(name, dtype, shape) of what is written, without gathering anything."""
         for name, value in self.plain.items():
             yield name, value.dtype, list(value.shape)
         for store, names in self.bundles:
@@ -70,7 +70,7 @@ class Contents:
 def whole_state_dict(
     module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: RankGroup
 ) -> dict[str, Any] | None:
-    """All of it as a dict on the first rank, under every name; None on the others."""
+    """The whole model as a dict on the first rank, under every name; None on the others."""
     _Request("", skip, _names(module)).agreed(team, "Warn", "gathering the model")
     return _gathered(module, stores, skip, is_writer=team.is_first)
 

@@ -17,11 +17,11 @@ from mizzen.checkpoint.tagged_json import PICKLED, decode, has_pickles, unpack
 from mizzen.checkpoint.write import WEIGHT
 from mizzen.data.loader import Loader
 from mizzen.engine.access import refresh_masters
+from mizzen.engine.optimizer_states import create_states, fill_states, set_groups
 from mizzen.engine.randomness import restore_process
 from mizzen.engine.run_state import RunState
 from mizzen.engine.saving import CLIENT, RANDOM, Given, Saving, folder_of, preflight, role_of
-from mizzen.engine.state import Weights, set_extra_states
-from mizzen.engine.states import fill_states, make_states, set_groups
+from mizzen.engine.weights import Weights, set_extra_states
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import get_logger, log_dist, warn_once
 from mizzen.optim.rules import has_stepped, renew_states
@@ -34,7 +34,7 @@ MIXED: Final = "The engine's state is now a mixture: load another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class LoadOptions:
     """What of a checkpoint is wanted."""
 
     strict: bool = True
@@ -126,7 +126,7 @@ class Match:
         return cls(weights, names, LoadReport(tuple(missing), tuple(unexpected), tuple(misshaped)))
 
     def of_all(self, team: RankGroup) -> "Match":
-        """The same with a report that holds for all ranks. They may have different parts of the model: a name that
+        """This match with a report that holds for all ranks. They may have different parts of the model: a name that
         one of them knows is not unexpected.
         """
         said: list[LoadReport] = team.all_gather(self.report, CALL)
@@ -163,19 +163,21 @@ class Loaded:
     report: LoadReport
 
 
-def load_checkpoint(run: RunState, saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> Loaded | None:
+def load_checkpoint(
+    run: RunState, saving: Saving, given: Given, tag: str | None, options: LoadOptions
+) -> Loaded | None:
     """Load one, or an older one where the configuration says so; None when there is none."""
-    run.changes.take_over()
+    run.changes.adopt()
     team, settings = saving.team, run.settings.checkpoint
     _, unsaved = attempt(saving.background.wait)
     if unsaved:
         get_logger().error("%s", unsaved)
-    asked = _ask(saving, given, tag, wishes)
+    asked = _ask(saving, given, tag, options)
     tried = candidates_together(asked, team, with_older=settings.on_corrupt == "previous")
     if not tried:
         tag = asked.tag
         what = f"there is no checkpoint '{tag}' in {asked.root}" if tag else f"there is no checkpoint in {asked.root}"
-        if wishes.must_be_there:
+        if options.must_be_there:
             log_dist(f"{what}: nothing was loaded", level=logging.WARNING)
         return None
     for number, chosen in enumerate(tried):
@@ -183,14 +185,14 @@ def load_checkpoint(run: RunState, saving: Saving, given: Given, tag: str | None
             with open_together(asked, chosen, team) as reader:
                 folder = reader.folder
                 match = Match.of(Weights.of(run.module, run.stores), reader).of_all(team)
-                if wishes.strict and not match.report.is_exact and wishes.custom is None:
+                if options.strict and not match.report.is_exact and options.custom is None:
                     raise Unfit(
                         f"{folder} does not fit the model: {match.report}. load_module_strict=False loads the rest"
                     )
                 if has_pickles(reader.manifest.facts) and not settings.pickled_client_state:
                     raise Unfit(f"{folder}: {PICKLED}")
-                client, report = _load(run, team, reader, match, wishes)
-                if wishes.continues:
+                client, report = _load(run, team, reader, match, options)
+                if options.continues:
                     saving.run = reader.manifest.run
         except Unfit as error:
             raise CheckpointError(str(error)) from None
@@ -206,7 +208,7 @@ def load_checkpoint(run: RunState, saving: Saving, given: Given, tag: str | None
     raise AssertionError(f"none of {tried} was loaded, and none has failed")
 
 
-def _ask(saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> LoadRequest:
+def _ask(saving: Saving, given: Given, tag: str | None, options: LoadOptions) -> LoadRequest:
     """What all ranks want to load. What a load reads and sets has to be asked for by all of them alike."""
     settings = saving.settings
     root, unusable = attempt(lambda: folder_of(settings, given))
@@ -218,7 +220,7 @@ def _ask(saving: Saving, given: Given, tag: str | None, wishes: Wishes) -> LoadR
             validation=settings.tag_validation,
             is_local=settings.use_node_local_storage,
             failure=unusable,
-            arguments=wishes.arguments(),
+            arguments=options.arguments(),
         )
     except CheckpointError as error:
         raise UsageError(str(error)) if unusable else error from None
@@ -229,21 +231,21 @@ class Unfit(CheckpointError):
 
 
 def _load(
-    run: RunState, team: RankGroup, reader: Reader, match: Match, wishes: Wishes
+    run: RunState, team: RankGroup, reader: Reader, match: Match, options: LoadOptions
 ) -> tuple[dict[str, Any], LoadReport]:
     """Read everything on every rank, then set what is no tensor; where one rank fails, all do."""
     optimizer = run.optimizer
     has_states = any(kind not in (WEIGHT, RANDOM, CLIENT) for kind, _ in reader.entries)
-    wants_states = wishes.optimizer and optimizer is not None
+    wants_states = options.optimizer and optimizer is not None
     if wants_states and has_states and optimizer is not None and not (optimizer.state and has_stepped(optimizer)):
-        make_states(optimizer, run.stores)
-    read, failure = attempt(lambda: _read(run, reader, match, wishes, wants_states and has_states))
+        create_states(optimizer, run.stores)
+    read, failure = attempt(lambda: _read(run, reader, match, options, wants_states and has_states))
     said = team.all_gather((failure, read[2] if read else []), CALL)
     failures = {rank: words for rank, (words, _) in enumerate(said) if words}
     missing = list(dict.fromkeys(name for _, names in said for name in names))
     if failures:
         raise CheckpointError(f"{reader.folder}: {in_words(failures)}. {MIXED}")
-    if missing and wishes.strict:
+    if missing and options.strict:
         raise Unfit(
             f"{reader.folder}: {len(missing)} optimizer states are not in the checkpoint: "
             f"{', '.join(missing[:SHOWN])}; load_optimizer_states=False starts the optimizer afresh, "
@@ -252,22 +254,22 @@ def _load(
     if read is None:
         raise AssertionError("what was read without a word is not there")
     client, extra, _, whole = read
-    if wishes.optimizer and optimizer is not None and not has_states:
+    if options.optimizer and optimizer is not None and not has_states:
         warn_once(f"{reader.folder} has no optimizer states: the optimizer starts afresh")
         renew_states(optimizer)
-    if wishes.custom is not None:
-        wishes.custom(src=whole, dst=run.module)
+    if options.custom is not None:
+        options.custom(src=whole, dst=run.module)
         refresh_masters(run.module)
     else:
         for store in run.stores:
             store.write_back()
     set_extra_states(run.modules, extra)
-    _set_facts(run, reader, wishes)
+    _set_facts(run, reader, options)
     return client, replace(match.report, states=tuple(missing))
 
 
 def _read(
-    run: RunState, reader: Reader, match: Match, wishes: Wishes, with_states: bool
+    run: RunState, reader: Reader, match: Match, options: LoadOptions, with_states: bool
 ) -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Tensor]]:
     """What this rank needs. Nothing here waits for another rank."""
     facts, trusts = reader.manifest.facts, run.settings.checkpoint.pickled_client_state
@@ -277,7 +279,7 @@ def _read(
     if not (isinstance(client, dict) and isinstance(extra, dict)):
         raise CheckpointError("its facts cannot be used: 'client' and 'extra' are not both dicts")
     whole = {}
-    if wishes.custom is not None:
+    if options.custom is not None:
         whole = {name: reader.whole(kind, name) for kind, name in reader.entries if kind == WEIGHT}
     else:
         with torch.no_grad():
@@ -287,7 +289,7 @@ def _read(
     missing: list[str] = []
     if with_states and run.optimizer is not None:
         missing = fill_states(run.optimizer, run.stores, reader, match.names)
-    if not wishes.module_only:
+    if not options.module_only:
         _restore_random(run, reader)
     return client, extra, missing, whole
 
@@ -320,9 +322,9 @@ def _restore_random(run: RunState, reader: Reader) -> None:
         raise CheckpointError(f"{reader.folder}: the random states of '{role}' cannot be used: {error}") from error
 
 
-def _set_facts(run: RunState, reader: Reader, wishes: Wishes) -> None:
+def _set_facts(run: RunState, reader: Reader, options: LoadOptions) -> None:
     """Counters, settings, schedule, scaler and data position."""
-    if wishes.module_only:
+    if options.module_only:
         return
     facts = reader.manifest.facts
     try:
@@ -331,7 +333,7 @@ def _set_facts(run: RunState, reader: Reader, wishes: Wishes) -> None:
         run.global_samples = int(counters.get("global_samples", 0))
         run.skipped_steps = int(counters.get("skipped_steps", 0))
         run.micro_steps = int(counters.get("micro_steps", 0)) // accumulation * run.batch.accumulation
-        _set_optimizer(run, reader, wishes)
+        _set_optimizer(run, reader, options)
         loader, position = run.loader, facts.get("data")
         if isinstance(loader, Loader) and position is not None:
             loader.load_state_dict(position)
@@ -340,18 +342,18 @@ def _set_facts(run: RunState, reader: Reader, wishes: Wishes) -> None:
         raise CheckpointError(f"{reader.folder}: its facts cannot be used: {type(error).__name__}: {error}") from error
 
 
-def _set_optimizer(run: RunState, reader: Reader, wishes: Wishes) -> None:
+def _set_optimizer(run: RunState, reader: Reader, options: LoadOptions) -> None:
     facts, trusts = reader.manifest.facts, run.settings.checkpoint.pickled_client_state
     optimizer, scheduler, names = run.optimizer, run.scheduler, run.groups
     saved, read = facts.get("optimizer"), partial(reader.whole, CLIENT)
-    if wishes.optimizer and optimizer is not None and saved is not None:
+    if options.optimizer and optimizer is not None and saved is not None:
         padded = [*names, *[()] * (len(optimizer.param_groups) - len(names))]
         groups = decode(saved["groups"], read, allow_pickle=trusts)
-        set_groups(optimizer, padded, groups, with_rates=wishes.scheduler)
+        set_groups(optimizer, padded, groups, with_rates=options.scheduler)
         if facts.get("scaler") is not None:
             run.scaler.has_scaled = False
             run.scaler.load_state_dict(facts["scaler"])
-    if not wishes.scheduler or scheduler is None or "load_state_dict" not in dir(scheduler):
+    if not options.scheduler or scheduler is None or "load_state_dict" not in dir(scheduler):
         return
     if facts.get("scheduler") is None:
         warn_once("the checkpoint has no state of a learning-rate schedule: the schedule starts afresh")

@@ -109,11 +109,11 @@ class EngineOptimizer(Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """The same, under its other name."""
+        """The loss scale, under its other name."""
         return self.loss_scale
 
 
-def repoint(optimizer: Optimizer, stores: Sequence[Store]) -> None:
+def use_masters(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     """Make an optimizer work on the master weights of stores instead of the parameters it was built with.
 
     States that it already had are refused: they belong to whole parameters, and a checkpoint is the way to carry them

@@ -63,8 +63,8 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def at_home(config: Config) -> Config:
-    """The same without an offload to the host where training runs there: what it would move rests there already."""
+def without_needless_offload(config: Config) -> Config:
+    """A configuration that does not offload to the host where training runs there: what would move is there already."""
     zero = config.zero_optimization
     sections = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
     needless = [name for name, section in sections.items() if section is not None and section.device == "cpu"]
@@ -75,7 +75,7 @@ def at_home(config: Config) -> Config:
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=dict.fromkeys(needless))})
 
 
-def agree(plan: Plan) -> None:
+def compare_plans(plan: Plan) -> None:
     """All ranks compare what they are about to do, in one exchange; a rank that differs is named with the field."""
     for note in plan.notes:
         warn_once(note)
@@ -100,7 +100,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+def move_to_device(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Move a model to the device; its frozen parameters and buffers get their dtype and rank 0's values.
 
     Trained parameters get theirs when the plan moves them into their buffers, from the values as they are here.
@@ -111,7 +111,7 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     make_whole(model, keep=late)
     _check_memory(model)
     if late:
-        _move(model, device, late)
+        _move_apart(model, device, late)
     else:
         model.to(device)
     trained = late | {p.name for p in plan.sketch.parameters if p.is_trained}
@@ -124,7 +124,7 @@ def place(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
                 setattr(module, name, buffer.to(torch_dtype(policy.buffers)))
     if plan.resolved.layout.world > 1:
         rest = [parameter for name, parameter in model.named_parameters() if name not in trained]
-        _spread([*rest, *model.buffers()], mesh)
+        _broadcast([*rest, *model.buffers()], mesh)
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -138,7 +138,7 @@ def _check_memory(model: nn.Module) -> None:
         )
 
 
-def _move(model: nn.Module, device: torch.device, late: frozenset[str]) -> None:
+def _move_apart(model: nn.Module, device: torch.device, late: frozenset[str]) -> None:
     """Move everything to the device but parameters that their transform moves, one unit after the other."""
     for name, parameter in model.named_parameters():
         if name not in late:
@@ -173,7 +173,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return data.view(width).sum(dtype=torch.int64)
 
 
-def _spread(tensors: Iterable[Tensor], mesh: Mesh) -> None:
+def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     group = mesh.same_model_group
     source = groups.get_global_rank(group, 0)
     for tensor in tensors:
@@ -246,7 +246,7 @@ def choose_optimizer(
     return made
 
 
-def renewed(given: Any, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Any:
+def with_current_parameters(given: Any, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Any:
     """An optimizer or `model_parameters` of a model that an earlier engine had, with the parameters of now."""
     new = {id(old): parameter for old, parameter in replaced}
 
@@ -263,8 +263,8 @@ def renewed(given: Any, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -
     return renew(list(given)) if isinstance(given, Iterable) and not isinstance(given, Tensor | Mapping) else given
 
 
-def grouped(sketch: Sketch, model: nn.Module, optimizer: Optimizer | None) -> Sketch:
-    """The same with what is to be trained, and which of it the optimizer needs whole."""
+def with_optimizer_groups(sketch: Sketch, model: nn.Module, optimizer: Optimizer | None) -> Sketch:
+    """A sketch that says what is to be trained, and which of it the optimizer needs whole."""
     if optimizer is None:  # what nobody trains is sharded as frozen parameters are
         return sketch.with_groups({}).frozen()
     _, placed = param_groups(model, optimizer.param_groups)

@@ -51,7 +51,7 @@ class RandomStream:
         self._state = (state["host"], device)
 
     @contextmanager
-    def drawn(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Inside, random numbers come from this stream."""
         if self._state is None:
             yield

@@ -1,20 +1,86 @@
 """Where a run stands: what a save writes down, a load sets and a stop looks at. How a step is taken is not here."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.batch import Batch
 from mizzen.config.schema import Config
-from mizzen.engine.changes import Changes
+from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.randomness import RandomStream
-from mizzen.engine.window import Window
-from mizzen.model.tree import joined
+from mizzen.engine.runner import tokens_in
+from mizzen.engine.vote import Tally
+from mizzen.errors import UsageError
+from mizzen.model.tree import joined_module
 from mizzen.plan.parts import Parts, Store
 from mizzen.precision.scaler import LossScaler
+
+
+class StepInProgress:
+    """What adds up over the micro-batches since the last step, and who keeps gradients on their rank meanwhile."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.tokens: int | None = None
+        """What this rank's inputs showed; None while they showed no tokens."""
+        self.steps = 0
+        """Calls of `step` that did not update."""
+        self._forwards = self._backwards = 0
+        self.boundary: bool | None = None
+        """The user's word on whether the next step updates; None leaves it to counting."""
+        self.kept_local_by: str | None = None
+        """The context that keeps gradients on their rank."""
+
+    def add_loss(self, loss: Tensor, *, is_share: bool) -> None:
+        """Count one micro-batch of an open loop. Shares of a loss add up to one, however many there are."""
+        self._backwards += 1
+        is_counted = not is_share or self.tally.loss is None
+        self.tally = self.tally.plus(loss.reshape(()), float(is_counted))
+
+    def count_forward(self, batch: Any) -> None:
+        """Count a forward, and the tokens of its inputs."""
+        self._forwards += 1
+        count = tokens_in(batch)
+        if count is not None:
+            self.tokens = (self.tokens or 0) + count
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has happened that belongs to the next step."""
+        return not self.steps and self.tally.loss is None
+
+    @property
+    def passes(self) -> int:
+        """The micro-batches that were seen. One may need several forwards, or several backwards, but not both.
+
+        A bare backward is not seen here, and neither is a forward of the module itself.
+        """
+        return min(filter(None, (self._forwards, self._backwards)), default=1)
+
+    def drop_losses(self) -> None:
+        """Forget losses whose gradients were dropped. How far the step is does not change."""
+        self.tally, self.tokens, self._forwards, self._backwards = Tally(), None, 0, 0
+
+    def restart(self) -> None:
+        """Start again: a step was taken or skipped."""
+        self.drop_losses()
+        self.steps = 0
+
+    @contextmanager
+    def keep_local(self, name: str) -> Iterator[None]:
+        """Inside, gradients stay on their rank."""
+        if self.kept_local_by:
+            raise UsageError(f"{name}() inside {self.kept_local_by}(): the two do not nest")
+        self.kept_local_by = name
+        try:
+            yield
+        finally:
+            self.kept_local_by = None
 
 
 @dataclass(slots=True)
@@ -26,7 +92,7 @@ class RunState:
     batch: Batch
     parts: Parts
     """What of the model runs on this rank; none once the engine is destroyed."""
-    changes: Changes
+    changes: ModelChanges
     stream: RandomStream
     """The random numbers of the model."""
     scaler: LossScaler
@@ -41,7 +107,7 @@ class RunState:
     """Where `train_batch()` without an iterator takes its data from."""
     iterator: Any = None
     """What is under way of the loader."""
-    window: Window = field(default_factory=Window)
+    step_in_progress: StepInProgress = field(default_factory=StepInProgress)
     """The micro-batches since the last step."""
     applied_steps: int = 0
     """Optimizer steps that were taken."""
@@ -65,19 +131,19 @@ class RunState:
     @property
     def module(self) -> nn.Module:
         """All that runs on this rank, as one module."""
-        return joined(self.modules)
+        return joined_module(self.modules)
 
     @property
     def is_accumulating(self) -> bool:
         """Whether micro-batches wait for a step. Where boundaries are set from outside, counting would not tell."""
-        if self.window.boundary is None and self.settings.managed_gradient_accumulation:
-            return self.window.steps > 0
-        return self.window.tally.loss is not None
+        if self.step_in_progress.boundary is None and self.settings.managed_gradient_accumulation:
+            return self.step_in_progress.steps > 0
+        return self.step_in_progress.tally.loss is not None
 
     @property
     def is_between_steps(self) -> bool:
         """Whether this run trains, and nothing of a next step has begun."""
-        return self.optimizer is not None and self.window.tally.loss is None and not self.is_accumulating
+        return self.optimizer is not None and self.step_in_progress.tally.loss is None and not self.is_accumulating
 
     def set_loader(self, loader: Any) -> None:
         """Take data from a loader, from where that stands."""

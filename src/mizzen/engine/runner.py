@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mizzen.comm.mesh import Mesh
-from mizzen.engine.changes import Changes
+from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.phases import Phases
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.vote import Role, Tally
@@ -49,7 +49,7 @@ class Running:
     phases: Phases
     stream: RandomStream
     arithmetic: Arithmetic
-    changes: Changes
+    changes: ModelChanges
 
 
 class Accumulate:
@@ -72,10 +72,10 @@ class Accumulate:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
         if torch.is_grad_enabled():
-            self.changes.take_over()
+            self.changes.adopt()
         for store in self.stores:
             store.begin_forward()
-        with self.phases.phase("forward"), self.stream.drawn():
+        with self.phases.phase("forward"), self.stream.active():
             return self.arithmetic.call(self.module, args, kwargs)
 
     def backward(self, loss: Tensor, *, last: bool | None, retain_graph: bool = False) -> None:
@@ -157,7 +157,7 @@ def _is_number(value: Any) -> bool:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on the device."""
+    """A batch with its tensors on the device, in the structure that it has."""
     return change_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

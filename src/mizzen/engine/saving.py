@@ -22,10 +22,10 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.checkpoint import CheckpointConfig
 from mizzen.config.dump import plain
 from mizzen.data.loader import Loader
+from mizzen.engine.optimizer_states import groups_of, held_states
 from mizzen.engine.randomness import process_state
 from mizzen.engine.run_state import RunState
-from mizzen.engine.state import Held, Weights, extra_states, share_of
-from mizzen.engine.states import groups_of, held_states
+from mizzen.engine.weights import HeldItem, Weights, extra_states, items_to_write
 from mizzen.errors import CheckpointError, MizzenError, UsageError
 from mizzen.files import free_bytes
 from mizzen.log import get_logger, log_dist, warn_once
@@ -50,9 +50,9 @@ class Saving(Observer):
 
     def on_step(self, report: StepReport) -> None:
         """Raise what a save beside training has run into."""
-        self.settle(self.background.raise_error)
+        self.report_failure(self.background.raise_error)
 
-    def settle(self, hear: Callable[[], None]) -> None:
+    def report_failure(self, hear: Callable[[], None]) -> None:
         """Hear of the save before; that it has failed stops what comes now, or is said, as the configuration wants."""
         try:
             hear()
@@ -61,7 +61,7 @@ class Saving(Observer):
 
     def close(self) -> None:
         """Wait for the last save."""
-        self.settle(self.background.wait)
+        self.report_failure(self.background.wait)
 
     def report(self, error: MizzenError) -> None:
         """Stop, or go on and say so, as the configuration wants."""
@@ -124,7 +124,7 @@ def save_checkpoint(
     beside: bool,
 ) -> bool:
     """Save; true when the checkpoint is committed, or on its way where it is written beside training."""
-    run.changes.take_over()
+    run.changes.adopt()
     try:
         if saving.settings.async_policy == "refuse":
             saving.background.refuse_another(saving.team)
@@ -137,10 +137,10 @@ def save_checkpoint(
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectedState:
     """What a rank brings to a save."""
 
-    held: Sequence[Held]
+    held: Sequence[HeldItem]
     facts: Mapping[str, Any]
     """Of the run: those of the first rank are kept."""
     own: Mapping[str, Any]
@@ -151,23 +151,23 @@ def _save(
     saving: Saving,
     given: Given,
     tag: str,
-    collected: tuple[Collected | None, str | None],
+    collected: tuple[CollectedState | None, str | None],
     terms: SaveOptions,
     arguments: Mapping[str, object],
     beside: bool,
 ) -> bool:
     team, started = saving.team, time.perf_counter()
-    _, unsaved = attempt(lambda: saving.settle(saving.background.wait))  # others may know it already
+    _, unsaved = attempt(lambda: saving.report_failure(saving.background.wait))  # others may know it already
     root, unusable = attempt(lambda: folder_of(saving.settings, given))
     found, failure = collected
-    found = found or Collected((), {}, {})
-    needed = sum(item.nbytes for item in share_of(found.held, team.rank, ()))
+    found = found or CollectedState((), {}, {})
+    needed = sum(item.nbytes for item in items_to_write(found.held, team.rank, ()))
     failure = unusable or unsaved or failure
     try:
         ticket = protocol.begin(root or Path(), tag, team, terms, needed=needed, failure=failure, arguments=arguments)
     except CheckpointError as error:
         raise UsageError(str(error)) if unusable else error from None
-    mine = share_of(found.held, team.rank, ticket.nodes)
+    mine = items_to_write(found.held, team.rank, ticket.nodes)
     known = [each.item.entry for each in found.held if not each.is_joint]
     items, uncopied = attempt(lambda: saving.background.staging.copies(mine)) if beside else (mine, None)
 
@@ -202,14 +202,14 @@ def save_and_wait(saving: Saving, save: Callable[[], bool]) -> bool:
 
 def _collected(
     run: RunState, client_state: Mapping[str, Any], exclude_frozen: bool
-) -> tuple[Collected | None, str | None]:
+) -> tuple[CollectedState | None, str | None]:
     if run.is_accumulating:
         warn_once(
             "save_checkpoint() in the middle of an accumulation: gradients are not saved, so the micro-batches since "
             "the last step are lost for a run that is resumed; save after a step"
         )
 
-    def collect() -> Collected:
+    def collect() -> CollectedState:
         weights = Weights.of(run.module, run.stores)
         skip = weights.frozen if exclude_frozen else frozenset[str]()
         trusts, place = run.settings.checkpoint.pickled_client_state, model_place(run.mesh)
@@ -219,19 +219,19 @@ def _collected(
         held = everything_held(run, weights, skip)
         for encoder, holders in ((of_run, tuple(range(run.mesh.layout.world))), (of_model, run.mesh.same_piece)):
             pieces = (piece_of_whole(name, value) for name, value in encoder.tensors.items())
-            held += (Held(Item(CLIENT, piece), holders, is_joint=True) for piece in pieces)
-        return Collected(held, facts, own)
+            held += (HeldItem(Item(CLIENT, piece), holders, is_joint=True) for piece in pieces)
+        return CollectedState(held, facts, own)
 
     return attempt(collect)
 
 
-def everything_held(run: RunState, weights: Weights, skip: frozenset[str]) -> list[Held]:
+def everything_held(run: RunState, weights: Weights, skip: frozenset[str]) -> list[HeldItem]:
     """Weights, optimizer states and random states of this rank."""
     rank = run.mesh.rank
     held = list(weights.held(rank, run.mesh.same_piece, skip))
     if run.optimizer is not None:
         held += held_states(run.optimizer, run.stores, rank)
-    return [*held, Held(Item(RANDOM, piece_of_whole(role_of(run.mesh), _random_states(run))), (rank,))]
+    return [*held, HeldItem(Item(RANDOM, piece_of_whole(role_of(run.mesh), _random_states(run))), (rank,))]
 
 
 def model_place(mesh: Mesh) -> str:

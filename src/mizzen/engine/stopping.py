@@ -3,27 +3,96 @@
 The request reaches a rank through its progress record, set by the supervisor of `mizzen run`. It travels with the one
 reduction of a step, so that all ranks learn of it after the same step. The save then waits until the user's loop comes
 back, to the engine or to its loader: by then everything that belongs to the step (a scheduler of the user's own, a
-counter) is done, and nothing of the next one is. In an evaluation, where no step comes for long, the ranks agree
-through the store instead (`parley.py`). See docs/launcher.md for the exit codes.
+counter) is done, and nothing of the next one is. See docs/launcher.md for the exit codes.
+
+In an evaluation no step comes for long, and the ranks agree through the store of the job instead. A collective would
+not do there: ranks may evaluate unequal numbers of batches, or only one of them evaluates, and a rank that enters a
+collective that another never comes to is worse off than one that goes on for a while.
 """
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mizzen.comm.communicator import current
-from mizzen.engine.parley import Parley
 from mizzen.engine.run_state import RunState
-from mizzen.environment import Switches, environ
+from mizzen.environment import Switches, environ, integer
 from mizzen.launcher.signals import SAVED, UNSAVED
 from mizzen.log import get_logger, log_dist
 from mizzen.progress import get_progress
 
+if TYPE_CHECKING:
+    from mizzen.comm.backend import Store
+
 INTERRUPT: Final = (signal.SIGINT, signal.default_int_handler)
 ClientState = Callable[[], Mapping[str, Any]]
 Save = Callable[[Mapping[str, Any]], bool]
+
+
+# [Note: stopping ahead]
+# Rank 0 names a call that lies a few ahead of its own, before it takes part in anything further. Where the calls hold
+# collectives, no rank is more than a few calls away from rank 0, so all of them see the word before they come to that
+# call, and all stop at exactly it. Where the calls hold none, a rank may be past it, and stops where it is: nothing
+# that it has done since changes what is saved. Either way all of them end up here, and then say so. A rank that leaves
+# the evaluation instead, and would wait for the others in a step, calls the stop off; so does one that has waited for
+# too long. Who is the first to give a verdict has given it for all.
+AHEAD: Final = 8
+"""How many calls lie between the word and the stop: more than a loop fetches or runs ahead of the other ranks."""
+PATIENCE: Final = 10.0
+"""Seconds that rank 0 waits for the others at the call that it has named."""
+LONGEST: Final = 60.0
+"""Seconds that the others wait for rank 0, which may have some calls to go."""
+PAUSE: Final = 0.02
+
+
+class EvaluationStop:
+    """The agreement of all ranks to stop in the middle of an evaluation, about one request, after one step."""
+
+    def __init__(self, store: "Store | None", rank: int, size: int, step: int) -> None:
+        self.step = step
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._place = f"evaluation-stop/{integer(environ(), 'TORCHELASTIC_RESTART_COUNT', 0)}/{step}"
+        self._has_asked = self._is_named = self._is_over = False
+
+    def is_agreed(self, call: int) -> bool:
+        """Whether all ranks stop now. Every rank asks at each of its calls, once it knows of the request."""
+        if self._store is None or self._is_over:
+            return self._store is None
+        if not self._has_asked:
+            self._has_asked = True
+            self._store.set(self._key("asked", self._rank), b"1")
+        if self._rank == 0 and not self._is_named and self._store.check(self._of_all("asked")):
+            self._is_named = True
+            self._store.set(self._key("stop"), str(call + AHEAD).encode())
+        if not self._store.check([self._key("stop")]) or call < int(self._store.get(self._key("stop"))):
+            return False
+        self._store.set(self._key("here", self._rank), b"1")
+        until = time.monotonic() + (PATIENCE if self._rank == 0 else LONGEST)
+        is_time = False
+        while not (is_time or self._store.check([self._key("verdict")]) or time.monotonic() > until):
+            time.sleep(PAUSE)
+            is_time = self._rank == 0 and self._store.check(self._of_all("here"))
+        return self._decide(self._store, is_time)
+
+    def cancel(self) -> None:
+        """Let nobody wait for this rank, which has left the evaluation."""
+        if self._store is not None and self._has_asked and not self._is_over:
+            self._decide(self._store, False)
+
+    def _decide(self, store: "Store", is_time: bool) -> bool:
+        self._is_over = True
+        return store.compare_set(self._key("verdict"), b"", b"stop" if is_time else b"go on") == b"stop"
+
+    def _key(self, word: str, rank: int | None = None) -> str:
+        return f"{self._place}/{word}" + ("" if rank is None else f"/{rank}")
+
+    def _of_all(self, word: str) -> list[str]:
+        return [self._key(word, rank) for rank in range(self._size)]
 
 
 class Stopping:
@@ -35,7 +104,7 @@ class Stopping:
         self._progress = get_progress()
         self._is_agreed = False
         self._calls = 0
-        self._parley: Parley | None = None
+        self._evaluation: EvaluationStop | None = None
         if Switches.read(environ()).progress is not None and threading.current_thread() is threading.main_thread():
             self._listen()
 
@@ -61,33 +130,34 @@ class Stopping:
         """Note what the step's reduction has brought: whether any rank was asked."""
         self._is_agreed = self._is_agreed or is_asked
 
-    def heed(self, run: RunState, *, is_training: bool, save: Save) -> None:
-        """Save and leave, if that was agreed. Every rank comes here after the same step.
+    def stop_if_asked(self, run: RunState, *, is_training: bool, save: Save) -> None:
+        """Save and leave, if all ranks have agreed to. Every rank comes here after the same step.
 
         `save(client_state)` makes a checkpoint, waits for it, and says whether there is one.
         """
         self._calls += 1
-        if self._parley is not None and is_training:
-            self._parley.call_off()
+        if self._evaluation is not None and is_training:
+            self._evaluation.cancel()
         if self._is_agreed or self.is_asked:
-            is_time = self._is_agreed if is_training else self._stops_here(run)
+            is_time = self._is_agreed if is_training else self._stops_evaluation(run)
             if is_time:
                 self._is_agreed = False
-                self._leave(run, save)
+                self._save_and_exit(run, save)
 
-    def _stops_here(self, run: RunState) -> bool:
-        """Whether all ranks stand in an evaluation. If one does not, the next step tells them all."""
-        return run.is_between_steps and self._talks(run).is_agreed(self._calls)
+    def _stops_evaluation(self, run: RunState) -> bool:
+        """Whether all ranks stop in the evaluation that they are in. If one is in none, the next step tells them all.
 
-    def _talks(self, run: RunState) -> Parley:
-        """One for each step: a request that was called off is not taken up again before the next one."""
+        A request that was cancelled is not taken up again before the next step.
+        """
+        if not run.is_between_steps:
+            return False
         step, ranks = run.applied_steps, run.mesh.layout.world
-        if self._parley is None or self._parley.step != step:
+        if self._evaluation is None or self._evaluation.step != step:
             store = current().backend.store() if ranks > 1 else None
-            self._parley = Parley(store, run.mesh.rank, ranks, step)
-        return self._parley
+            self._evaluation = EvaluationStop(store, run.mesh.rank, ranks, step)
+        return self._evaluation.is_agreed(self._calls)
 
-    def _leave(self, run: RunState, save: Save) -> NoReturn:
+    def _save_and_exit(self, run: RunState, save: Save) -> NoReturn:
         self._progress.ask_self_to_stop()  # the request may have reached another rank; the supervisor looks for it here
         folder = run.settings.checkpoint.dir
         if folder is None:

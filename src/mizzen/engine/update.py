@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mizzen.engine.changes import Changes
+from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.stopping import Stopping
-from mizzen.engine.vote import NOT_FINITE, Decision, Poll, ShareOf, Sums, Tally, Vote
+from mizzen.engine.vote import NOT_FINITE, Decision, PendingDecision, ShareOf, StepSums, Tally, Vote
 from mizzen.errors import UsageError
 from mizzen.optim.rules import decided, decides, only, scaled, why_not_apart
 from mizzen.plan.parts import ReducedGradients, Store
@@ -21,7 +21,7 @@ STEADY: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchedStep:
     """What was done of a step before the host knew of its norm, so that the device has work while it catches up."""
 
     is_stepped: bool
@@ -45,7 +45,7 @@ class Updater:
         *,
         max_norm: float,
         scaler: LossScaler,
-        changes: Changes,
+        changes: ModelChanges,
         stopping: Stopping | None = None,
         one_by_one: bool = False,
     ) -> None:
@@ -72,17 +72,17 @@ class Updater:
         `share_of(has_losses, has_unannounced, has_scaled)` is given what any rank has seen, so that all get one answer
         or error.
         """
-        self.changes.before_step()
+        self.changes.check_step()
         if self.one_by_one and (reason := why_not_apart(self.optimizer)):
             raise UsageError(f"{type(self.optimizer).__name__} {reason}: it cannot be stepped one lot after the other")
         reduced = [store.reduce() for store in self.stores]
         is_ahead = self._is_ahead()
         terms = self.vote.terms(share_of, scale=self.scaler.scale, max_norm=self.max_norm)
-        poll = self.vote.call(self._own(reduced, tally, micros, is_ahead=is_ahead), terms)
-        launch = self._launch(poll, is_ahead=is_ahead)
-        decision = poll.read()
+        pending = self.vote.start(self._own_sums(reduced, tally, micros, is_ahead=is_ahead), terms)
+        launch = self._launch(pending, is_ahead=is_ahead)
+        decision = pending.read()
         self._all_ahead = decision.all_ahead
-        self.vote.close(decision)
+        self.vote.remember(decision)
         self.stopping.agree(decision.stops)
         self.changes.compare(decision.changed, self.vote.ranks)
         if decision.verdict == "refuse":
@@ -91,27 +91,27 @@ class Updater:
 
     def _is_ahead(self) -> bool:
         """Whether this rank launches the step before its norm is known. What has to be repeated must leave no trace."""
-        may_repeat = not self.one_by_one and all(rest == 1 for _, rest in self._gained())
+        may_repeat = not self.one_by_one and all(rest == 1 for _, rest in self._factors())
         return self.goes_ahead and may_repeat and decides(self.optimizer)
 
-    def _launch(self, poll: Poll, *, is_ahead: bool) -> Launch:
-        """Launch the step before the host knows of its norm.
+    def _launch(self, pending: PendingDecision, *, is_ahead: bool) -> LaunchedStep:
+        """LaunchedStep the step before the host knows of its norm.
 
         The device leaves it out where the norm is not finite or no gradient came, where ranks have seen different
         things, and where gradients turn out to need a factor that the last ones did not: its kernel would write to all
         of them. Publishing is a collective: what all ranks know of the last step decides, not what one does.
         """
-        launch = Launch(is_stepped=is_ahead, is_published=self._all_ahead, is_free=self._unclipped >= STEADY)
+        launch = LaunchedStep(is_stepped=is_ahead, is_published=self._all_ahead, is_free=self._unclipped >= STEADY)
         if launch.is_stepped:
-            is_off = poll.is_off()
-            is_off = is_off | (poll.factor != 1) if launch.is_free else is_off
-            with decided(self.optimizer, None if launch.is_free else poll.factor, is_off):
+            is_skipped = pending.is_skipped()
+            is_skipped = is_skipped | (pending.factor != 1) if launch.is_free else is_skipped
+            with decided(self.optimizer, None if launch.is_free else pending.factor, is_skipped):
                 self._step(1.0)
         if launch.is_published:
             self._write_back()
         return launch
 
-    def _take(self, decision: Decision, launch: Launch) -> Decision:
+    def _take(self, decision: Decision, launch: LaunchedStep) -> Decision:
         """Confirm what was launched, or do it now."""
         is_confirmed = launch.is_confirmed(decision)
         self._unclipped = self._unclipped + 1 if decision.factor == 1 else 0
@@ -127,7 +127,7 @@ class Updater:
         """Leave everything as it was. Who has a gradient that is not finite is exchanged only here."""
         if decision.reason == NOT_FINITE:
             found = [name for each in reduced for name in each.nonfinite()]
-            decision = replace(decision, reason=self.vote.names(found))
+            decision = replace(decision, reason=self.vote.explain_nonfinite(found))
         for lot in (lot for store in self.stores for lot in store.contents.lots):
             lot.rest()
         self.clear()
@@ -139,7 +139,7 @@ class Updater:
 
     def _step(self, factor: float) -> None:
         """Step all lots at once, or one after the other: what only a step needs is then there for one at a time."""
-        lots = [(lot, factor * rest) for store, rest in self._gained() for lot in store.contents.lots]
+        lots = [(lot, factor * rest) for store, rest in self._factors() for lot in store.contents.lots]
         if not self.one_by_one:
             for lot, its_factor in lots:
                 lot.load(its_factor)
@@ -158,30 +158,30 @@ class Updater:
         for store in self.stores:
             store.clear_gradients(taken=taken)
 
-    def _own(self, reduced: Sequence[ReducedGradients], tally: Tally, micros: int, *, is_ahead: bool) -> Sums:
+    def _own_sums(self, reduced: Sequence[ReducedGradients], tally: Tally, micros: int, *, is_ahead: bool) -> StepSums:
         """What this rank has seen and counted."""
-        return Sums(
+        return StepSums(
             squares=self._squares(reduced),
             loss=tally.loss,
             count=tally.count,
             losses=tally.loss is not None,
             counted=tally.is_counted,
-            strangers=any(each.has_unannounced for each in reduced),
+            unannounced=any(each.has_unannounced for each in reduced),
             scaled=self.scaler.has_scaled,
             requests=self.stopping.is_asked,
             ahead=is_ahead,
-            changed=self.changes.has_new,
+            changed=self.changes.has_new_values,
             arrived=any(each.has_arrived for each in reduced),
             micros=micros,
         )
 
     def _squares(self, reduced: Sequence[ReducedGradients]) -> Tensor | float:
         """Of the gradients that this rank counts, as if all stores had one factor."""
-        rests = [rest for _, rest in self._gained()]
+        rests = [rest for _, rest in self._factors()]
         pairs = zip(reduced, rests, strict=True)
         found = [each.squares() if rest == 1 else each.squares() * rest**2 for each, rest in pairs]
         return torch.stack(found).sum() if found else 0.0
 
-    def _gained(self) -> list[tuple[Store, float]]:
+    def _factors(self) -> list[tuple[Store, float]]:
         """Each store, with what its gradients are multiplied with beside the gain of all: 1 where all have one gain."""
         return [(store, store.ranks.step_factor / self.vote.gain) for store in self.stores]

@@ -50,7 +50,7 @@ class Tally:
         return Tally(self.loss + loss, self.count + count, is_counted)
 
 
-class Sums(NamedTuple):
+class StepSums(NamedTuple):
     """What a rank says, and then the sums of it over all ranks: 0-d fp64 tensors on the device, and later numbers."""
 
     squares: Any
@@ -61,7 +61,7 @@ class Sums(NamedTuple):
     """Ranks that have seen a loss."""
     counted: Any
     """Ranks whose losses came as `(sum, count)`."""
-    strangers: Any
+    unannounced: Any
     """Ranks that have gradients from a backward that nobody announced."""
     scaled: Any
     """Ranks whose losses were scaled, by `backward` or by the user."""
@@ -86,7 +86,7 @@ class Seen(NamedTuple):
     has_scaled: bool
 
     @classmethod
-    def of(cls, sums: Sums) -> "Seen":
+    def of(cls, sums: StepSums) -> "Seen":
         """What any rank has seen."""
         return cls(*(bool(count > 0) for count in _counts(sums)))
 
@@ -95,9 +95,9 @@ class Seen(NamedTuple):
 class Role:
     """Which ranks have losses: all of them, or those of the last stage of a pipeline."""
 
-    speakers: int
+    loss_ranks: int
     """The number of ranks that have losses."""
-    speaks: bool = True
+    has_losses: bool = True
     """Whether this rank is one of them."""
 
 
@@ -116,7 +116,7 @@ class StepTerms:
     """What losses were multiplied with."""
     max_norm: float
     ranks: int
-    speakers: int
+    loss_ranks: int
     expected: Seen | None = None
     """What ranks without losses take it that the others have seen: what those saw in the step before.
 
@@ -127,23 +127,23 @@ class StepTerms:
         """What gradients are multiplied with before anything is clipped."""
         return self.share_of(seen.has_losses, seen.has_unannounced, seen.has_scaled) * self.gain / self.scale
 
-    def judge(self, sums: Sums, seen: Seen, share: float) -> tuple[Tensor, Tensor]:
+    def norm_and_factor(self, sums: StepSums, seen: Seen, share: float) -> tuple[Tensor, Tensor]:
         """The norm, rounded to fp32 once, and what gradients are to be multiplied with: where the sums are."""
         squares = sums.squares
         factor = torch.full_like(squares, share)
         if seen.is_counted:
-            factor = torch.where(sums.count == 0, 0.0, factor * (self.speakers / sums.count))
+            factor = torch.where(sums.count == 0, 0.0, factor * (self.loss_ranks / sums.count))
         norm = (squares.sqrt() * factor.abs()).float().to(squares)
         if self.max_norm > 0:  # torch's own rule
             factor = factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm, factor
 
-    def is_unforeseen(self, sums: Sums) -> Any:
-        """Whether some rank has judged by something else than what the ranks with losses have all seen.
+    def is_unforeseen(self, sums: StepSums) -> Any:
+        """Whether some rank has found by something else than what the ranks with losses have all seen.
 
         So it is while there are new values in the model: they are compared first.
         """
-        some, kind, strange, scaled = ((count > 0) & (count != self.speakers) for count in _counts(sums))
+        some, kind, strange, scaled = ((count > 0) & (count != self.loss_ranks) for count in _counts(sums))
         found = some | kind | strange | scaled | (sums.changed > 0)
         for count, was in zip(_counts(sums), self.expected or (), strict=False):
             found = found | ((count > 0) != was)
@@ -188,12 +188,12 @@ class Decision:
 def decide(values: Tensor, terms: StepTerms) -> Decision:
     """What follows from the sums over all ranks, and from the norm and factor that stand behind them. On the host."""
     *numbers, norm, factor = values.tolist()
-    total = Sums(*numbers)
+    total = StepSums(*numbers)
     seen, is_foreseen = Seen.of(total), not terms.is_unforeseen(total)
     refusal = _refusal(total, seen, terms)
     if not refusal and not is_foreseen:
-        judged = terms.judge(Sums(*values[:-2]), seen, terms.share(seen))
-        norm, factor = (value.item() for value in judged)
+        found = terms.norm_and_factor(StepSums(*values[:-2]), seen, terms.share(seen))
+        norm, factor = (value.item() for value in found)
     reason = refusal or (NO_GRADIENT if not total.arrived else "" if math.isfinite(norm) else NOT_FINITE)
     return Decision(
         verdict="refuse" if refusal else "skip" if reason else "take",
@@ -210,7 +210,7 @@ def decide(values: Tensor, terms: StepTerms) -> Decision:
     )
 
 
-def _refusal(total: Sums, seen: Seen, terms: StepTerms) -> str:
+def _refusal(total: StepSums, seen: Seen, terms: StepTerms) -> str:
     """What is wrong with how the step was used; empty if nothing is."""
     if 0 < total.counted < total.losses:
         return MANY_KINDS
@@ -218,19 +218,19 @@ def _refusal(total: Sums, seen: Seen, terms: StepTerms) -> str:
         terms.share(seen)
     except UsageError as error:
         return str(error)
-    return SOME_SCALED if 0 < total.scaled < total.strangers else ""
+    return SOME_SCALED if 0 < total.scaled < total.unannounced else ""
 
 
-class Poll:
+class PendingDecision:
     """A vote under way: the sums are on the device, and on their way to the host."""
 
-    def __init__(self, sums: Sums, guess: Seen, terms: StepTerms) -> None:
+    def __init__(self, sums: StepSums, guess: Seen, terms: StepTerms) -> None:
         self.sums = sums
         self.terms = terms
-        self.norm, self.factor = terms.judge(sums, guess, _or_nan(terms, guess))
+        self.norm, self.factor = terms.norm_and_factor(sums, guess, _or_nan(terms, guess))
         self._coming = Fetch(torch.stack([*sums, self.norm, self.factor]), get_accelerator())
 
-    def is_off(self) -> Tensor:
+    def is_skipped(self) -> Tensor:
         """Whether there is no step to take with the factor, as far as the device can tell."""
         off: Tensor = ~self.norm.isfinite() | (self.sums.arrived == 0) | self.terms.is_unforeseen(self.sums)
         return off
@@ -258,14 +258,14 @@ class Vote:
 
     def terms(self, share_of: ShareOf, *, scale: float = 1.0, max_norm: float = 0.0) -> StepTerms:
         """The terms of the next step."""
-        is_for_all = self.role.speakers == self.ranks
+        is_for_all = self.role.loss_ranks == self.ranks
         return StepTerms(
-            share_of, self.gain, scale, max_norm, self.ranks, self.role.speakers, None if is_for_all else self._last
+            share_of, self.gain, scale, max_norm, self.ranks, self.role.loss_ranks, None if is_for_all else self._last
         )
 
-    def call(self, mine: Sums, terms: StepTerms) -> Poll:
+    def start(self, mine: StepSums, terms: StepTerms) -> PendingDecision:
         """Add up what all ranks say: the one reduction of a step. Numbers get to the device without a copy."""
-        guess = Seen.of(mine) if self.role.speaks else self._last
+        guess = Seen.of(mine) if self.role.has_losses else self._last
         values = [
             value.detach().to(self.device, torch.float64)
             if isinstance(value, Tensor)
@@ -275,13 +275,13 @@ class Vote:
         sums = torch.stack(values)
         if self.group is not None:
             collectives.all_reduce(sums, group=self.group)
-        return Poll(Sums(*sums.unbind()), guess, terms)
+        return PendingDecision(StepSums(*sums.unbind()), guess, terms)
 
-    def close(self, decision: Decision) -> None:
+    def remember(self, decision: Decision) -> None:
         """Remember for the next step what was seen in this one."""
         self._last = decision.seen
 
-    def names(self, mine: Sequence[str]) -> str:
+    def explain_nonfinite(self, mine: Sequence[str]) -> str:
         """Name every rank and parameter whose own gradient was not finite. All ranks come here together."""
         named = [sorted(mine)]
         if self.group is not None:
@@ -298,9 +298,9 @@ class Vote:
         return "gradient not finite on " + "; ".join(found) if found else SUM_OVERFLOWS
 
 
-def _counts(sums: Sums) -> tuple[Any, Any, Any, Any]:
+def _counts(sums: StepSums) -> tuple[Any, Any, Any, Any]:
     """The ranks that have seen each thing of `Seen`."""
-    return sums.losses, sums.counted, sums.strangers, sums.scaled
+    return sums.losses, sums.counted, sums.unannounced, sums.scaled
 
 
 def _or_nan(terms: StepTerms, guess: Seen) -> float:

@@ -63,7 +63,7 @@ class Box:
         return other.is_empty or self.intersection(other) == other
 
     def shift(self, offset: Sequence[int]) -> "Box":
-        """The same box, moved."""
+        """This box, moved."""
         if len(offset) != len(self.start):
             raise UsageError(f"an offset of {len(offset)} dimensions does not move a box of {len(self.start)}")
         start = tuple(a + b for a, b in zip(self.start, offset, strict=True))

@@ -202,7 +202,7 @@ class Site:
     """What one rank has of a parameter."""
 
     shape: Shape
-    """Of the whole."""
+    """The shape of the whole parameter."""
     home: Home
     layout: Layout
     rank: int

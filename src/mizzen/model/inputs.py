@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def change_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor changed."""
+    """Nested inputs with every tensor changed, in the structure that they have."""
     if isinstance(inputs, Tensor):
         return change(inputs)
     if isinstance(inputs, Mapping):

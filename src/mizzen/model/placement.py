@@ -127,7 +127,7 @@ def _strided(held: list[Interval], cut: _Cut) -> list[Interval]:
 
 
 def _joined(intervals: list[Interval]) -> list[Interval]:
-    """The same positions, with neighbours that touch made one."""
+    """Intervals of which neighbours that touch are made one."""
     joined: list[Interval] = []
     for a, b in intervals:
         if joined and joined[-1][1] == a:

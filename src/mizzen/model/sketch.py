@@ -18,7 +18,6 @@ from mizzen.config.layout import Layout
 from mizzen.errors import UsageError
 from mizzen.model.head import HeadSketch, head_of
 from mizzen.model.home import Home
-from mizzen.model.uses import UseReader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,8 +54,6 @@ class ParameterSketch:
     """The optimizer group that trains it; None when none does."""
     is_external: bool = False
     """Whether a module that does not hold it has registered that it uses it."""
-    users: tuple[str, ...] = ()
-    """The paths of modules whose code names it although they do not hold it."""
     is_whole: bool = False
     """Whether the update rule of that group needs it whole."""
     home: Home = Home()
@@ -113,7 +110,7 @@ class ModuleSketch:
     """Whether it is a list, a dict or a sequence of modules."""
     same_as: str | None = None
     """The path under which the same module object was met before."""
-    turns: bool = False
+    is_rotary: bool = False
     """Whether its forward calls the `ROTARY` function of its file."""
     is_leaf: bool = False
     """Whether a user has pinned it as one unit of gathering."""
@@ -143,7 +140,7 @@ class Sketch:
         return _Reader().read(module)
 
     def with_groups(self, groups: Mapping[str, int], whole: Collection[int] = ()) -> "Sketch":
-        """The same model with its parameters in these optimizer groups; one that is in none is not trained.
+        """This model with its parameters in these optimizer groups; one that is in none is not trained.
 
         The update rules of the groups `whole` need whole parameters.
         """
@@ -151,11 +148,11 @@ class Sketch:
         return replace(self, parameters=tuple(parameters))
 
     def with_home(self, home: Home) -> "Sketch":
-        """The same model with all parameters in one home."""
+        """This model with all parameters in one home."""
         return replace(self, parameters=tuple(replace(p, home=home) for p in self.parameters))
 
     def local(self, layout: Layout, rank: int) -> "Sketch":
-        """The same model as a rank has it: with the shapes of what it holds, and without what is not there."""
+        """This model as a rank has it: with the shapes of what it holds, and without what is not there."""
         here = self.having({p.name for p in self.parameters if p.home.is_at(layout, rank)})
         parameters = (
             p if p.home.is_whole else replace(p, shape=p.home.local_shape(p.shape, layout, rank))
@@ -164,7 +161,7 @@ class Sketch:
         return replace(here, parameters=tuple(parameters))
 
     def having(self, names: Collection[str]) -> "Sketch":
-        """The same model with these parameters alone."""
+        """This model with these parameters alone."""
         if len(names) == len(self.parameters):
             return self
         kept = tuple(p for p in self.parameters if p.name in names)
@@ -173,7 +170,7 @@ class Sketch:
         return replace(self, parameters=kept, modules=tuple(modules))
 
     def frozen(self) -> "Sketch":
-        """The same model with nothing to train."""
+        """This model with nothing to train."""
         return replace(self, parameters=tuple(replace(p, requires_grad=False) for p in self.parameters))
 
     @property
@@ -305,7 +302,6 @@ class _Found:
     tensor: "Tensor"
     owner: "nn.Module"
     aliases: list[str] = field(default_factory=list)
-    users: list[str] = field(default_factory=list)
 
 
 class _Reader:
@@ -322,7 +318,6 @@ class _Reader:
     def read(self, root: "nn.Module") -> Sketch:
         for path, module in root.named_modules(remove_duplicate=False):
             self._visit(path, module)
-        self._note_uses(root)
         return Sketch(
             tuple(_parameter(found) for found in self.parameters.values()),
             tuple(_buffer(found) for found in self.buffers.values()),
@@ -347,7 +342,7 @@ class _Reader:
                 names,
                 _is_a(module, CONTAINERS),
                 same_as,
-                turns=_turns(module),
+                is_rotary=_is_rotary(module),
                 is_leaf=AMBIENT.leaves.get(module) is not None,
                 type=type(module),
                 own=frozenset(vars(module)),
@@ -355,13 +350,6 @@ class _Reader:
         )
         self.head = self.head or head_of(path, module)
         self.hints |= dict.fromkeys(_hints(module))
-
-    def _note_uses(self, root: "nn.Module") -> None:
-        reader = UseReader()
-        for path, module in root.named_modules():
-            for parameter in reader.used(module):
-                if (found := self.parameters.get(id(parameter))) is not None and path not in found.users:
-                    found.users.append(path)
 
 
 def _meet(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:
@@ -380,7 +368,6 @@ def _parameter(found: _Found) -> ParameterSketch:
         type(found.owner).__name__,
         _is_a(found.owner, EMBEDDINGS),
         is_external=AMBIENT.externals.get(found.tensor) is not None,
-        users=tuple(found.users),
     )
 
 
@@ -412,6 +399,6 @@ def _hints(module: "nn.Module") -> tuple[str, ...]:
     return tuple(sorted(hint)) if isinstance(hint, list | tuple | set | frozenset) else ()
 
 
-def _turns(module: "nn.Module") -> bool:
+def _is_rotary(module: "nn.Module") -> bool:
     forward = type(module).forward
     return inspect.isfunction(forward) and ROTARY in forward.__code__.co_names

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mizzen.model.sketch import Sketch
 
 
-class Tree:
+class ModelTree:
     """Which module has which modules and parameters. Everything it knows it keeps alive, so no new object looks old.
 
     A sharded parameter is not looked at: it leaves its module and returns whenever its shards are gathered.
@@ -17,11 +17,11 @@ class Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.look()
+        self.record()
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Take the model as it stands now."""
-        self.parameters: dict[str, Tensor] = named(self.model)
+        self.parameters: dict[str, Tensor] = every_name(self.model)
         """Every parameter by name, a tied one under each of its names."""
         modules = [module for module in self.model.modules() if type(module._parameters) is dict]
         places: list[tuple[dict[str, Any], str, Any]] = [
@@ -39,18 +39,18 @@ class Tree:
         self._sized: list[dict[str, Any]] = [*parents, *(module._parameters for module in modules)]
         self._size = sum(map(len, self._sized))
 
-    def is_same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether every module and parameter still stands where it stood, and no other was added."""
         found = map(dict.get, self._tables, self._names)
         return sum(map(len, self._sized)) == self._size and all(map(is_, found, self._objects))
 
 
-def named(model: nn.Module) -> dict[str, Tensor]:
+def every_name(model: nn.Module) -> dict[str, Tensor]:
     """The parameters of a model by name, a tied one under each of its names."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def joined(modules: Sequence[nn.Module]) -> nn.Module:
+def joined_module(modules: Sequence[nn.Module]) -> nn.Module:
     """Several parts of a model as one module, under the names of the whole model; one alone is itself.
 
     It has what they have, where they have it, and is there to be looked at: names, state dicts, `train()` and `to()`.
@@ -71,5 +71,5 @@ def joined(modules: Sequence[nn.Module]) -> nn.Module:
         for name, child in module._modules.items():
             inside.setdefault(name, []).extend([child] if child is not None else [])
     for name, children in inside.items():
-        whole.add_module(name, joined(children) if children else None)
+        whole.add_module(name, joined_module(children) if children else None)
     return whole

@@ -17,7 +17,7 @@ STATES: Final = {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0, "lion": 1, "ad
 All others count as 2: Adam and its relatives, Adadelta, Rprop, and what is not known."""
 
 WHOLE_STATES: Final = {"muon": 1, "adafactor": 0}
-"""The same for parameters that a rule needs whole; Adafactor keeps rows and columns, which hardly count."""
+"""Full-size states for parameters that a rule needs whole; Adafactor keeps rows and columns, which hardly count."""
 
 FURTHER_STATES: Final = ("momentum", "centered", "amsgrad")
 """Arguments of an optimizer that add one such tensor each, when they are not 0 or false."""
@@ -48,7 +48,7 @@ class Cost:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all four."""
         return self.parameters + self.gradients + self.masters + self.states
 
     def __str__(self) -> str:

@@ -140,7 +140,7 @@ class Store(Protocol):
         """A backward starts; `last` says whether a step follows it, None that gradients are to stay here for now."""
 
     def end_backward(self) -> None:
-        """That backward is over."""
+        """The backward that was begun is over."""
 
     def reduce(self) -> ReducedGradients:
         """Complete every owned gradient, however it came in."""

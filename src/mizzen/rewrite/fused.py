@@ -195,7 +195,7 @@ def _norms(sketch: Sketch) -> tuple[str, ...]:
 
 
 def _attentions(sketch: Sketch) -> tuple[str, ...]:
-    found = tuple(module.path for module in sketch.modules if module.turns and module.same_as is None)
+    found = tuple(module.path for module in sketch.modules if module.is_rotary and module.same_as is None)
     if not found:
         raise PlanError(
             "fused.rotary finds no module whose forward calls the apply_rotary_pos_emb of its file: leave the key out"

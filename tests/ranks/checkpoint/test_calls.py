@@ -454,7 +454,7 @@ def grown(folder, size):
         engine.save_checkpoint(folder)
     else:
         engine.load_checkpoint(folder)
-    with engine.surroundings.stream.drawn():
+    with engine.run_context.stream.active():
         mine = torch.rand(3).tolist()
     return mine, torch.rand(2).tolist()
 

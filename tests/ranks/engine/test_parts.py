@@ -15,9 +15,9 @@ from mizzen.config.layout import Layout
 from mizzen.config.load import load
 from mizzen.config.resolve import resolve
 from mizzen.engine.build import build_engine
-from mizzen.engine.face import Surroundings
-from mizzen.engine.prepare import grouped, stream_of
+from mizzen.engine.prepare import stream_of, with_optimizer_groups
 from mizzen.engine.runner import Accumulate, Running
+from mizzen.engine.status import RunContext
 from mizzen.environment import World
 from mizzen.errors import CheckpointError, NotBuilt, PlanError
 from mizzen.model.home import Home, pieces_at
@@ -84,7 +84,7 @@ def start(modules, stage=0, layout=None, make_runner=chain):
     home, drafts = Home.data_parallel(layout), []
     for number, module in enumerate(modules):
         optimizer = torch.optim.AdamW([each for each in module.parameters() if each.requires_grad])
-        draft = grouped(Sketch.of(module), module, optimizer)
+        draft = with_optimizer_groups(Sketch.of(module), module, optimizer)
         drafts.append(draft.with_home(home.at("pp", number) if layout.pp > 1 else home))
     drafts, mesh = tuple(drafts), Mesh.build(layout, device_type="cpu")
     parts = tuple(Part(modules[piece]) for piece in pieces_at(world.rank, layout, len(modules)))
@@ -93,12 +93,12 @@ def start(modules, stage=0, layout=None, make_runner=chain):
             parts, drafts = transform.apply(parts, choice, mesh), transform.redraw(choice, drafts)
     trained = [each for module in halves() for each in module.parameters() if each.requires_grad]
     resolved = replace(resolve(config, layout.dp), layout=layout)
-    surroundings = Surroundings(
+    context = RunContext(
         resolved, {}, mesh, world, get_accelerator().device(), stream_of(config, 3, mesh), seed=3,
         groups=Sketch.of(whole_model()).with_groups({name: 0 for name, _ in whole_model().named_parameters()}).groups,
     )  # fmt: skip
     return build_engine(
-        parts, surroundings, optimizer=torch.optim.AdamW(trained, lr=1e-2), scheduler=None, observers=(),
+        parts, context, optimizer=torch.optim.AdamW(trained, lr=1e-2), scheduler=None, observers=(),
         make_runner=make_runner,
     )  # fmt: skip
 

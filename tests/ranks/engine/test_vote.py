@@ -9,22 +9,22 @@ import torch.distributed as dist
 import mizzen
 from mizzen.accelerator import Fetch
 from mizzen.comm import collectives
-from mizzen.engine.vote import Role, Sums, Tally, Vote
+from mizzen.engine.vote import Role, StepSums, Tally, Vote
 from parity.programs import Case, build, micro_batches
 
-NOTHING = Sums(0.0, None, 0.0, False, False, False, False, False, False, False, True, 1)
+NOTHING = StepSums(0.0, None, 0.0, False, False, False, False, False, False, False, True, 1)
 
 
 def votes(numbers: dict) -> list:
     """Four ranks of which two have losses; each counts a quarter of the squares."""
     rank = dist.get_rank()
     speaks = rank >= 2
-    vote = Vote(dist.group.WORLD, torch.device("cpu"), Role(2, speaks=speaks))
+    vote = Vote(dist.group.WORLD, torch.device("cpu"), Role(2, has_losses=speaks))
     mine = NOTHING._replace(**{"squares": torch.tensor(4.0, dtype=torch.float64)} | numbers.get(rank, {}))
     if speaks:
         mine = mine._replace(loss=torch.tensor(float(rank)), count=1.0, losses=True)
-    decision = vote.call(mine, vote.terms(lambda *_: 1.0)).read()
-    return [decision, vote.names(["w"] if math.isnan(float(mine.squares)) else [])]
+    decision = vote.start(mine, vote.terms(lambda *_: 1.0)).read()
+    return [decision, vote.explain_nonfinite(["w"] if math.isnan(float(mine.squares)) else [])]
 
 
 def test_the_loss_is_the_mean_of_those_who_have_one(world):
@@ -50,7 +50,7 @@ def trained(stage: int, ahead: bool, broken: int) -> list:
     engine, *_ = mizzen.initialize(model=build(case), config=case.config)
     speaks = engine.global_rank >= 2
     engine.updater.goes_ahead = ahead
-    engine.updater.vote.role = Role(2, speaks=speaks)
+    engine.updater.vote.role = Role(2, has_losses=speaks)
     told = []
     for step in range(5):
         loss = engine(*micro_batches(case, step, engine.global_rank))
@@ -59,7 +59,7 @@ def trained(stage: int, ahead: bool, broken: int) -> list:
         if not speaks:
             engine.updater.scaler.has_scaled = False
             tally = Tally()
-        engine.window.tally = tally
+        engine.step_in_progress.tally = tally
         report = engine.step()
         told.append((report.applied, report.loss, report.grad_norm, "rank 1: " in report.reason))
     values = [mizzen.zero.safe_get_full_fp32_param(each) for each in engine.module.parameters()]

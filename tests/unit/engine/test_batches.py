@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from mizzen.comm import groups
-from mizzen.engine import face, runner
-from mizzen.engine.face import Face
+from mizzen.engine import runner, status
 from mizzen.engine.phases import Phases
 from mizzen.engine.runner import Accumulate, Running
+from mizzen.engine.status import EngineStatus
 from mizzen.plan.parts import Part
 
 
@@ -31,7 +31,7 @@ def test_a_micro_batch_is_moved_when_it_runs(monkeypatch):
         call=lambda module, args, kwargs: module(*args, **kwargs), region=nullcontext,
         scaler=SimpleNamespace(scaled=lambda loss: loss),
     )  # fmt: skip
-    stream, changes = SimpleNamespace(drawn=nullcontext), SimpleNamespace(take_over=lambda: None)
+    stream, changes = SimpleNamespace(active=nullcontext), SimpleNamespace(adopt=lambda: None)
     running = Running((Part(Model(said)),), None, torch.device("cpu"), Phases(None), stream, arithmetic, changes)
     tally = Accumulate(running).run([torch.ones(2), torch.ones(3)], None)
     assert said == ["move", "forward"] * 2 and tally.loss == 5
@@ -40,6 +40,6 @@ def test_a_micro_batch_is_moved_when_it_runs(monkeypatch):
 def test_the_end_of_data_is_asked_without_the_device(monkeypatch):
     asked = []
     monkeypatch.setattr(groups, "exchange_device", lambda group=None: torch.device("cpu"))
-    monkeypatch.setattr(face.collectives, "all_reduce", lambda tensor, op: asked.append(tensor.device.type))
+    monkeypatch.setattr(status.collectives, "all_reduce", lambda tensor, op: asked.append(tensor.device.type))
     engine = SimpleNamespace(world_size=2, device=torch.device("meta"))  # whose values nobody could read
-    assert Face.fewest_over_ranks(engine, 3) == 3 and asked == ["cpu"]
+    assert EngineStatus.fewest_over_ranks(engine, 3) == 3 and asked == ["cpu"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mizzen.engine.vote import MANY_KINDS, NO_GRADIENT, NOT_FINITE, SOME_SCALED, Seen, StepTerms, Sums, Vote, decide
+from mizzen.engine.vote import MANY_KINDS, NO_GRADIENT, NOT_FINITE, SOME_SCALED, Seen, StepSums, StepTerms, Vote, decide
 from mizzen.errors import UsageError
 
 
@@ -17,15 +17,15 @@ def share_of(has_losses: bool, has_unannounced: bool, has_scaled: bool) -> float
 
 
 SCALED = Seen(has_losses=True, is_counted=False, has_unannounced=False, has_scaled=True)
-FOUR = StepTerms(share_of, gain=1.0, scale=1.0, max_norm=0.0, ranks=4, speakers=4)
-TWO_SPEAK = replace(FOUR, speakers=2, expected=Seen(True, False, False, False))
-USUAL = Sums(
+FOUR = StepTerms(share_of, gain=1.0, scale=1.0, max_norm=0.0, ranks=4, loss_ranks=4)
+TWO_SPEAK = replace(FOUR, loss_ranks=2, expected=Seen(True, False, False, False))
+USUAL = StepSums(
     squares=16.0,
     loss=6.0,
     count=4.0,
     losses=4,
     counted=0,
-    strangers=0,
+    unannounced=0,
     scaled=4,
     requests=0,
     ahead=0,
@@ -36,13 +36,13 @@ USUAL = Sums(
 
 
 def decision(terms: StepTerms = FOUR, guess: Seen = SCALED, **changes: float):
-    """What is decided where this rank has judged by a guess, as `Poll` does."""
-    sums = Sums(*(torch.tensor(float(value), dtype=torch.float64) for value in USUAL._replace(**changes)))
+    """What is decided where this rank has found by a guess, as `PendingDecision` does."""
+    sums = StepSums(*(torch.tensor(float(value), dtype=torch.float64) for value in USUAL._replace(**changes)))
     try:
         share = terms.share(guess)
     except UsageError:
         share = math.nan
-    return decide(torch.stack([*sums, *terms.judge(sums, guess, share)]), terms)
+    return decide(torch.stack([*sums, *terms.norm_and_factor(sums, guess, share)]), terms)
 
 
 def test_a_usual_step_is_taken():
@@ -77,7 +77,7 @@ def test_a_step_without_a_gradient_is_skipped_and_has_not_overflowed():
     [
         ({"counted": 3}, MANY_KINDS),
         ({"losses": 0}, "no backward"),
-        ({"losses": 0, "strangers": 4, "scaled": 2}, SOME_SCALED),
+        ({"losses": 0, "unannounced": 4, "scaled": 2}, SOME_SCALED),
     ],
 )
 def test_a_wrong_use_is_refused_and_a_request_to_stop_still_heard(changes, said):
@@ -123,6 +123,6 @@ def test_new_values_are_compared_before_anything_counts():
 
 def test_one_rank_votes_alone():
     vote = Vote(None, torch.device("cpu"))
-    found = vote.call(USUAL._replace(losses=True, scaled=False, micros=2), vote.terms(share_of)).read()
+    found = vote.start(USUAL._replace(losses=True, scaled=False, micros=2), vote.terms(share_of)).read()
     assert (found.applied, found.norm, found.micros) == (True, 4.0, 2.0)
-    assert vote.names(["b", "a", "d", "c"]) == "gradient not finite on rank 0: a, b, c and 1 more"
+    assert vote.explain_nonfinite(["b", "a", "d", "c"]) == "gradient not finite on rank 0: a, b, c and 1 more"

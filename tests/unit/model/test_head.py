@@ -86,5 +86,5 @@ def test_models_of_nobody():
 
 
 def test_who_turns_queries_and_keys():
-    turning = [module.path for module in Sketch.of(made("Llama")).modules if module.turns]
+    turning = [module.path for module in Sketch.of(made("Llama")).modules if module.is_rotary]
     assert turning == ["model.layers.0.self_attn"]

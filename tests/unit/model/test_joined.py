@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mizzen.model.tree import joined
+from mizzen.model.tree import joined_module
 
 
 def parts():
@@ -25,12 +25,12 @@ def parts():
 
 def test_one_part_is_itself():
     module = nn.Linear(1, 1)
-    assert joined([module]) is module
+    assert joined_module([module]) is module
 
 
 def test_names_and_objects_are_those_of_the_whole():
     whole, first, second = parts()
-    together = joined([first, second])
+    together = joined_module([first, second])
     for look in ("named_parameters", "named_buffers"):
         expected = dict(getattr(whole, look)(remove_duplicate=False))
         found = dict(getattr(together, look)(remove_duplicate=False))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mizzen.model.tree import Tree
+from mizzen.model.tree import ModelTree
 
 
 def model():
@@ -29,17 +29,17 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_once(name):
     made = model()
-    tree = Tree(made)
-    assert tree.is_same()
+    tree = ModelTree(made)
+    assert tree.is_unchanged()
     CHANGES[name](made)
-    assert not tree.is_same()
-    tree.look()
-    assert tree.is_same()
+    assert not tree.is_unchanged()
+    tree.record()
+    assert tree.is_unchanged()
 
 
 def test_values_and_flags_are_no_change():
     made = model()
-    tree = Tree(made)
+    tree = ModelTree(made)
     made.double().eval().requires_grad_(False)
-    assert tree.is_same()
+    assert tree.is_unchanged()
     assert list(tree.parameters) == ["0.weight", "1.0.weight", "1.0.bias"]

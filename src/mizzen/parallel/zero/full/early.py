@@ -244,8 +244,8 @@ class Building:
 
 
 @contextmanager
-def built() -> Iterator[None]:
-    """While an engine takes a model no `zero.Init` cuts anything; what was built in one so far is done."""
+def init_suspended() -> Iterator[None]:
+    """Inside, no `zero.Init` cuts anything: an engine takes a model. What was built in one so far is done."""
     building, AMBIENT.building = AMBIENT.building, None
     if building is not None:
         building.stop()

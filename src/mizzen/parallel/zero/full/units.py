@@ -141,7 +141,7 @@ def _called(sketch: Sketch, path: str) -> list[str]:
 
 
 def _homes(sketch: Sketch, paths: Iterable[str]) -> Mapping[str, str]:
-    """For every parameter the unit that all of its names, and all who use it, lie in; the model itself otherwise."""
+    """For every parameter the unit that all of its names lie in; the model itself otherwise."""
     units = set(paths)
     first = {module.path: module.same_as or module.path for module in sketch.modules}
 
@@ -151,7 +151,6 @@ def _homes(sketch: Sketch, paths: Iterable[str]) -> Mapping[str, str]:
     homes = {}
     for parameter in sketch.parameters:
         places = {around(name) for name in parameter.names}
-        places |= {around(f"{user}.".lstrip(".")) for user in parameter.users}
         homes[parameter.name] = places.pop() if len(places) == 1 and not parameter.is_external else ROOT
     return homes
 

@@ -18,7 +18,7 @@ from mizzen.plan.parts import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldItem:
     """Something to save, and the ranks that hold the very same."""
 
     item: Item
@@ -43,7 +43,7 @@ class Weights:
     """Parameters that nobody trains."""
     buffers: frozenset[str]
     stored: Mapping[str, Store]
-    """Those that a store holds."""
+    """The parameters that a store holds."""
 
     @classmethod
     def of(cls, module: nn.Module, stores: Sequence[Store]) -> "Weights":
@@ -82,14 +82,14 @@ class Weights:
             "excluded": sorted(skip),
         }
 
-    def held(self, rank: int, same_piece: Sequence[int], skip: frozenset[str]) -> Iterator[Held]:
+    def held(self, rank: int, same_piece: Sequence[int], skip: frozenset[str]) -> Iterator[HeldItem]:
         """What to save of them. `same_piece` are the ranks that hold what no store has."""
         for piece in self.pieces:
             if piece.name not in skip:
                 store = self.stored.get(piece.name)
                 holders = holders_of(store, rank) if store else tuple(same_piece)
                 is_spare = store is not None and piece.name in store.contents.saved_elsewhere
-                yield Held(Item(WEIGHT, piece), holders, is_joint=piece.name in self.buffers, is_spare=is_spare)
+                yield HeldItem(Item(WEIGHT, piece), holders, is_joint=piece.name in self.buffers, is_spare=is_spare)
 
 
 def holders_of(store: Store, rank: int) -> tuple[int, ...]:
@@ -98,12 +98,12 @@ def holders_of(store: Store, rank: int) -> tuple[int, ...]:
     return tuple(groups.get_all_ranks_from_group(same)) if same is not None else (rank,)
 
 
-def share_of(held: Iterable[Held], rank: int, nodes: Sequence[str]) -> list[Item]:
+def items_to_write(held: Iterable[HeldItem], rank: int, nodes: Sequence[str]) -> list[Item]:
     """What this rank writes, so that all is written once, or once on each node, by ranks that have about as much each.
 
     Ranks that hold the same come to the same answer without asking each other.
     """
-    together: dict[tuple[int, ...], list[Held]] = defaultdict(list)
+    together: dict[tuple[int, ...], list[HeldItem]] = defaultdict(list)
     for each in held:
         if each.is_spare and not nodes:
             continue
@@ -128,7 +128,7 @@ def extra_states(modules: Iterable[nn.Module]) -> dict[str, Any]:
 
 
 def set_extra_states(modules: Iterable[nn.Module], states: Mapping[str, Any]) -> None:
-    """Give it back to them."""
+    """Give modules back what `extra_states` has taken from them."""
     for name, found in _with_extras(modules):
         if name in states:
             found.set_extra_state(states[name])

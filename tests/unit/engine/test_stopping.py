@@ -6,8 +6,8 @@ from datetime import timedelta
 
 from torch.distributed import HashStore
 
-from mizzen.engine import parley
-from mizzen.engine.parley import AHEAD, Parley
+from mizzen.engine import stopping
+from mizzen.engine.stopping import AHEAD, EvaluationStop
 
 SIZE = 3
 
@@ -32,7 +32,7 @@ def run(calls, *, together=None, step=5):
     shared = store()
     with ThreadPoolExecutor(len(calls)) as threads:
         ranks = [
-            threads.submit(evaluate, Parley(shared, rank, len(calls), step), count, together=together)
+            threads.submit(evaluate, EvaluationStop(shared, rank, len(calls), step), count, together=together)
             for rank, count in enumerate(calls)
         ]
         return [rank.result(30) for rank in ranks]
@@ -50,18 +50,18 @@ def test_ranks_that_do_not_wait_for_each_other_stop_where_they_are():
 
 
 def test_one_rank_needs_nobody():
-    assert Parley(None, 0, 1, 7).is_agreed(1)
+    assert EvaluationStop(None, 0, 1, 7).is_agreed(1)
 
 
 def test_a_rank_that_evaluates_alone_goes_on():
     shared = store()
-    assert evaluate(Parley(shared, 0, SIZE, 5), 1000) is None
+    assert evaluate(EvaluationStop(shared, 0, SIZE, 5), 1000) is None
 
 
 def test_it_is_called_off_when_a_rank_has_left_the_evaluation(monkeypatch):
-    monkeypatch.setattr(parley, "PATIENCE", 0.2)
+    monkeypatch.setattr(stopping, "PATIENCE", 0.2)
     shared = store()
-    stays, leaves = Parley(shared, 0, 2, 5), Parley(shared, 1, 2, 5)
+    stays, leaves = EvaluationStop(shared, 0, 2, 5), EvaluationStop(shared, 1, 2, 5)
     assert not leaves.is_agreed(1)  # it knows of the request, and its evaluation ends here
     assert evaluate(stays, 1000) is None
     assert not leaves.is_agreed(1000)  # a late one hears the verdict at once
@@ -70,7 +70,7 @@ def test_it_is_called_off_when_a_rank_has_left_the_evaluation(monkeypatch):
 def test_steps_do_not_mix():
     shared = store()
     for step in (3, 4):
-        talks = [Parley(shared, rank, 2, step) for rank in range(2)]
+        talks = [EvaluationStop(shared, rank, 2, step) for rank in range(2)]
         assert not any(talk.is_agreed(call) for call in (1, 2) for talk in talks)
         with ThreadPoolExecutor(2) as threads:
             assert all(threads.map(lambda talk: talk.is_agreed(100), talks))
@@ -79,18 +79,18 @@ def test_steps_do_not_mix():
 def test_whoever_leaves_the_evaluation_calls_it_off():
     """Rank 0 has named a call and does not come to it; the other one waits there."""
     shared = store()
-    leaves, stays = Parley(shared, 0, 2, 5), Parley(shared, 1, 2, 5)
+    leaves, stays = EvaluationStop(shared, 0, 2, 5), EvaluationStop(shared, 1, 2, 5)
     assert not stays.is_agreed(1) and not leaves.is_agreed(1)
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(stays.is_agreed, 1000)
-        leaves.call_off()
+        leaves.cancel()
         assert waits.result(20) is False
 
 
 def test_nobody_waits_for_rank_0_for_ever(monkeypatch):
-    monkeypatch.setattr(parley, "LONGEST", 0.2)
+    monkeypatch.setattr(stopping, "LONGEST", 0.2)
     shared = store()
-    late, waits = Parley(shared, 0, 2, 5), Parley(shared, 1, 2, 5)
+    late, waits = EvaluationStop(shared, 0, 2, 5), EvaluationStop(shared, 1, 2, 5)
     assert not waits.is_agreed(1) and not late.is_agreed(1)
     assert not waits.is_agreed(1000)
     assert not late.is_agreed(1000), "the verdict was given for all"

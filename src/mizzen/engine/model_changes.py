@@ -13,36 +13,36 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm.fingerprint import compare
 from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import UsageError
-from mizzen.model.tree import Tree, joined, named
+from mizzen.model.tree import ModelTree, every_name, joined_module
 from mizzen.optim.guard import Members, Sides
 from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.plan.parts import Store
 
 
-class Changes:
+class ModelChanges:
     """Looks at a model before every forward that is differentiated, before every step, save and load."""
 
     def __init__(self, modules: Sequence[nn.Module], stores: Sequence[Store], optimizer: Optimizer | None) -> None:
-        model = joined(modules)
+        model = joined_module(modules)
         self.stores = tuple(stores)
-        self.trees = [Tree(module) for module in modules]
+        self.trees = [ModelTree(module) for module in modules]
         self.sides = Sides(model)
         self.members = Members(optimizer, model)
         self._values: list[dict[str, str]] = []
         """For each store a sum of each parameter, as they are before the step; empty if there are no new values."""
 
     @property
-    def has_new(self) -> bool:
+    def has_new_values(self) -> bool:
         """Whether parameters on this rank were given new values by a change, since the last step."""
         return any(store.status.has_new_values for store in self.stores)
 
-    def before_step(self) -> None:
+    def check_step(self) -> None:
         """Refuse a step that would not be what it seems."""
         self.members.check()
-        self.take_over()
+        self.adopt()
         refuse_gathered(self.stores)
         self.sides.check(store.contents.trained for store in self.stores)
-        self._values = [_sums(store) for store in self.stores] if self.has_new else []
+        self._values = [_sums(store) for store in self.stores] if self.has_new_values else []
 
     def compare(self, changed: float, ranks: int) -> None:
         """Once it is known how many ranks have new values: refuse a step unless all have the same. All call this."""
@@ -55,20 +55,20 @@ class Changes:
             if store.ranks.reduce_group is not None:
                 compare(values, store.ranks.reduce_group)
 
-    def take_over(self) -> None:
+    def adopt(self) -> None:
         """Train on with what stands in the model now, or say what of it cannot be."""
         stores = [store for store in self.stores if store.contents.trained]  # a released one has none
-        if stores and not all(tree.is_same() for tree in self.trees):
+        if stores and not all(tree.is_unchanged() for tree in self.trees):
             for store in stores:
                 store.restore_parameters({})
             self._exchange(stores)
             for tree in self.trees:
-                tree.look()
+                tree.record()
         for store in stores:
             store.restore_parameters()
 
     def _exchange(self, stores: Sequence[Store]) -> None:
-        now = {name: each for tree in self.trees for name, each in named(tree.model).items()}
+        now = {name: each for tree in self.trees for name, each in every_name(tree.model).items()}
         before = {name: each for tree in self.trees for name, each in tree.parameters.items()}
         known = {id(each) for each in before.values()}
         known |= {id(each) for store in stores for each in store.contents.held.values()}
@@ -108,7 +108,7 @@ class Changes:
         AMBIENT.owners.remove(old)
         AMBIENT.owners.set(first, owner)
         for tree in self.trees:
-            for place in found.keys() & named(tree.model).keys():
+            for place in found.keys() & every_name(tree.model).keys():
                 path, _, leaf = place.rpartition(".")
                 tree.model.get_submodule(path).register_parameter(leaf, store.contents.trained[name])
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.write import Item
-from mizzen.engine.changes import refuse_gathered
-from mizzen.engine.state import Held, holders_of
+from mizzen.engine.model_changes import refuse_gathered
+from mizzen.engine.weights import HeldItem, holders_of
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
 from mizzen.model.piece import piece_of_whole
@@ -31,7 +31,7 @@ OF_THE_MACHINE: Final = frozenset(
 OF_THE_SCHEDULE: Final = frozenset({"lr", "initial_lr"})
 
 
-def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Iterator[Held]:
+def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Iterator[HeldItem]:
     """What to save of an optimizer."""
     for store in stores:
         holders, elsewhere = holders_of(store, rank), store.contents.saved_elsewhere
@@ -41,7 +41,7 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
         for key in dict.fromkeys(key for state in states.values() for key in state):
             pieces = store.pieces(key, states)
             whole = {piece.name for piece in pieces}
-            yield from (Held(Item(key, piece), holders, is_spare=piece.name in elsewhere) for piece in pieces)
+            yield from (HeldItem(Item(key, piece), holders, is_spare=piece.name in elsewhere) for piece in pieces)
             for tensor, state in states.items():
                 there = [portion for portion in portions[tensor] if portion.start < portion.stop]
                 names = [portion.name for portion in there if portion.name not in whole]
@@ -55,7 +55,7 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
                     )
                 for name in names:
                     is_spare = name not in firsts or name in elsewhere
-                    yield Held(Item(key, piece_of_whole(name, value)), holders, is_spare=is_spare)
+                    yield HeldItem(Item(key, piece_of_whole(name, value)), holders, is_spare=is_spare)
 
 
 def plain_states(states: States, store: Store) -> dict[Tensor, dict[str, Any]]:
@@ -145,14 +145,14 @@ def _put_back(states: Any, plain: Mapping[Tensor, Mapping[str, Any]]) -> None:
                 states[tensor][key].copy_(value)
 
 
-def make_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
+def create_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     """Let an optimizer make its states, by a step with gradients and rates of zero that changes nothing else."""
     refuse_gathered(stores)
     for store in stores:
         store.clear_gradients()
         for lot in store.contents.lots:
             lot.load()
-    with _standing_still(optimizer):
+    with _with_zero_rates(optimizer):
         optimizer.step()
     for store in stores:
         for lot in store.contents.lots:
@@ -161,7 +161,7 @@ def make_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
 
 
 @contextmanager
-def _standing_still(optimizer: Optimizer) -> Iterator[None]:
+def _with_zero_rates(optimizer: Optimizer) -> Iterator[None]:
     kept = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
