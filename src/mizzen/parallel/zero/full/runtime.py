@@ -92,8 +92,8 @@ class UnitRuntime:
         self.leaves_gradients = False
         """Whether the backward that runs leaves a gradient on some parameter, or is for inputs alone."""
         self.is_differentiated = False
-        """Whether some backward shall be differentiated again. Its graph uses whole parameters, and nobody is told when:
-        units then stay gathered until a backward of the engine, or a step, is over."""
+        """Whether some backward shall be differentiated again. Its graph uses whole parameters at any time: units then
+        stay gathered until a backward of the engine, or a step, is over."""
         self._task = -1
         self._ends = False
         """Whether we are told of the end of the backward that runs."""
