@@ -41,7 +41,7 @@ from mizzen.log import LEVELS, set_level
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.terminal import dump_state
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.early import init_suspended
+from mizzen.parallel.zero.full.init import init_suspended
 from mizzen.plan.build import build
 from mizzen.plan.parts import Part
 

@@ -20,7 +20,7 @@ from mizzen.comm.fingerprint import compare
 from mizzen.engine.prepare import sum_of_bits
 from mizzen.errors import CheckpointError, UsageError, expect
 from mizzen.model.piece import Piece, copy_overlap, piece_of_boxes, piece_of_whole
-from mizzen.parallel.zero.full.early import held
+from mizzen.parallel.zero.full.init import held
 from mizzen.parallel.zero.full.sharded_parameter import ShardedParameter
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler

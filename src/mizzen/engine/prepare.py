@@ -28,7 +28,7 @@ from mizzen.monitor.report import Observer
 from mizzen.optim.build import build_optimizer, build_scheduler
 from mizzen.optim.groups import param_groups, tell_slips
 from mizzen.optim.rules import is_known, whole_groups
-from mizzen.parallel.zero.full.early import make_whole
+from mizzen.parallel.zero.full.init import make_whole
 from mizzen.parallel.zero.full.runtime import UnitModule
 from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.parallel.zero.reduce import torch_dtype

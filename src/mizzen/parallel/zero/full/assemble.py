@@ -8,23 +8,12 @@ from torch import Tensor, nn
 
 from mizzen.comm import collectives
 from mizzen.model.sketch import ParameterSketch
-from mizzen.parallel.zero.full.early import EarlyShard, early_shard
-from mizzen.parallel.zero.full.frozen import Packed, is_packed
-from mizzen.parallel.zero.full.owners import Owners
-from mizzen.parallel.zero.full.quantized import Quantizing, gather_quantized, gather_rows
+from mizzen.parallel.zero.full.division import Owners, Unit
+from mizzen.parallel.zero.full.init import EarlyShard, early_shard
+from mizzen.parallel.zero.full.quantized import Packed, Quantizing, gather_quantized, gather_rows, is_packed
 from mizzen.parallel.zero.full.sharded_parameter import RECORD, ShardedParameter, find_record
-from mizzen.parallel.zero.full.unit import (
-    LiveUnit,
-    Message,
-    Share,
-    UnitParameter,
-    UnitRanks,
-    chunk,
-    padded_length,
-    up,
-    whole_view,
-)
-from mizzen.parallel.zero.full.units import Unit
+from mizzen.parallel.zero.full.shards import chunk, padded_length, up, whole_view
+from mizzen.parallel.zero.full.unit import LiveUnit, Message, Share, UnitParameter, UnitRanks
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
 from mizzen.parallel.zero.stock import Stock, Sums
 from mizzen.precision.policy import Policy, wider

@@ -16,7 +16,8 @@ from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
 from mizzen.parallel.zero.full.runtime import Position, explained
 from mizzen.parallel.zero.full.sharded_parameter import use_refusal
-from mizzen.parallel.zero.full.unit import LiveUnit, UnitParameter, gather_shards, rows_of
+from mizzen.parallel.zero.full.shards import gather_shards, rows_of
+from mizzen.parallel.zero.full.unit import LiveUnit, UnitParameter
 from mizzen.parallel.zero.reduce import Finish, Reducer, torch_dtype
 
 IN_FLIGHT: Final = 2

@@ -1,21 +1,319 @@
-"""`zero.Init`: models that are sharded while they are built. What happens to a parameter is in `early.py`."""
+"""Parameters that are sharded while a model is being built, before there is an engine: what `zero.Init` does.
 
-from collections.abc import Mapping
+A module is built for real, with the user's random numbers, and its parameters are cut when it is done: when it becomes
+part of another module, or at the end. What is then written to them, by nn.init or by a loader, is written to the
+gathered parameter, which is cut again when the next one is touched. So the weights are those of the plain build, at any
+number of ranks, and a rank never holds more than the module it is building and one parameter beside its shards.
+
+No function of torch is replaced: torch's own hooks see parameters and modules arrive, and a `ShardedParameter` asks its
+record what to do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
-from mizzen.comm import groups
+from mizzen.comm import collectives, groups
 from mizzen.comm.join import init_distributed
 from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.errors import NotBuilt, UsageError, expect
-from mizzen.parallel.zero.full.early import Bench, Building
+from mizzen.log import warn_once
+from mizzen.model.inputs import change_tensors, tensors_in
+from mizzen.parallel.zero.full.sharded_parameter import (
+    PROPERTIES,
+    RECORD,
+    ShardedParameter,
+    find_record,
+    is_sharded,
+    record_of,
+)
+from mizzen.parallel.zero.full.shards import chunk, gather_shards, shard_dim
+
+
+@dataclass(slots=True, eq=False)
+class EarlyShard:
+    """The record of a parameter that no engine has yet."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    dim: int
+    mesh: DeviceMesh
+    shard: Tensor
+    bench: "Bench"
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a context holds it whole."""
+        return id(self) in self.bench.held
+
+    def copy(self) -> Tensor:
+        """Another parameter with its values: cut as it is, or whole while it is held."""
+        self.bench.clear_but()
+        wants = self.parameter.requires_grad
+        if self.is_gathered:
+            return nn.Parameter(self.bench.held[id(self)][1].clone(), requires_grad=wants)
+        made = nn.Parameter(self.shard.new_empty(self.shape), requires_grad=wants)
+        _wear(made, self.name, self.shard.clone(), self.shape, self.bench)
+        return made
+
+    def use(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let everything work on the whole parameter."""
+        bench, first = self.bench, args[0] if args else None
+        if isinstance(first, ShardedParameter):
+            if name in PROPERTIES:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if name == "data" and len(args) == 2:
+                bench.replace(_early(first), args[1])
+                return None
+            if name == "detach" and not self.is_gathered:  # so that a state dict holds shards, not the whole model
+                return _alias(first)
+        wanted = [_early(each) for each in tensors_in((args, kwargs)) if isinstance(each, ShardedParameter)]
+        bench.clear_but(wanted)
+        args, kwargs = change_tensors((args, kwargs), bench.in_place_of)
+        found = func(*args, **kwargs)
+        return next((early.parameter for early in wanted if found is bench.whole(early)), found)
+
+
+def _early(parameter: Tensor) -> EarlyShard:
+    record = record_of(parameter)
+    if not isinstance(record, EarlyShard):
+        raise UsageError(
+            f"'{record.name}' belongs to an engine, and cannot be used together with parameters that zero.Init has cut"
+        )
+    return record
+
+
+def _alias(parameter: Tensor) -> Any:
+    """Another object for the same shard."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Any = parameter.detach()
+    found.__class__ = ShardedParameter
+    vars(found)[RECORD] = record_of(parameter)
+    return found
+
+
+class Bench:
+    """The parameters that are whole at the moment, and how others are cut."""
+
+    def __init__(self, mesh: DeviceMesh, dtype: torch.dtype | None, device: torch.device) -> None:
+        self.mesh = mesh
+        self.dtype = dtype
+        self.device = device
+        self.group = mesh.get_group()
+        self.open: dict[int, tuple[EarlyShard, Tensor]] = {}
+        self.held: dict[int, tuple[EarlyShard, Tensor]] = {}
+        """What is whole until a context ends, and may be touched by one rank alone meanwhile."""
+
+    def cut(self, parameter: nn.Parameter, name: str) -> None:
+        """Keep this rank's shard of a parameter, of which the first rank's values count."""
+        dtype = self.dtype if self.dtype is not None and parameter.is_floating_point() else parameter.dtype
+        whole = parameter.detach().to(self.device, dtype).contiguous()
+        collectives.broadcast(whole, group=self.group, group_src=0)
+        shard_parameter(parameter, name, whole, self)
+
+    def whole(self, early: EarlyShard) -> Tensor:
+        """All of a parameter, until another one is touched."""
+        if id(early) in self.held:
+            return self.held[id(early)][1]
+        if id(early) not in self.open:
+            self.open[id(early)] = early, gathered(early)
+        return self.open[id(early)][1]
+
+    def replace(self, early: EarlyShard, value: Tensor) -> None:
+        """Set the data of a parameter, which keeps its shape and dtype."""
+        if value.shape != early.shape:
+            raise UsageError(
+                f"a parameter that zero.Init has cut has shape {list(early.shape)}; the data given {list(value.shape)}"
+            )
+        if value.dtype != early.shard.dtype and self.dtype is None:
+            warn_once(
+                f"parameters that zero.Init has sharded stay {early.shard.dtype}: give zero.Init(dtype={value.dtype})"
+            )
+        self.whole(early).copy_(value)
+
+    def in_place_of(self, tensor: Tensor) -> Tensor:
+        """The whole one for a sharded one."""
+        return self.whole(_early(tensor)) if isinstance(tensor, ShardedParameter) else tensor
+
+    def clear_but(self, kept: Sequence[EarlyShard] = ()) -> None:
+        """Cut again what is whole, with the first rank's values."""
+        keys = {id(early) for early in kept}
+        with torch.no_grad():
+            for key in [key for key in self.open if key not in keys]:
+                early, value = self.open.pop(key)
+                collectives.broadcast(value, group=self.group, group_src=0)
+                early.shard.copy_(part_of(value, early.dim, self.mesh))
+
+    @contextmanager
+    def hold(self, wanted: Sequence[EarlyShard], source: int | None) -> Iterator[None]:
+        """Keep parameters whole; at the end they are cut with the values of the rank `source`, or left as they were."""
+        self.clear_but()
+        asked = {id(early): early for early in wanted}
+        new = [key for key in asked if key not in self.held]
+        self.held |= {key: (asked[key], gathered(asked[key])) for key in new}
+        mine = [self.held[key] for key in asked]
+        try:
+            yield
+        finally:
+            for key in new:
+                del self.held[key]
+        with torch.no_grad():
+            for early, value in mine if source is not None else ():
+                collectives.broadcast(value, source, group=self.group)
+                early.shard.copy_(part_of(value, early.dim, self.mesh))
+
+
+def shard_parameter(parameter: nn.Parameter, name: str, whole: Tensor, bench: Bench) -> None:
+    """Let a parameter keep its shard of a whole value alone."""
+    dim = shard_dim(whole.shape, bench.mesh.size())
+    _wear(parameter, name, part_of(whole, dim, bench.mesh).clone(), whole.shape, bench)
+
+
+def _wear(parameter: nn.Parameter, name: str, shard: Tensor, shape: torch.Size, bench: Bench) -> None:
+    empty = torch.empty(shape, dtype=shard.dtype, device=shard.device)
+    empty.untyped_storage().resize_(0)
+    parameter.grad = None
+    parameter.data = empty
+    dim = shard_dim(shape, bench.mesh.size())
+    vars(parameter)[RECORD] = EarlyShard(name, parameter, shape, dim, bench.mesh, shard, bench)
+    parameter.__class__ = ShardedParameter
+
+
+class Building:
+    """Sees modules and parameters arrive, from `start` to `stop`."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.begun: dict[int, nn.Module] = {}
+        """Modules that have parameters and are not done yet."""
+        self.done: dict[int, nn.Module] = {}
+        self.handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        """From here on."""
+        self.handles = [
+            register_module_module_registration_hook(self._module),
+            register_module_parameter_registration_hook(self._parameter),
+        ]
+
+    def stop(self, *, finish: bool = True) -> None:
+        """Look away; cut what is left, unless the build has failed."""
+        for handle in self.handles:
+            handle.remove()
+        for module in list(self.begun.values()) if finish else ():
+            self.finish(module)
+        if finish:
+            self.bench.clear_but()
+        self.begun.clear()
+        self.done.clear()
+
+    def finish(self, module: nn.Module) -> None:
+        """A module is built: cut its parameters, and those of the modules inside."""
+        for name, inner in module.named_modules():
+            self.begun.pop(id(inner), None)
+            self.done[id(inner)] = inner
+            for own, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+                if can_be_cut(parameter):
+                    self.bench.cut(parameter, f"{name}.{own}".lstrip("."))
+
+    def _module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self.finish(child)
+
+    def _parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or not can_be_cut(parameter):
+            return
+        if id(module) in self.done:
+            self.bench.cut(parameter, name)
+        else:
+            self.begun[id(module)] = module
+
+
+@contextmanager
+def init_suspended() -> Iterator[None]:
+    """Inside, no `zero.Init` cuts anything: an engine takes a model. What was built in one so far is done."""
+    building, AMBIENT.building = AMBIENT.building, None
+    if building is not None:
+        building.stop()
+    try:
+        yield
+    finally:
+        AMBIENT.building = building
+        if building is not None:
+            building.start()
+
+
+def can_be_cut(parameter: Tensor) -> bool:
+    """Whether a parameter can be cut: it has dimensions and memory, and is whole and nobody's."""
+    return bool(
+        not isinstance(parameter, DTensor | UninitializedParameter)
+        and not is_sharded(parameter)
+        and AMBIENT.owners.get(parameter) is None
+        and parameter.dim()
+        and parameter.numel()
+        and not parameter.is_meta
+    )
+
+
+@contextmanager
+def held(parameters: Sequence[Tensor], source: int | None) -> Iterator[None]:
+    """Keep those of some parameters whole that no engine has yet; all ranks enter and leave."""
+    early = [record for each in parameters if isinstance(record := find_record(each), EarlyShard)]
+    benches = {id(record.bench): record.bench for record in early}
+    with ExitStack() as stack:
+        for bench in benches.values():
+            stack.enter_context(bench.hold([record for record in early if record.bench is bench], source))
+        yield
+
+
+def gathered(early: EarlyShard) -> Tensor:
+    """All of a parameter, in a new tensor that wants no gradient."""
+    with torch.no_grad():
+        return gather_shards(early.shard, early.shape, early.dim, early.mesh.get_group())
+
+
+def make_whole(model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
+    """Let parameters of a model that `zero.Init` has cut be whole, except those of these names."""
+    for name, parameter in model.named_parameters():
+        early = find_record(parameter)
+        if isinstance(early, EarlyShard) and name not in keep:
+            whole = gathered(early)
+            parameter.__class__ = nn.Parameter
+            parameter.data = whole
+            del vars(parameter)[RECORD]
+
+
+def part_of(whole: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a whole tensor, by torch.chunk's rule."""
+    first, last = chunk(whole.shape[dim], mesh)
+    return whole.narrow(dim, first, last - first)
+
+
+def early_shard(early: EarlyShard, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a parameter as it is cut over a mesh: its shard, where the ranks are the same."""
+    ranks = [value.mesh.flatten().tolist() for value in (early.mesh, mesh)]
+    if ranks[0] == ranks[1]:
+        return early.shard
+    whole = gathered(early)
+    return part_of(whole, shard_dim(whole.shape, mesh.size()), mesh)
 
 
 class Init:

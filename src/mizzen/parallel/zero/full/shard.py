@@ -12,12 +12,11 @@ from mizzen.errors import PlanError
 from mizzen.model.home import Site, classes, pieces_at
 from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
 from mizzen.parallel.zero.full.assemble import FullHolding
-from mizzen.parallel.zero.full.frozen import is_packed, packed_bytes
-from mizzen.parallel.zero.full.owners import choose_owners
-from mizzen.parallel.zero.full.quantized import Quantizing
+from mizzen.parallel.zero.full.division import Division, Unit, choose_owners, divide
+from mizzen.parallel.zero.full.quantized import Quantizing, is_packed, packed_bytes
+from mizzen.parallel.zero.full.shards import shard_dim
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.unit import UnitRanks
-from mizzen.parallel.zero.full.units import Division, Unit, divide, shard_dim
 from mizzen.parallel.zero.shard import Family, FlatSettings, check, families, partitions, price_of, store_of
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store

@@ -18,14 +18,14 @@ from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, assemble
-from mizzen.parallel.zero.full.frozen import Packed
+from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.gradients import UnitGradients, UseOutside
-from mizzen.parallel.zero.full.quantized import QuantizedReducer
+from mizzen.parallel.zero.full.owned import Wholes
+from mizzen.parallel.zero.full.quantized import Packed, QuantizedReducer
 from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, check_places, explained, let_go
 from mizzen.parallel.zero.full.sharded_parameter import RECORD
-from mizzen.parallel.zero.full.unit import LiveUnit, Share, ShareLot, UnitParameter, UnitRanks, gather_shards
-from mizzen.parallel.zero.full.units import Unit
-from mizzen.parallel.zero.full.whole import Wholes
+from mizzen.parallel.zero.full.shards import gather_shards
+from mizzen.parallel.zero.full.unit import LiveUnit, Share, ShareLot, UnitParameter, UnitRanks
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.store import part_for

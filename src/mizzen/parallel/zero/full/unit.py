@@ -4,9 +4,9 @@ A unit is gathered by one collective for each dtype, and freed again. The object
 same: their storage is filled and emptied, so that whatever autograd has saved of them is good again after a gather.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mizzen.comm import collectives, groups
+from mizzen.comm import groups
 from mizzen.comm.tags import Tag
 from mizzen.errors import UsageError
 from mizzen.model.box import Box
 from mizzen.model.inputs import change_tensors, tensors_in
+from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.sharded_parameter import (
     PROPERTIES,
     RECORD,
@@ -30,13 +31,9 @@ from mizzen.parallel.zero.full.sharded_parameter import (
     with_dtensors,
     write_refusal,
 )
-from mizzen.parallel.zero.full.units import Unit, shard_dim
+from mizzen.parallel.zero.full.shards import chunk, joined, shard_dim, whole_view
 from mizzen.parallel.zero.reduce import Finish
 from mizzen.parallel.zero.stock import Stock, Sums
-
-MULTIPLE: Final = 32
-"""Elements; what the optimizer steps has a multiple of it, so that no element is computed by another kind of kernel
-than at the other stages, whose last bit may differ."""
 
 
 class Gather(Protocol):
@@ -447,67 +444,3 @@ class ShareLot:
         self.share.stepped.grad = None
         if self.share.stepped is not self.share.master:
             self.share.stepped.data = self.share.stepped.new_empty(0)
-
-
-def chunk(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Where this rank's part of a dimension begins and ends, by torch.chunk's rule."""
-    each = -(-size // mesh.size())
-    first = min(mesh.get_local_rank() * each, size)
-    return first, min(first + each, size)
-
-
-def padded_length(shape: torch.Size, ranks: int) -> int:
-    """Elements of a shard, padding included."""
-    dim = shard_dim(shape, ranks)
-    return shape.numel() // shape[dim] * -(-shape[dim] // ranks)
-
-
-def whole_view(memory: Tensor, shape: torch.Size) -> Tensor:
-    """The whole parameter in memory that may be padded at its end; writes to it are not writes to the memory's."""
-    return memory[: shape.numel()].view(shape).data
-
-
-def up(count: int) -> int:
-    """The next multiple."""
-    return -(-count // MULTIPLE) * MULTIPLE
-
-
-def gather_shards(
-    shard: Tensor,
-    shape: Sequence[int],
-    dim: int,
-    group: ProcessGroup,
-    *,
-    dtype: torch.dtype | None = None,
-    tag: Tag | None = None,
-) -> Tensor:
-    """The tensor of this shape that the ranks of a group have cut along `dim`, by torch.chunk's rule."""
-    ranks, sizes = groups.get_world_size(group), list(shape)
-    sizes[dim] = -(-shape[dim] // ranks)
-    mine = shard.new_zeros(sizes, dtype=dtype or shard.dtype)
-    mine.narrow(dim, 0, shard.shape[dim]).copy_(shard)
-    every = mine.new_empty([ranks, *sizes])
-    collectives.all_gather_into_tensor(every.view(-1), mine.view(-1), group=group, tag=tag)
-    return joined(every, shape, dim)
-
-
-def joined(rows: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """The tensor of this shape whose parts along `dim`, padded to one size, are these rows, one for each rank."""
-    sizes = list(shape)
-    sizes[dim] = -(-shape[dim] // len(rows))
-    every = rows.reshape(len(rows), *sizes)
-    # Along the first dimension this is no copy.
-    whole = every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(0), dim)
-    return whole.narrow(dim, 0, shape[dim]).contiguous()
-
-
-def rows_of(whole: Tensor, ranks: int, length: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A whole tensor as one row of `length` elements for each rank: its part, and zeros where that is shorter."""
-    dim = shard_dim(whole.shape, ranks)
-    if dim == 0 and whole.numel() == ranks * length:
-        return whole.reshape(ranks, length).to(dtype or whole.dtype)
-    rows = whole.new_zeros([ranks, length], dtype=dtype or whole.dtype)
-    parts = torch.split(whole, -(-whole.shape[dim] // ranks), dim)
-    for row, part in zip(rows, parts, strict=False):
-        row[: part.numel()] = part.reshape(-1)
-    return rows

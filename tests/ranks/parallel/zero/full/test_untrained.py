@@ -110,7 +110,7 @@ def moved() -> list:
 
 
 def test_a_sharded_model_stays_where_and_as_it_is(world):
-    assert world(2).run(moved) == [[True, True, "FSDPBase", True, True, True]] * 2
+    assert world(2).run(moved) == [[True, True, "Base", True, True, True]] * 2
 
 
 SCHEDULE = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}

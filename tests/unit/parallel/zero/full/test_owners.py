@@ -7,7 +7,7 @@ from torch import nn
 from mizzen.config.load import load
 from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.owners import choose_owners
+from mizzen.parallel.zero.full.division import choose_owners
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
 

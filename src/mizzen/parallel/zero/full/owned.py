@@ -17,9 +17,9 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.tags import Tag
 from mizzen.model.piece import Piece, piece_of_whole
 from mizzen.optim.lamb import Portion
-from mizzen.parallel.zero.full.owners import Owners
-from mizzen.parallel.zero.full.unit import LiveUnit, Share, UnitParameter, joined, rows_of
-from mizzen.parallel.zero.full.units import shard_dim
+from mizzen.parallel.zero.full.division import Owners
+from mizzen.parallel.zero.full.shards import joined, rows_of, shard_dim
+from mizzen.parallel.zero.full.unit import LiveUnit, Share, UnitParameter
 
 ROUND: Final = 1 << 24
 """Elements of shards that a rank sends in one message, so that messages take little memory beside what they carry."""

@@ -13,6 +13,7 @@ from mizzen.config.zero import LeafModuleConfig, ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.blocks import Blocks
 from mizzen.model.sketch import ParameterSketch, Sketch, ancestors_of, count_of, parent_of
+from mizzen.parallel.zero.full.shards import shard_dim
 from mizzen.precision.policy import FLOATING, Policy, wider
 
 UNCALLED: Final = ("ModuleList", "ModuleDict")
@@ -103,13 +104,6 @@ def divide(sketch: Sketch, zero: ZeroConfig, policy: Policy, ranks: int) -> Divi
     return Division(tuple(units), tuple(p for p in sketch.parameters if p.name in whole))
 
 
-def shard_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dimension that is cut: the first, unless it is shorter than the ranks are many and another one divides."""
-    if shape[0] >= ranks:
-        return 0
-    return next((dim for dim, size in enumerate(shape) if size and size % ranks == 0), 0)
-
-
 def _paths(sketch: Sketch, leaves: LeafModuleConfig) -> list[str]:
     """Blocks and pinned modules, outermost first come first served; lists that are never called give their items."""
     pinned = [name.rpartition(".")[2] for name in leaves.classes] + [*leaves.names, *leaves.name_suffixes]
@@ -184,3 +178,17 @@ def _fits(parameter: ParameterSketch, held: str | None, master: str | None, poli
     if parameter.requires_grad:  # wants a gradient that nobody takes
         return False
     return held == master or dtype == held or dtype not in FLOATING
+
+
+Owners = tuple[tuple[str, int], ...]
+"""Names of parameters, each with the rank that steps it, counted among those that share it."""
+
+
+def choose_owners(parameters: Iterable[ParameterSketch], ranks: int) -> Owners:
+    """Give every parameter that is stepped whole to the rank that has least, the largest first."""
+    wanted = [each for each in parameters if each.is_trained and each.is_whole]
+    loads, found = [0] * ranks, {}
+    for each in sorted(wanted, key=lambda each: -each.numel):
+        owner = found[each.name] = loads.index(min(loads))
+        loads[owner] += each.numel
+    return tuple((each.name, found[each.name]) for each in wanted)

@@ -11,9 +11,10 @@ from mizzen.errors import PlanError
 from mizzen.model.home import Home
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.marks import pin
+from mizzen.parallel.zero.full.division import divide
+from mizzen.parallel.zero.full.registration import pin
 from mizzen.parallel.zero.full.shard import ZeroFull
-from mizzen.parallel.zero.full.units import divide, shard_dim
+from mizzen.parallel.zero.full.shards import shard_dim
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
 from mizzen.precision.policy import Policy
