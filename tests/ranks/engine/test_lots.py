@@ -10,7 +10,7 @@ from torch import nn
 
 import mizzen
 from mizzen.errors import UsageError
-from mizzen.parallel.zero.full import whole
+from mizzen.parallel.zero.full import owned
 
 QUIET = {"progress": {"enabled": False}}
 PRECISION = {
@@ -107,7 +107,7 @@ def train(engine, dtype, accumulation, broken=2, steps=4):
 
 def both(stage, cases):
     """For each case what was told, whether all bits are the same, and how often the optimizer was called each time."""
-    whole.ROUND = 24
+    owned.ROUND = 24
     found = []
     for rule, dtype, accumulation in cases:
         runs = []

@@ -9,7 +9,7 @@ import pytest
 
 from mizzen.config.load import load
 from mizzen.config.schema import Config
-from mizzen.config.section import places
+from mizzen.config.section import schema_keys
 from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.plan.cost import replicated
 
@@ -59,7 +59,7 @@ def test_the_bytes_of_an_element(keys, column, words):
 
 
 def test_every_key_on_the_page_exists():
-    known = {place.path for place in places(Config)}
+    known = {place.path for place in schema_keys(Config)}
     named = set(re.findall(r"`((?:bf16|fp16|torch_autocast|data_types)\.\w+)`", PAGE))
     assert len(named) >= 10
     assert named <= known
