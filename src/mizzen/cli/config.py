@@ -15,6 +15,7 @@ from mizzen.config.resolve import resolve, with_batch
 from mizzen.errors import ConfigError, LayoutError
 from mizzen.log import LOGGER
 from mizzen.plan.unbuilt import refusals
+from mizzen.wording import counted
 
 
 def configure(parser: Parser) -> None:
@@ -73,7 +74,7 @@ def check(arguments: argparse.Namespace) -> int:
         except (ConfigError, LayoutError) as error:
             problems.append(str(error))
     given = [] if findings.config is None else list(values(findings.config, defaults=False))
-    verdict = f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else f"ok, {len(given)} values given"
+    verdict = counted(len(problems), "problem") if problems else f"ok, {len(given)} values given"
     write("\n  ".join((f"{arguments.file}: {verdict}", *problems, *summary, *findings.notes)))
     return 2 if problems else 0
 

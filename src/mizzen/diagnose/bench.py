@@ -99,7 +99,7 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """The median time of a trial, in seconds."""
         return self.percentile(50)
 
     @property
@@ -200,7 +200,7 @@ def _slowest(seconds: Sequence[float], group: Any) -> tuple[float, ...]:
 
 
 def render(found: BenchResult) -> Table:
-    """A table for people."""
+    """The measurements as a table."""
     table = Table(title=f"{found.ranks} ranks, {found.backend}, {found.device}", title_justify="left")
     for heading in ("operation", "bytes", *(f"p{percent} us" for percent in PERCENTILES), "algorithm GB/s", "bus GB/s"):
         table.add_column(heading, justify="left" if heading == "operation" else "right")

@@ -101,11 +101,11 @@ class Report:
     chapters: tuple[Chapter, ...]
 
     def problems(self) -> tuple[Finding, ...]:
-        """What will be felt."""
+        """Findings that will be felt in training."""
         return tuple(each for chapter in self.chapters for each in chapter.findings if each.state == "problem")
 
     def remedies(self) -> tuple[Finding, ...]:
-        """What is missing and can be had."""
+        """Findings for which there is something to do."""
         return tuple(each for chapter in self.chapters for each in chapter.findings if each.remedy)
 
     def as_dict(self) -> dict[str, dict[str, dict[str, Any]]]:

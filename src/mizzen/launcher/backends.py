@@ -75,14 +75,14 @@ class LaunchBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """What `--launcher` calls it."""
+        """What `--launcher` calls this back end."""
 
     @property
     def requirements(self) -> Requirements:
-        """What it needs."""
+        """What has to be installed for it."""
 
     def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
-        """What to run here."""
+        """The commands that start a supervisor on every host."""
 
 
 def supervisor(job: Job, remote: RemoteOptions, *flags: str, word: str = "") -> str:
@@ -102,7 +102,7 @@ class Ssh:
     requirements = Requirements(("ssh",), "the Debian package openssh-client", takes_users=True, takes_ipv6=True)
 
     def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
-        """What to run here."""
+        """The commands that start a supervisor on every host."""
         return tuple(
             RemoteCommand(
                 (*ssh(remote), host.login, supervisor(job, remote, "--node", str(node), word=INPUT)),
@@ -127,7 +127,7 @@ class Pdsh:
     requirements = Requirements(("pdsh",), "the Debian package pdsh", takes_users=True)
 
     def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
-        """What to run here."""
+        """The commands that start a supervisor on every host."""
         line = supervisor(job, remote, "--host", "HOST", word=job.file("HOST")).replace("%", "%%")
         line = line.replace("--host HOST", "--host %h", 1).replace(job.file("HOST"), job.file("%h"))
         words = (*self._start(job, remote), line)
@@ -155,7 +155,7 @@ class OpenMpi:
     requirements = Requirements(("mpirun.openmpi", "mpirun"), "the Debian package openmpi-bin", "Open MPI")
 
     def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
-        """What to run here."""
+        """The commands that start a supervisor on every host."""
         port = ("--mca", "plm_rsh_args", f"-p {remote.ssh_port}") if remote.ssh_port else ()
         root = ("--allow-run-as-root",) if remote.is_root else ()
         words = ["mpirun", *root, "--bind-to", "none", *port, *remote.arguments]
@@ -175,7 +175,7 @@ class Hydra:
     """The variable that holds more words for ssh."""
 
     def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
-        """What to run here."""
+        """The commands that start a supervisor on every host."""
         port = {self.ssh_arguments: f"-p {remote.ssh_port}"} if remote.ssh_port else {}
         words = ["mpirun", "-launcher", "ssh", "-hosts", ",".join(_names(job)), "-ppn", "1", "-genvlist", VARIABLE]
         words += remote.arguments
@@ -191,7 +191,7 @@ class Slurm:
     requirements = Requirements(("srun",), "the Debian package slurm-client")
 
     def commands(self, job: Job, remote: RemoteOptions) -> tuple[RemoteCommand, ...]:
-        """What to run here."""
+        """The commands that start a supervisor on every host."""
         count = len(job.hosts)
         names = (f"--nodelist={','.join(_names(job))}",) if job.hosts[0].name else ()
         words = (

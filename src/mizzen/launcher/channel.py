@@ -94,7 +94,7 @@ class Channel:
         return self._in.unwrap(self._receive(PROOF), self._receive(size))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
     def _receive(self, count: int) -> bytes:

@@ -42,7 +42,7 @@ class Host:
 
     @property
     def login(self) -> str:
-        """What ssh is told."""
+        """The host as ssh is told of it: `user@name`, or the name alone."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property

@@ -73,7 +73,7 @@ class Supervision:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One launch."""
+    """Everything that the supervisors of one launch have to know."""
 
     id: str
     program: Program

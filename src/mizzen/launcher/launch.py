@@ -78,7 +78,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    """What is known of this machine."""
+    """What a launch depends on beside its options: this machine, its files and its environment."""
 
     id: str
     folder: str

@@ -82,7 +82,7 @@ class StoreHost:
         self._is_closed = False
 
     def serve(self) -> None:
-        """Load torch and answer."""
+        """Load torch and answer at the port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         with self._lock:
@@ -209,7 +209,7 @@ class MultiNodeRendezvous:
         self._status = RendezvousStatus()
 
     def _in_thread(self, call: Callable[[], Result], patience: float) -> Result:
-        """What the thread brings back."""
+        """Let the asking thread do something, and wait for its answer."""
         try:
             return self._pool.submit(call).result(patience)
         except TimeoutError:

@@ -94,7 +94,7 @@ class Heartbeats:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousStatus:
-    """What a node learns of the others."""
+    """What a node learns of the others when it asks for the status."""
 
     failure: Failure | None = None
     """The one that counts for this attempt."""
@@ -115,7 +115,7 @@ class RendezvousStatus:
 
     @classmethod
     def unpack(cls, given: dict[str, Any]) -> "RendezvousStatus":
-        """From what `asdict` gives."""
+        """The status that the first node has sent as a dict."""
         failure = given.pop("failure")
         return cls(failure=None if failure is None else Failure(**failure), **given)
 

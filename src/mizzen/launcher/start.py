@@ -243,7 +243,7 @@ class InputWriter:
 
 @dataclass(slots=True)
 class RunningCommand:
-    """One command that runs."""
+    """One remote command that runs, with its input and its output."""
 
     command: RemoteCommand
     process: "subprocess.Popen[bytes]"

@@ -60,7 +60,7 @@ class Stop:
 
 
 class Supervisor:
-    """One node of one job."""
+    """The supervisor of one node, attempt after attempt, to the end of the job."""
 
     def __init__(
         self,

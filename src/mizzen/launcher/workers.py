@@ -39,7 +39,7 @@ class WorkerSpec:
 
 @dataclass(slots=True)
 class Worker:
-    """One rank that was started."""
+    """One rank as a process of this supervisor."""
 
     spec: WorkerSpec
     process: "subprocess.Popen[bytes]"
@@ -53,7 +53,7 @@ class Worker:
 
 @dataclass(slots=True)
 class WorkerGroup:
-    """All ranks of this node."""
+    """All ranks of this node in one attempt."""
 
     host: str
     folder: Path

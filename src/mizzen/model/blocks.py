@@ -12,6 +12,7 @@ from typing import Literal
 
 from mizzen.errors import PlanError
 from mizzen.model.sketch import CONTAINERS, ParameterSketch, Sketch, ancestors_of, count_of, parent_of
+from mizzen.wording import and_more
 
 Source = Literal["choice", "hint", "structure"]
 Kind = str | int
@@ -68,8 +69,7 @@ class Blocks:
             alike = list(group)
             paths = alike[0].path if len(alike) == 1 else f"{alike[0].path} ... {alike[-1].path}"
             lines.append(f"  {len(alike)} x {kind} of {count_of(numel)} (by {source}): {paths}")
-        shown = ", ".join(self.rest[:4]) + (f" and {len(self.rest) - 4} more" if len(self.rest) > 4 else "")
-        return "\n".join([*lines, f"  rest of {count_of(self.rest_numel)}: {shown or 'nothing'}"])
+        return "\n".join([*lines, f"  rest of {count_of(self.rest_numel)}: {and_more(self.rest, 4) or 'nothing'}"])
 
 
 class _Tree:

@@ -128,7 +128,7 @@ class Rates(Meter):
         self._is_first = True
 
     def read(self, report: StepReport) -> Mapping[str, float]:
-        """Those that are known."""
+        """Samples and, where they are known, tokens per second."""
         if self._is_first or report.seconds <= 0:
             self._is_first = False
             return {}
@@ -140,7 +140,7 @@ class PhaseTimes(Meter):
     """Milliseconds of each phase."""
 
     def read(self, report: StepReport) -> Mapping[str, float]:
-        """Those of the report."""
+        """Milliseconds by phase, of the phases that the report has."""
         return {f"elapsed_time_ms_{phase}": 1e3 * seconds for phase, seconds in report.phases.items()}
 
 

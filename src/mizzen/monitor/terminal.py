@@ -93,7 +93,7 @@ class StepWindow:
         """Seconds at the device's peak that the model's operations took, and those of the steps that know them."""
 
     def add(self, report: StepReport) -> None:
-        """One more step."""
+        """Count one more step."""
         self._phased_steps += bool(report.phases)
         for phase, seconds in report.phases.items():
             self._phases[phase] = self._phases.get(phase, 0.0) + seconds

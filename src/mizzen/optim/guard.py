@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mizzen.errors import UsageError
+from mizzen.wording import and_more
 
 
 class Guard:
@@ -50,10 +51,9 @@ class Members:
         """What to say of parameters that somebody wants to join."""
         names = {id(each): f"'{name}'" for name, each in self.model.named_parameters()}
         found = [names.get(id(each), "a tensor that is not in the model") for each in parameters] or ["a group"]
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         return UsageError(
-            f"{found[0]}{more} cannot join the optimizer after initialize(), which decides what is trained: give every "
-            "group to initialize(), one whose turn comes later with lr 0 until then; or make a new engine of "
+            f"{and_more(found, 1)} cannot join the optimizer after initialize(), which decides what is trained: give "
+            "every group to initialize(), one whose turn comes later with lr 0 until then; or make a new engine of "
             "engine.module, whose optimizer states begin anew"
         )
 
@@ -74,9 +74,8 @@ class Sides:
             stopped = [name for some in trained for name, each in some.items() if not each.requires_grad]
             begun = [name for name, kept in self._frozen if (each := kept()) is not None and each.requires_grad]
         if stopped or begun:
-            name, now = (stopped + begun)[0], "False" if stopped else "True"
-            more = f" and {len(stopped) + len(begun) - 1} more" if len(stopped) + len(begun) > 1 else ""
+            names = and_more([f"'{name}'" for name in (*stopped, *begun)], 1)
             raise UsageError(
-                f"requires_grad of '{name}'{more} was changed to {now} after initialize(), which decides what is "
+                f"requires_grad of {names} was changed to {not stopped} after initialize(), which decides what is "
                 "trained: change it back before step(), or make a new engine of engine.module"
             )

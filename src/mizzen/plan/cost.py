@@ -10,6 +10,7 @@ from typing import Final
 from mizzen.config.schema import Config
 from mizzen.model.sketch import Sketch, bytes_per_element
 from mizzen.precision.policy import Policy, wider
+from mizzen.wording import byte_size
 
 STATES: Final = {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0, "lion": 1, "adafactor": 1}
 """Full-size tensors that an optimizer keeps, by the end of its name, so that DeepSpeedCPUAdagrad is Adagrad.
@@ -53,21 +54,12 @@ class Cost:
 
     def __str__(self) -> str:
         parts = (
-            f"parameters {in_bytes(self.parameters)}",
-            f"gradients {in_bytes(self.gradients)}",
-            f"masters {in_bytes(self.masters)}",
-            f"states {in_bytes(self.states)}",
+            f"parameters {byte_size(self.parameters)}",
+            f"gradients {byte_size(self.gradients)}",
+            f"masters {byte_size(self.masters)}",
+            f"states {byte_size(self.states)}",
         )
-        return f"{in_bytes(self.total)} ({', '.join(parts)})"
-
-
-def in_bytes(size: float) -> str:
-    """A size for people: 1.5 GiB, -20.0 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+        return f"{byte_size(self.total)} ({', '.join(parts)})"
 
 
 def replicated(config: Config, sketch: Sketch) -> Cost:

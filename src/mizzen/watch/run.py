@@ -413,7 +413,7 @@ class Watcher:
         threading.Thread(target=self._follow, name="mizzen-watch", daemon=True).start()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._is_over.set()
 
     def _follow(self) -> None:

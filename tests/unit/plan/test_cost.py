@@ -6,7 +6,7 @@ import torch
 from mizzen.config.load import load
 from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.optim.build import OPTIMIZERS, build_optimizer
-from mizzen.plan.cost import Cost, in_bytes, replicated, states_per_parameter, trained
+from mizzen.plan.cost import Cost, replicated, states_per_parameter, trained
 from mizzen.precision.policy import Policy
 
 SKETCH = Sketch(
@@ -32,14 +32,6 @@ def test_costs_add_up_and_cancel():
 def test_a_cost_prints_itself():
     text = "2.5 KiB (parameters 1.0 KiB, gradients 512 B, masters 0 B, states 1.0 KiB)"
     assert str(Cost(1024, 512, 0, 1024)) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (-20 << 20, "-20.0 MiB"), (5 << 40, "5120.0 GiB")],
-)
-def test_sizes_for_people(size, text):
-    assert in_bytes(size) == text
 
 
 def test_a_model_as_it_is():
