@@ -135,7 +135,7 @@ class Finder:
         return f"from {home} import {function}\n\nraise SystemExit({function}())\n"
 
     def get_code(self, fullname: str) -> CodeType:
-        """The same, compiled."""
+        """The program of a module, compiled."""
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")
 
     @staticmethod

@@ -26,7 +26,7 @@ class OpBuilder:
         return self.LOADS is not None
 
     def builder_available(self) -> bool:
-        """The same."""
+        """Whether there is something to load."""
         return self.is_compatible()
 
     def sources(self) -> list[str]:
@@ -75,13 +75,13 @@ NAMES: Final[dict[str, tuple[str, type | None]]] = {
     "CCLCommBuilder": ("deepspeed_ccl_comm", None),
     "CPUAdagradBuilder": ("cpu_adagrad", operations.CpuAdagrad),
     "CPUAdamBuilder": ("cpu_adam", operations.CpuAdam),
-    "CPULionBuilder": ("cpu_lion", operations.Lion),
+    "CPULionBuilder": ("cpu_lion", operations.LionOperations),
     "DeepCompileBuilder": ("dc", None),
     "EvoformerAttnBuilder": ("evoformer_attn", None),
     "FPQuantizerBuilder": ("fp_quantizer", None),
-    "FusedAdamBuilder": ("fused_adam", operations.FusedAdam),
-    "FusedLambBuilder": ("fused_lamb", operations.FusedLamb),
-    "FusedLionBuilder": ("fused_lion", operations.Lion),
+    "FusedAdamBuilder": ("fused_adam", operations.AdamOperations),
+    "FusedLambBuilder": ("fused_lamb", operations.LambOperations),
+    "FusedLionBuilder": ("fused_lion", operations.LionOperations),
     "GDSBuilder": ("gds", None),
     "InferenceBuilder": ("transformer_inference", None),
     "InferenceCoreBuilder": ("inference_core_ops", None),

@@ -49,7 +49,7 @@ class CommsLogger(CommLog):
         }
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:  # type: ignore[override]
-        """The same."""
+        """What `comms_dict` has."""
         return self.comms_dict
 
     def has_data(self) -> bool:

@@ -174,7 +174,7 @@ def parse_resource_filter(
 
 
 def parse_inclusion_exclusion(resource_pool: dict[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """The same, from numbers of slots."""
+    """Host -> slots that a filter leaves, from numbers of slots."""
     pool = {name: list(range(count)) for name, count in resource_pool.items()}
     return parse_resource_filter(pool, inclusion, exclusion)
 

@@ -47,7 +47,7 @@ class DeepSpeedZeroConfig(ZeroConfig, metaclass=_Read):
 
     @classmethod
     def of(cls, section: ZeroConfig) -> "DeepSpeedZeroConfig":
-        """The same section with this class."""
+        """A section with this class."""
         found = section.model_copy()
         object.__setattr__(found, "__class__", cls)
         return found  # type: ignore[return-value]
@@ -88,7 +88,7 @@ def without_hints(config: ConfigSource) -> ConfigSource:
 
 
 def with_flags(given: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """The same keys; 0 and 1 are false and true where that is what a key takes."""
+    """The keys of a section; 0 and 1 are false and true where that is what a key takes."""
     found = dict(given)
     for name, value in given.items():
         kinds = _kinds(section.model_fields[name].annotation) if name in section.model_fields else set()

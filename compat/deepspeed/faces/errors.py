@@ -77,7 +77,7 @@ def _joined(kind: Any, kinds: tuple[type[Exception], ...]) -> type[MizzenError]:
 def _rebuilt(
     kind: Any, kinds: tuple[type[Exception], ...], args: tuple[Any, ...], state: dict[str, Any]
 ) -> MizzenError:
-    """The same error in another process."""
+    """An error as it was, in another process."""
     joined: Any = _joined(kind, kinds)
     found: MizzenError = joined.__new__(joined, *args)
     found.args = args

@@ -29,7 +29,7 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
 
 
 def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The same of their gradients, where there are any."""
+    """(gradients of parameters that all ranks share, those of experts), where there are any."""
     return [parameter.grad.to(parameter.dtype) for parameter in _shared(group) if parameter.grad is not None], []
 
 

@@ -10,7 +10,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 
 from mizzen.errors import NotBuilt, UsageError
-from mizzen.optim.lion import Lion as LionRule
+from mizzen.optim.lion import Lion
 
 
 class Utils:
@@ -25,7 +25,7 @@ class Utils:
         return _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class FusedAdam:
+class AdamOperations:
     """Adam over lists of tensors."""
 
     def multi_tensor_adam(
@@ -114,7 +114,7 @@ class CpuAdam(_Numbered):
         beta1, beta2, epsilon, weight_decay, bias_correction, parameter, gradient, first, second = others
         lists = [[gradient], [parameter], [first], [second]]
         mode = self._known(optimizer_id)
-        FusedAdam().multi_tensor_adam(
+        AdamOperations().multi_tensor_adam(
             0, parameter, lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
         )
         return 0
@@ -145,7 +145,7 @@ class CpuAdagrad(_Numbered):
         return 0
 
 
-class Lion(_Numbered):
+class LionOperations(_Numbered):
     """Lion over one tensor, or lists of them."""
 
     create_lion, destroy_lion = _Numbered._create, _Numbered._destroy
@@ -171,13 +171,13 @@ class Lion(_Numbered):
     ) -> None:
         """One step with lists of gradients, parameters and momenta."""
         for gradient, parameter, momentum in zip(*tensor_lists, strict=True):
-            rule = LionRule([parameter], lr, (beta1, beta2), weight_decay)
+            rule = Lion([parameter], lr, (beta1, beta2), weight_decay)
             before, parameter.grad, rule.state[parameter]["exp_avg"] = parameter.grad, gradient, momentum
             rule.step()
             parameter.grad = before
 
 
-class FusedLamb:
+class LambOperations:
     """LAMB over one tensor."""
 
     def lamb(self, *_: Any) -> NoReturn:

@@ -43,7 +43,7 @@ class FusedAdam(Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same; where states rest is the configuration's business."""
+    """Adam as `FusedAdam` has it; where states rest is the configuration's business."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class FusedLion(Lion):
 
 
 class DeepSpeedCPULion(Lion):
-    """The same. Accelerate passes arguments of Adam, which change nothing."""
+    """mizzen's Lion. Accelerate passes arguments of Adam, which change nothing."""
 
     def __init__(
         self,

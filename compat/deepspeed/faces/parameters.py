@@ -65,7 +65,7 @@ def _shard(parameter: Tensor) -> Tensor:
 
 
 def _number(parameter: Any) -> int:
-    """The same for all objects that stand for a parameter, and no other one's as long as it lives."""
+    """One number for all objects that stand for a parameter; no other parameter has it as long as this one lives."""
     owner = owner_of(parameter)
     return id(parameter if owner is None else owner)
 
@@ -144,7 +144,7 @@ def mark_parameter(parameter: Any, dtype: torch.dtype | None) -> None:
 
 
 def mark_built(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """The same for all parameters of a module that are whole."""
+    """Mark all parameters of a module that are whole."""
     for parameter in module.parameters():
         mark_parameter(parameter, dtype)
 

@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """The same structure with tensors of its own; tensors that were one stay one, so that they are saved once."""
+    """A structure with tensors of its own; tensors that were one stay one, so that they are saved once."""
     clones: dict[Any, Tensor] = {}
 
     def clone(tensor: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Tensor], bool] | None = None) -> Any:
-    """The same structure with its tensors on a device."""
+    """A structure with its tensors on a device."""
     return tree_map_only(Tensor, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t, item)
 
 

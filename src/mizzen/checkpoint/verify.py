@@ -8,7 +8,9 @@ import torch
 
 from mizzen.checkpoint.manifest import FileEntry, Manifest
 from mizzen.checkpoint.read import Reader, Verified
+from mizzen.checkpoint.tensors import DTYPES
 from mizzen.errors import CheckpointError, FileError
+from mizzen.wording import and_more
 
 OnBytes = Callable[[int], None]
 
@@ -48,18 +50,10 @@ def _held(manifest: Manifest, file: FileEntry, start: int, stop: int) -> str:
     names = []
     for part in file.parts:
         entry = manifest.tensors[part.tensor]
-        end = part.offset + part.box.numel * (entry.nbytes // max(1, _count(entry.shape)))
+        end = part.offset + part.box.numel * DTYPES[entry.dtype].itemsize
         if part.offset < stop and end > start:
             names.append(f"{entry.kind} '{entry.name}'")
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more if names else "only the header of the file"
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return and_more(names, 3) or "only the header of the file"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from mizzen.errors import CheckpointError
 from mizzen.files import write_chunks
 from mizzen.model.box import Box, coverage
 from mizzen.model.piece import Piece
+from mizzen.wording import and_more
 
 WEIGHT: Final = "model"
 """The kind under which weights and buffers are saved."""
@@ -257,10 +258,9 @@ def flaws(written: Mapping[int, Written], nodes: Sequence[str] = ()) -> str:
             found.append(f"{stored.entry}: {words} ({whose})")
     if not found:
         return ""
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return (
         f"what the ranks have written does not make up {len(found)} of {len(tensors)} tensors: "
-        f"{'; '.join(found[:SHOWN])}{more}. {DEFECT}"
+        f"{and_more(found, SHOWN, separator='; ')}. {DEFECT}"
     )
 
 
@@ -268,8 +268,7 @@ def unwritten(names: Iterable[str], tensors: Iterable[TensorEntry]) -> str:
     """Which of these weights are not among the tensors, in words; empty when all are."""
     there = {entry.name for entry in tensors if entry.kind == WEIGHT}
     lost = [name for name in names if name not in there]
-    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-    return f"no rank wrote {len(lost)} weights of the model: {', '.join(lost[:SHOWN])}{more}. {DEFECT}" if lost else ""
+    return f"no rank wrote {len(lost)} weights of the model: {and_more(lost, SHOWN)}. {DEFECT}" if lost else ""
 
 
 def _flaw(stored: Stored, nodes: Table | None) -> str:

@@ -1,6 +1,7 @@
 """`mizzen checkpoint`: what is in a folder of checkpoints, whether it is whole, and ways out of it and into it."""
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from mizzen.checkpoint.read import MANIFEST, Reader
 from mizzen.checkpoint.verify import compare, verify
 from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
 from mizzen.errors import CheckpointError, UsageError
+from mizzen.wording import byte_size
 
 SHOWN: Final = 40
 WRONG_LATEST: Final = 3
@@ -86,7 +88,7 @@ def _row(each: Committed) -> list[str]:
     return [
         str(manifest.step),
         manifest.created[:19],
-        _size(manifest.nbytes),
+        byte_size(manifest.nbytes),
         str(facts["files"]),
         str(facts["tensors"]),
     ]
@@ -115,7 +117,7 @@ def run_show(arguments: argparse.Namespace) -> int:
             write_json(_summary(Committed(reader.folder, manifest)) | {"facts": manifest.facts, "entries": tensors})
             return 0
         write(f"{reader.folder}\n  save {manifest.id} of run {manifest.run}, {manifest.created}")
-        write(f"  {len(manifest.files)} files, {_size(manifest.nbytes)}")
+        write(f"  {len(manifest.files)} files, {byte_size(manifest.nbytes)}")
         for key in ("versions", "layout", "counters", "batch", "data"):
             found = manifest.facts.get(key) or {}
             if not isinstance(found, dict):
@@ -140,7 +142,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     for folder in folders:
         try:
             with Reader(folder) as reader, _progress(f"verify {folder.name}", reader.manifest.nbytes) as on_bytes:
-                wrong, size = verify(reader, on_bytes), _size(reader.manifest.nbytes)
+                wrong, size = verify(reader, on_bytes), byte_size(reader.manifest.nbytes)
         except CheckpointError as error:
             wrong, size = [str(error)], ""
         damaged += bool(wrong)
@@ -172,7 +174,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     source = open_source(arguments.folder, arguments.tag)
     entries = weights_of(source).values()
     size = 2 if arguments.dtype in ("bf16", "fp16") else 4
-    total = sum(size * _numel(entry.shape) for entry in entries)
+    total = sum(size * math.prod(entry.shape) for entry in entries)
     options: dict[str, Any] = {"precision": arguments.dtype}
     with _progress("export", total) as on_bytes:
         if arguments.to.suffix in (".bin", ".pt", ".pth"):
@@ -182,17 +184,17 @@ def run_export(arguments: argparse.Namespace) -> int:
                 source, arguments.to, shard=arguments.max_shard_size, on_bytes=on_bytes, **options
             )
     for path in paths:
-        write(f"wrote {path}, {_size(path.stat().st_size)}")
+        write(f"wrote {path}, {byte_size(path.stat().st_size)}")
     return 0
 
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Write a checkpoint that `load_checkpoint` takes."""
     source = open_source(arguments.folder, arguments.tag)
-    total = sum(_numel(entry.shape) * entry.dtype.itemsize for entry in source.names())
+    total = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in source.names())
     with _progress("import", total) as on_bytes:
         manifest = convert(source, arguments.to, arguments.name, on_bytes=on_bytes)
-    write(f"wrote {arguments.to / arguments.name}, {len(manifest.tensors)} tensors, {_size(manifest.nbytes)}")
+    write(f"wrote {arguments.to / arguments.name}, {len(manifest.tensors)} tensors, {byte_size(manifest.nbytes)}")
     return 0
 
 
@@ -205,7 +207,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
     found = committed(arguments.folder)
     named = read_latest(arguments.folder)
     for each in surplus(found, last=arguments.keep_last, every=arguments.keep_every, spare={named} if named else ()):
-        write(f"{'would delete' if arguments.dry_run else 'deleted'} {each.folder}, {_size(each.manifest.nbytes)}")
+        write(f"{'would delete' if arguments.dry_run else 'deleted'} {each.folder}, {byte_size(each.manifest.nbytes)}")
         if not arguments.dry_run:
             delete(each)
     if not arguments.dry_run:
@@ -225,21 +227,6 @@ def _folder(root: Path, tag: str | None) -> Path:
 
 def _open(root: Path, tag: str | None) -> Reader:
     return Reader(_folder(root, tag))
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def _print_rows(titles: tuple[str, ...], rows: list[list[str]]) -> None:

@@ -29,7 +29,7 @@ class Ranks(RankGroup):
         super().__init__(0, 1, node=node)
         self.others = others
 
-    def first(self, value, call):
+    def gather(self, value, call):
         return [value, *self.others]
 
 

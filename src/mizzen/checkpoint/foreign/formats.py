@@ -11,6 +11,7 @@ from mizzen.checkpoint.foreign.extent import Extent, Folder
 from mizzen.checkpoint.foreign.source import ForeignSource
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
+from mizzen.wording import and_more
 
 LATEST: Final = ("latest", "latest_universal")
 """Files that hold the name of the newest tag."""
@@ -72,6 +73,4 @@ def _open_format(folder: Folder, inert: tuple[str, ...]) -> ForeignSource:
 
 
 def _listing(folder: Folder) -> str:
-    names = folder.names()
-    shown = ", ".join(name[:60] for name in names[:8]) or "nothing"
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return and_more(name[:60] for name in folder.names()) or "nothing"
