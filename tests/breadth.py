@@ -2,7 +2,8 @@
 
 Tests are written in full. Two things put a case into the rest: the marker `wide` on a test or on a value, for what
 tells more of a promise that a shorter test keeps as well; and a cross of several `parametrize` in a ring where a case
-is dear, of which the short choice has every value of every axis once, and not every combination. BREADTH is `short`
+is dear, or of a test that is marked so, of which the short choice has every value of every axis once, and not every
+combination. BREADTH is `short`
 (as without it), `rest` or `all`. FULL=1 is another matter: it makes lists longer where a test has more values than any
 change should wait for, and implies `all`.
 """
@@ -27,6 +28,13 @@ def choice(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
     """All values of a `parametrize`, those that are not in `short` for `make test-all` alone."""
     kept = list(short)
     return [value if value in kept else _wide(value) for value in values]
+
+
+def chosen(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
+    """Of values that one test runs through, or that one fixture is made of, those that this run takes."""
+    kept = list(short)
+    taken = {"short": lambda value: value in kept, "rest": lambda value: value not in kept}
+    return list(filter(taken.get(BREADTH, lambda value: True), values))
 
 
 def _wide(value: Any) -> Any:
@@ -69,7 +77,7 @@ def _short(items: list[pytest.Item]) -> Iterable[pytest.Item]:
         if item.get_closest_marker("wide"):
             continue
         axes = list(item.iter_markers("parametrize"))
-        is_dear = item.path.relative_to(TESTS).parts[0] in DEAR
+        is_dear = item.path.relative_to(TESTS).parts[0] in DEAR or item.get_closest_marker("dear")
         if len(axes) < 2 or not is_dear or item.get_closest_marker("crossed"):
             yield item
             continue

@@ -207,6 +207,7 @@ def test_the_same_numbers_with_dropout_and_one_graph_for_a_block(keeping):
     assert graphs == [1, 1]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("keeping", KEEPINGS, ids=str)
 @pytest.mark.parametrize(("dynamic", "at_most"), [(None, 3), (True, 2), (False, 2)])
 def test_nothing_is_compiled_after_both_lengths_were_seen(keeping, dynamic, at_most):

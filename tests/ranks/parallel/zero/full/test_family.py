@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from breadth import choice
 from mizzen.comm import collectives
 from ranks.parallel.zero.full.models import rows, start, train, values_of
 
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64}}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", choice([1, 2, 4], [1, 2]))
 @pytest.mark.parametrize("ordered", [False, True])
 def test_copies_train_as_one(world, accumulation, ordered):
     keys, more = {"mics_shard_size": 2}, {"gradient_accumulation_steps": accumulation, "deterministic": ordered}
@@ -24,7 +25,7 @@ def test_copies_train_as_one(world, accumulation, ordered):
             torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["Base", "TiedBlocks", "Odd", "Twice"])
+@pytest.mark.parametrize("kind", choice(["Base", "TiedBlocks", "Odd", "Twice"], ["Odd", "Twice"]))
 def test_a_second_copy_changes_no_bit(world, kind):
     expected = world(4).run(train, kind, 3)
     for found, other in zip(world(4).run(train, kind, 3, zero={"zero_hpz_partition_size": 2}), expected, strict=True):
