@@ -54,26 +54,3 @@ def gloo_exchanges_lists() -> bool:
     import torch.distributed as dist
 
     return "all_gather_single" in vars(dist)
-
-
-def fsdp_groups(state: Any) -> list[Any]:
-    """The parameter groups of FSDP2's state of a module, of which there is at most one before 2.13."""
-    if "_fsdp_param_groups" in vars(state):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-
-
-def fsdp_drop_gradient(parameter: Any) -> None:
-    """Let go of the whole gradients that FSDP2 holds of a parameter; from 2.15 on there is no second one."""
-    if "unsharded_accumulated_grad" in vars(parameter):
-        parameter.unsharded_accumulated_grad = None
-    if "_unsharded_param" in vars(parameter):
-        parameter.unsharded_param.grad = None
-
-
-def fsdp_zeros_for_unused(module: Any) -> bool:
-    """Let FSDP2 reduce zeros for parameters of a module without a gradient; False before 2.13, which cannot."""
-    if "set_reduce_scatter_unused_params" not in dir(module):
-        return False
-    module.set_reduce_scatter_unused_params(True)
-    return True

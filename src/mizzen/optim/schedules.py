@@ -42,7 +42,7 @@ class Schedule(ABC):
             except ValueError as error:
                 raise _refusal(one.name, str(error)) from None
         self.check()
-        self._base = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+        self._base_rates = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
         self._write(self.last_batch_iteration)
 
     @abstractmethod
@@ -94,7 +94,7 @@ class Schedule(ABC):
 
     def _per_group(self, name: str) -> list[float]:
         """An argument as one value for each group."""
-        value, count = getattr(self, name), len(self._base)
+        value, count = getattr(self, name), len(self._base_rates)
         if isinstance(value, float):
             return [value] * count
         if len(value) != count:
@@ -236,7 +236,7 @@ class WarmupLR(Schedule):
     def lr_at(self, step: int) -> list[float]:
         """Between the two rates."""
         height = _warmed(step, self.warmup_num_steps, self.warmup_type)
-        highs = self._base if self.warmup_max_lr is None else self._per_group("warmup_max_lr")
+        highs = self._base_rates if self.warmup_max_lr is None else self._per_group("warmup_max_lr")
         return _between(self._per_group("warmup_min_lr"), highs, height)
 
 
@@ -291,7 +291,7 @@ class WarmupCosineLR(Schedule):
 
     def lr_at(self, step: int) -> list[float]:
         """A part of each group's own rate."""
-        return [base * self._ratio(step) for base in self._base]
+        return [base * self._ratio(step) for base in self._base_rates]
 
     def _ratio(self, step: int) -> float:
         warm = _steps_of_warmup(self.warmup_num_steps)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from mizzen.profiler.count import ModuleCost
 
@@ -101,5 +100,4 @@ def _grow(
 
 
 def _kind(module: nn.Module) -> str:
-    own = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
-    return next(own).__name__
+    return type(module).__name__
