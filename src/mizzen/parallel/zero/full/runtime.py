@@ -167,7 +167,8 @@ class UnitRuntime:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):  # -1: it is over
             # A reentrant checkpoint runs a backward inside of one, in which the parameters may be.
-            self.leaves_gradients = (self.leaves_gradients and self._ends) or self._some_arrive()
+            is_inside = self.leaves_gradients and self._ends
+            self.leaves_gradients = is_inside or self.position.is_backward or self._some_arrive()
             self._task = task
         self.is_differentiated |= torch.is_grad_enabled()
         if not self._ends:

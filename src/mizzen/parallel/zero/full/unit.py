@@ -64,22 +64,19 @@ class UnitParameter:
     touch: Callable[["UnitParameter", str], Tensor] | None = None
     """Makes it whole for one use, where that is allowed; set once there is a store."""
     kind: type = nn.Parameter
+    """Its class while it is whole."""
     is_gathered: bool = False
+    ranks: int = field(init=False)
+    """How many ranks share it."""
+    dim: int = field(init=False)
+    """The dimension that is cut."""
+    length: int = field(init=False)
+    """Elements of a shard, padding included, which this rank's own may be without."""
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks share it."""
-        return self.mesh.size()
-
-    @property
-    def dim(self) -> int:
-        """The dimension that is cut."""
-        return shard_dim(self.shape, self.ranks)
-
-    @property
-    def length(self) -> int:
-        """Elements of a shard, padding included, which this rank's own may be without."""
-        return self.memory.numel() // self.ranks
+    def __post_init__(self) -> None:
+        self.ranks = self.mesh.size()
+        self.dim = shard_dim(self.shape, self.ranks)
+        self.length = self.memory.numel() // self.ranks
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -223,13 +220,13 @@ class Message:
     """What this rank sends of them, one after the other."""
     dtype: torch.dtype
     is_packed: bool = False
+    length: int = field(init=False)
+    """Elements that a rank sends."""
     second: Tensor | None = None
     """Some ranks' rows of the last gather, kept until backward where a second copy was asked for."""
 
-    @property
-    def length(self) -> int:
-        """Elements that a rank sends."""
-        return sum(flat.numel() for flat in self.flats)
+    def __post_init__(self) -> None:
+        self.length = sum(flat.numel() for flat in self.flats)
 
     def sent(self) -> Tensor:
         """What this rank sends: its memory itself, where that is one piece of the right dtype."""
@@ -310,7 +307,12 @@ class LiveUnit:
     """Whether a backward has reached it and not left it yet."""
     fetch: Callable[[], None] | None = None
     """Brings the shards to where they are read from, before each gather; None where they are there always."""
+    trained: list[UnitParameter] = field(init=False)
+    """The trained parameters in the order in which they travel."""
     _coming: list[Callable[[], Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.trained = [each for each in self.parameters.values() if each.is_trained]
 
     @property
     def device(self) -> torch.device:
@@ -331,11 +333,6 @@ class LiveUnit:
     def gradient(self) -> Tensor:
         """The sums without the padding; zeros where none has come."""
         return self.sums.read()[: self.count]
-
-    @property
-    def trained(self) -> list[UnitParameter]:
-        """The trained parameters in the order in which they travel."""
-        return [each for each in self.parameters.values() if each.is_trained]
 
     def forget(self) -> None:
         """Let go of the gradients."""
