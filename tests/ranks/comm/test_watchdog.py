@@ -373,7 +373,7 @@ def forked_child():
         os.waitpid(child, 0)
         time.sleep(2)
     dist.all_reduce(torch.ones(1))
-    return not AMBIENT.comm.watch._status_thread.has_lost_the_store
+    return not AMBIENT.comm.watchdog._status_thread.has_lost_the_store
 
 
 def test_the_end_of_a_forked_child_is_not_the_end_of_the_rank(world):

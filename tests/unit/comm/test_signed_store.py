@@ -37,6 +37,6 @@ def test_what_others_have_written_is_refused():
 
 def test_a_forged_offer_brings_no_rank_anywhere():
     shared = HashStore()
-    shared.set("mizzen/roll/offer", b'{"id": "x", "size": 2}')
+    shared.set("mizzen/rendezvous/offer", b'{"id": "x", "size": 2}')
     with pytest.raises(CommError, match="'offer' was not written by a rank of this job"):
         wait_for_ranks(shared, World(1, 2), timedelta(seconds=5), "here:1")
