@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -28,6 +28,7 @@ from uuid import uuid4
 
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from mizzen.comm.agreement import Ballot, wait_until
 from mizzen.comm.backend import SignedStore
 from mizzen.comm.discover import LOOPBACK, MPI_SOURCES, Mpi, with_store_address
 from mizzen.comm.interface import address_towards, choose_interface, is_here
@@ -35,6 +36,7 @@ from mizzen.environment import World, environ, ranks_key
 from mizzen.errors import CommError, MissingExtra
 from mizzen.log import get_logger
 from mizzen.network import listen, resolve
+from mizzen.wording import and_more
 
 TIMEOUT: Final = timedelta(minutes=10)
 """How long a collective, and the meeting, may take where nobody says otherwise."""
@@ -282,15 +284,9 @@ class _Joiner:
     def __str__(self) -> str:
         return f"rank {self.world.rank} of {self.world.size}"
 
-    def sees(self, *keys: str) -> bool:
-        """Whether all keys are there within one slice."""
-        until = time.monotonic() + SLICE.total_seconds()
-        while not self.store.check(list(keys)):
-            if time.monotonic() > until:
-                return False
-            # A wait of the store's own that ends in vain writes warnings to standard error.
-            time.sleep(max(PAUSE, self.world.size / QUESTIONS))
-        return True
+    def sees(self, is_there: Callable[[], bool]) -> bool:
+        """Whether something comes to the store within one slice."""
+        return wait_until(is_there, SLICE.total_seconds(), pause=max(PAUSE, self.world.size / QUESTIONS))
 
 
 def _call(joiner: _Joiner, own: Answer) -> Members:
@@ -299,10 +295,11 @@ def _call(joiner: _Joiner, own: Answer) -> Members:
     store.set("offer", json.dumps({"id": name, "size": size}))
     answers = {0: own}
     while missing := [rank for rank in range(size) if rank not in answers]:
-        have_all_come = joiner.sees(*(_answer(name, rank) for rank in missing))
+        ballot = Ballot(store, _answers(name), missing)
+        joiner.sees(ballot.is_complete)
         for rank in missing:
-            if have_all_come or store.check([_answer(name, rank)]):
-                answers[rank] = json.loads(store.get(_answer(name, rank)))
+            if (value := ballot.value(rank)) is not None:
+                answers[rank] = json.loads(value)
         if store.check([_surplus(name)]):
             extra = json.loads(store.get(_surplus(name)))
             answers[extra["rank"]] = extra
@@ -335,8 +332,8 @@ def _absence(joiner: _Joiner, answers: Mapping[int, Answer]) -> str:
     hosts = sorted({_short(entry["host"]) for entry in answers.values()})
     return (
         f"{joiner.world.size} ranks were waited for at {joiner.where}, and {len(answers)} have come in time (on "
-        f"{_some(hosts)}); missing: rank {_some(missing)}. See whether those were started, and with the same "
-        "MASTER_ADDR, MASTER_PORT and WORLD_SIZE; init_distributed(timeout=...) or MIZZEN_TIMEOUT waits longer"
+        f"{and_more(hosts, SHOWN)}); missing: rank {and_more(missing, SHOWN)}. See whether those were started, with "
+        "the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; init_distributed(timeout=...) or MIZZEN_TIMEOUT waits longer"
     )
 
 
@@ -344,17 +341,21 @@ def _come(joiner: _Joiner, own: Answer) -> Members:
     """Every other rank's part: answer every offer until the result of one of them has our name."""
     store, answered = joiner.store, set[str]()
     while time.monotonic() < joiner.deadline + OUTWAIT:
-        if not joiner.sees("offer"):
+        if not joiner.sees(lambda: store.check(["offer"])):
             continue
         offer = json.loads(store.get("offer"))
         name: str = offer["id"]
         if name not in answered:
             answered.add(name)
-            key = _answer(name, own["rank"]) if own["rank"] < offer["size"] else _surplus(name)
-            store.set(key, json.dumps(own))
-        if not joiner.sees(_result(name)):
+            said = json.dumps(own)
+            if own["rank"] < offer["size"]:
+                Ballot(store, _answers(name), (own["rank"],)).cast(own["rank"], said.encode())
+            else:
+                store.set(_surplus(name), said)
+        result_key = _result(name)
+        if not joiner.sees(lambda: store.check([result_key])):  # noqa: B023  asked before the next turn
             continue
-        result = json.loads(store.get(_result(name)))
+        result = json.loads(store.get(result_key))
         if all(answer["id"] != own["id"] for answer in result["row"]):
             time.sleep(0.05)  # that was a meeting of others, before our time
             continue
@@ -371,8 +372,8 @@ def _come(joiner: _Joiner, own: Answer) -> Members:
     )
 
 
-def _answer(name: str, rank: int) -> str:
-    return f"answer/{name}/{rank}"
+def _answers(name: str) -> str:
+    return f"answer/{name}"
 
 
 def _surplus(name: str) -> str:
@@ -391,8 +392,3 @@ def _host() -> str:
 
 def _short(host: str) -> str:
     return host.partition("/")[0]
-
-
-def _some(words: Sequence[str]) -> str:
-    shown = ", ".join(words[:SHOWN])
-    return shown if len(words) <= SHOWN else f"{shown} and {len(words) - SHOWN} more"

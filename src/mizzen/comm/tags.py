@@ -6,7 +6,6 @@ on a repeated order. On a device it is one small reduction whose outcome stays t
 reduction, and only a collective that is given a tag pays for it.
 """
 
-import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from mizzen.comm.agreement import Gather, differing_texts
 from mizzen.comm.backend import Backend, Group, Request, ranks_in_words
 from mizzen.comm.torch_backend import SideChannel, Threaded, TorchBackend
 from mizzen.comm.watchdog import Call, Watchdog
@@ -27,8 +27,6 @@ UNEVEN: Final = (*EXCHANGES, "gather", "scatter")
 """Collectives to which the ranks may bring messages of different sizes; gloo takes only exchanges of them."""
 REMEMBERED: Final = (1 << 16) - 1
 """Different calls, and places in their order, of a group; with more, the order is learnt anew."""
-Gather = Callable[[torch.Tensor], torch.Tensor]
-"""Stacks the rows of the ranks of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +147,14 @@ def compare_parts(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
                 )
 
 
-def digest(text: str) -> int:
-    """62 bits of a hash: the negative of it is a 64-bit integer as well."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
-
-
 def compare(text: str, ranks: Sequence[int], gather: Gather, numbers: Sequence[int] = ()) -> list[list[int]]:
     """Raise on every rank alike when the texts of the group's ranks differ; the numbers that each sends along."""
-    rows = gather(torch.tensor([digest(text), *numbers])).tolist()
-    if all(row[0] == rows[0][0] for row in rows):
-        return [row[1:] for row in rows]
-    padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
-    texts = gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+    texts, along = differing_texts(text, gather, numbers=numbers, longest=TEXT)
+    if not texts:
+        return along
     places: dict[str, list[int]] = {}
-    for rank, row in zip(ranks, texts, strict=True):
-        place = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
-        places.setdefault(place, []).append(rank)
+    for place, rank in enumerate(ranks):
+        places.setdefault(texts.get(place, "yet other places"), []).append(rank)
     raise CommError(
         "the ranks have parted ways; nothing was exchanged. "
         + "; ".join(f"{ranks_in_words(members)} at {place}" for place, members in places.items())
