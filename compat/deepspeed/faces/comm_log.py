@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mizzen.comm import groups
-from mizzen.comm.ledger import COLUMNS, CommLog, bandwidth, message_size, table
 from mizzen.comm.report import section_of
+from mizzen.comm.timing import COLUMNS, CommLog, bandwidth, message_size, table
 from mizzen.config.observe import CommsLoggerConfig
 from mizzen.errors import NotBuilt, UsageError
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from mizzen.checkpoint.manifest import Manifest, is_plain
 from mizzen.checkpoint.read import MANIFEST, read_manifest
-from mizzen.comm.account import is_elsewhere, is_gone, this_process
+from mizzen.comm.rank_status import is_elsewhere, is_gone, this_process
 from mizzen.errors import CheckpointError, FileError, UsageError
 from mizzen.files import (
     BESIDE,

@@ -1,7 +1,7 @@
 """The seam under the collectives: what carries them out, and how another one than torch.distributed is registered.
 
-Waiting, naming who is missing, tags and the log are the business of the callers in `collectives.py` and `watch.py`;
-`torch_backend.py` is the backend that nearly everybody uses.
+Waiting, naming who is missing, tags and the log are the business of the callers in `collectives.py` and `watchdog.py`;
+`torch_backend.py` is the backend that nearly everybody uses. `SignedStore` signs what the ranks put into their store.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,8 @@ import torch
 
 from mizzen.ambient import AMBIENT
 from mizzen.environment import World
+from mizzen.errors import CommError
+from mizzen.network import PROOF, is_proof, prove
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Request(NamedTuple):
         return not self.peers and self.operation not in ("barrier", "monitored_barrier")
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What all ranks can write to and read from, such as the store that torch.distributed met at. Any thread calls."""
 
     def set(self, key: str, value: bytes, /) -> None:
@@ -125,7 +127,7 @@ class Backend(Protocol):
     def is_initialized(self) -> bool:
         """Whether operations can be issued now."""
 
-    def store(self) -> Store | None:
+    def store(self) -> KeyValueStore | None:
         """A store that all ranks share, on a connection of its own; None when there is none."""
 
     def group(self, handle: Any) -> Group | None:
@@ -150,3 +152,45 @@ def registered_backend(name: str) -> Backend | None:
     """A new backend of a registered name; None for the names that torch.distributed knows itself."""
     factory = AMBIENT.backends.get(name)
     return None if factory is None else factory()
+
+
+class SignedStore:
+    """A store of torch whose values are signed: one that somebody else has written is an error, not a value.
+
+    The name of a key is signed with its value, so that a value cannot be moved to another key. Who can reach the store
+    may still delete a value, or put an older one back. Without a key, as under other launchers, the signature only
+    tells values of ours from others.
+    """
+
+    def __init__(self, store: KeyValueStore, key: bytes) -> None:
+        self._store, self._key = store, key
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Sign a value and write it over the one before."""
+        self._store.set(key, self._sign(key, value))
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of these were written."""
+        return self._store.check(keys)
+
+    def get(self, key: str, /) -> bytes:
+        """What was last written; CommError where that was not one of us."""
+        return self._read(key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
+        """Write `desired` where `expected` stands, or nothing where that is empty; what stands there then."""
+        before = self._sign(key, expected) if expected else b""
+        return self._read(key, self._store.compare_set(key, before, self._sign(key, desired)))
+
+    def _sign(self, key: str, value: str | bytes) -> bytes:
+        body = value.encode() if isinstance(value, str) else value
+        return prove(self._key, key.encode(), body) + body
+
+    def _read(self, key: str, found: bytes) -> bytes:
+        proof, body = bytes(found[:PROOF]), bytes(found[PROOF:])
+        if not is_proof(proof, self._key, key.encode(), body):
+            raise CommError(
+                f"what the store of this job holds under {key!r} was not written by a rank of this job: somebody else "
+                "can reach its port, or the ranks were started with different values of MIZZEN_KEY"
+            )
+        return body

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from mizzen.backport import gloo_exchanges_lists
 from mizzen.comm.backend import Request
-from mizzen.comm.communicator import Extras, LogExtras, Together, Work, compare_sizes, run
+from mizzen.comm.communicator import CoalescedWork, Extras, LogExtras, Work, compare_sizes, run
 from mizzen.comm.groups import get_global_rank, get_rank, root
 
 Tensors = list[torch.Tensor]
@@ -106,7 +106,7 @@ def all_gather_coalesced(
     group: Any = None,
     async_op: bool = False,
     **extras: Unpack[Extras],
-) -> Together | None:
+) -> CoalescedWork | None:
     """Gather several tensors, which are under way at the same time: each into one, or into a list per rank."""
     outputs, gather_one = cast(list[Any], output_tensor_lists), cast(Any, all_gather_into_tensor)
     if outputs and not isinstance(outputs[0], torch.Tensor):
@@ -123,15 +123,15 @@ def all_reduce_coalesced(
     group: Any = None,
     async_op: bool = False,
     **extras: Unpack[Extras],
-) -> Together | None:
+) -> CoalescedWork | None:
     """`all_reduce` of several tensors, which are under way at the same time."""
     if not async_op:
         compare_sizes(f"all_reduce_coalesced {_by(op)}".rstrip(), group, tensors)
     return _together([all_reduce(tensor, op, group, True, **extras) for tensor in tensors], async_op)
 
 
-def _together(works: Sequence[Work | None], async_op: bool) -> Together | None:
-    joined = Together([work for work in works if work is not None])
+def _together(works: Sequence[Work | None], async_op: bool) -> CoalescedWork | None:
+    joined = CoalescedWork([work for work in works if work is not None])
     if not async_op:
         joined.wait()
     return joined if async_op and joined.works else None

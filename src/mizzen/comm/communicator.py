@@ -1,4 +1,4 @@
-"""What every collective goes through: the account of it, its tag, its log entry, and a wait that ends.
+"""What every collective goes through: a note of it, its tag, its log entry, and a wait that ends.
 
 The collectives themselves, with the signatures that users know, are in `collectives.py`.
 """
@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 
 from mizzen.ambient import AMBIENT
-from mizzen.comm.account import Call
+from mizzen.comm.agreement import digest
 from mizzen.comm.backend import Backend, Group, Handle, Request
-from mizzen.comm.comparison import Comparison
-from mizzen.comm.exposure import Exposure, Lap
-from mizzen.comm.ledger import CommLog, Timing
-from mizzen.comm.tags import Tag, differ_on_device, digest, words
+from mizzen.comm.tags import Comparison, Tag, differ_on_device, words
+from mizzen.comm.timing import CommLog, Exposure, Lap, Timing
 from mizzen.comm.torch_backend import TorchBackend
-from mizzen.comm.watch import Patience, Watch
+from mizzen.comm.watchdog import Call, Patience, Watchdog
 from mizzen.environment import Switches, environ
 from mizzen.errors import CommError, UsageError, expect
 from mizzen.log import warn_once
@@ -46,10 +44,12 @@ class Extras(LogExtras, total=False):
 class Work:
     """An operation under way. `wait` is ours; everything else is asked of torch's own object."""
 
-    __slots__ = ("_call", "_finish", "_handle", "_is_done", "_lap", "_timing", "_watch")
+    __slots__ = ("_call", "_finish", "_handle", "_is_done", "_lap", "_timing", "_watchdog")
 
-    def __init__(self, watch: Watch, call: Call, handle: Handle, timing: Timing | None, lap: Lap | None = None) -> None:
-        self._watch = watch
+    def __init__(
+        self, watchdog: Watchdog, call: Call, handle: Handle, timing: Timing | None, lap: Lap | None = None
+    ) -> None:
+        self._watchdog = watchdog
         self._call = call
         self._handle = handle
         self._timing = timing
@@ -64,7 +64,7 @@ class Work:
         if self._lap is not None:
             self._lap.waits()
         limit = timeout or self._call.request.timeout
-        self._watch.wait(self._call, self._handle, limit.total_seconds() if limit else None)
+        self._watchdog.wait(self._call, self._handle, limit.total_seconds() if limit else None)
         self._is_done = True
         if self._lap is not None:
             self._lap.stop()
@@ -87,7 +87,7 @@ class Work:
         return getattr(self._handle.work, name)  # type: ignore[attr-defined]
 
 
-class Together:
+class CoalescedWork:
     """Several operations that are waited for as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -103,7 +103,7 @@ class Together:
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class TagHash:
     """All tags of a group's collectives on a device, one after the other, as a hash."""
 
     hash: int
@@ -118,8 +118,8 @@ class Communicator:
         if world is None:
             raise AssertionError(f"backend {backend.name}: this rank is not among all ranks")
         self.backend = backend
-        self.watch = Watch(world.rank, len(world.ranks), backend.store(), patience)
-        self._trails: dict[Any, Trail] = {}
+        self.watchdog = Watchdog(world.rank, len(world.ranks), backend.store(), patience)
+        self._tag_hashes: dict[Any, TagHash] = {}
         """On a device: where the ranks of each group say to have been since that was last compared."""
         self._comparisons: dict[str, Comparison] = {}
         """On a CPU: what the ranks of each group compare, by its name."""
@@ -159,12 +159,12 @@ class Communicator:
         try:
             if comparison is not None:
                 comparison.settle(call, tag, is_agreed)
-            return Work(self.watch, call, self.backend.issue(request, handle), timing, lap)
+            return Work(self.watchdog, call, self.backend.issue(request, handle), timing, lap)
         except CommError as error:
             call.fail(str(error))
             raise
         except (RuntimeError, ValueError, TypeError) as error:
-            if (failure := self.watch.refuse(call, error)) is None:
+            if (failure := self.watchdog.refuse(call, error)) is None:
                 raise
             raise failure from error
 
@@ -190,7 +190,7 @@ class Communicator:
     def _begin(self, request: Request, group: Group, tag: Tag | None, is_agreed: bool | None) -> Call:
         # Who brings what was not agreed on is known to the others by its tag: they may wait in the call that was.
         title = words(request, tag) if is_agreed is False else request.title
-        return self.watch.begin(request, group, title, tag)
+        return self.watchdog.begin(request, group, title, tag)
 
     def _comparison(
         self, request: Request, group: Group, handle: Any, tag: Tag | None, *, is_awaited: bool
@@ -206,8 +206,8 @@ class Communicator:
         if tag is not None and request.payload and request.payload[0].device.type != "cpu":
             # [Note: trails] Nothing can be compared before a collective without waiting for the device, so it is done
             # once a step, with a hash of all that was said: every unit more would cost a message of its own.
-            before = self._trails.get(handle)
-            self._trails[handle] = Trail(
+            before = self._tag_hashes.get(handle)
+            self._tag_hashes[handle] = TagHash(
                 digest(f"{before.hash if before else 0} {words(request, tag)}"), request.payload[0].device
             )
             return None
@@ -221,13 +221,13 @@ class Communicator:
         ):
             return None
         if comparison is None:
-            comparison = self._comparisons[group.name] = Comparison(self.backend, self.watch, group, handle)
+            comparison = self._comparisons[group.name] = Comparison(self.backend, self.watchdog, group, handle)
         return comparison
 
     def take_parted(self) -> torch.Tensor | None:
         """Compare the trails: a flag on the device, or None when there are none."""
         flag = None
-        trails, self._trails = self._trails, {}
+        trails, self._tag_hashes = self._tag_hashes, {}
         for handle, trail in trails.items():
 
             def reduce_max(value: torch.Tensor, handle: Any = handle) -> None:
@@ -260,7 +260,7 @@ class Communicator:
 
     def close(self, reason: str) -> None:
         """Tell the others that this rank takes no further part."""
-        self.watch.leave(reason)
+        self.watchdog.leave(reason)
 
 
 def use(backend: Backend, patience: Patience | None = None) -> Communicator:
@@ -318,6 +318,6 @@ def take_parted() -> torch.Tensor | None:
 
 def set_patience(**seconds: float) -> Patience:
     """Change how long this rank waits for others (`timeout`, `look`, `silence`, `beat`); all ranks do so alike."""
-    watch = current().watch
-    watch.patience = replace(watch.patience, **seconds)
-    return watch.patience
+    watchdog = current().watchdog
+    watchdog.patience = replace(watchdog.patience, **seconds)
+    return watchdog.patience

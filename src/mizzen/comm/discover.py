@@ -44,7 +44,7 @@ def find_world(env: Mapping[str, str], *, rank: int = -1, size: int = -1, launch
     return found
 
 
-def with_meeting_place(world: World, env: Mapping[str, str], port: int) -> World:
+def with_store_address(world: World, env: Mapping[str, str], port: int) -> World:
     """Fill in what can be known without asking anybody; the address stays open where only MPI can tell it."""
     address = world.master_addr
     if address is None and world.source == "sagemaker":

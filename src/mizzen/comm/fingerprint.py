@@ -4,7 +4,6 @@ What goes into it (configuration, versions, shapes of the model) is the caller's
 with the field and both values, on every rank alike.
 """
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,43 +11,29 @@ from typing import Any, Final
 
 import torch
 
-from mizzen.comm.collectives import all_gather_into_tensor, broadcast
+from mizzen.comm.agreement import differing_texts
+from mizzen.comm.collectives import all_gather_into_tensor
 from mizzen.comm.groups import exchange_device, get_all_ranks_from_group
 from mizzen.errors import CommError
+from mizzen.wording import and_more
 
-DIGEST: Final = 24
-"""Bytes of the hash; with eight for the length of the text they make the record of one rank."""
 ABSENT: Final = "nothing"
-VERSIONS: Final = 8
-"""How many different texts are looked at: enough to name the odd rank, whatever the size of the job."""
 SHOWN: Final = 6
 """How many differences are told."""
 
 
 def compare(fields: Mapping[str, str], group: Any = None) -> None:
-    """Raise a CommError on every rank of the group unless all have the same fields. Every rank of it calls this.
+    """Raise a CommError on every rank of the group unless all have the same fields. Every rank of it calls this."""
+    ranks, device = get_all_ranks_from_group(group), exchange_device(group)
 
-    The records that are always exchanged have one size, and texts only follow once records differ, so that ranks with
-    different numbers of fields still understand each other.
-    """
-    ranks = get_all_ranks_from_group(group)
-    text = json.dumps(dict(sorted(fields.items()))).encode()
-    mine = hashlib.blake2b(text, digest_size=DIGEST).digest() + len(text).to_bytes(8)
-    device = exchange_device(group)
-    records = torch.empty(len(ranks) * len(mine), dtype=torch.uint8, device=device)
-    all_gather_into_tensor(records, _bytes(mine).to(device), group=group)
-    rows = [bytes(row) for row in records.view(len(ranks), len(mine)).tolist()]
-    if len(set(rows)) == 1:
-        return
-    # The first rank with each record speaks for all that have the same.
-    speakers = {row: ranks[rows.index(row)] for row in dict.fromkeys(rows)}
-    texts: dict[bytes, Mapping[str, str]] = {}
-    for row, speaker in list(speakers.items())[:VERSIONS]:
-        length = int.from_bytes(row[DIGEST:])
-        told = _bytes(text if row == mine else bytes(length)).to(device)
-        broadcast(told, speaker, group=group)
-        texts[row] = json.loads(bytes(told.tolist()))
-    raise CommError(explain([(rank, texts[row]) for rank, row in zip(ranks, rows, strict=True) if row in texts]))
+    def gather(row: torch.Tensor) -> torch.Tensor:
+        rows = torch.empty(len(ranks), row.numel(), dtype=row.dtype, device=device)
+        all_gather_into_tensor(rows.view(-1), row.to(device), group=group)
+        return rows
+
+    texts, _ = differing_texts(json.dumps(dict(sorted(fields.items()))), gather)
+    if texts:
+        raise CommError(explain([(ranks[place], json.loads(text)) for place, text in texts.items()]))
 
 
 def explain(ranks: Sequence[tuple[int, Mapping[str, str]]]) -> str:
@@ -63,7 +48,7 @@ def explain(ranks: Sequence[tuple[int, Mapping[str, str]]]) -> str:
             if value != usual:
                 odd.setdefault(value, []).append(str(rank))
         for value, where in odd.items():
-            which = f"rank {where[0]} has" if len(where) == 1 else f"ranks {_some(where)} have"
+            which = f"rank {where[0]} has" if len(where) == 1 else f"ranks {and_more(where)} have"
             told.append(f"{name}: {which} {_short(value)}, the others {_short(usual)}")
     rest = f" (and {len(told) - SHOWN} more differences)" if len(told) > SHOWN else ""
     return (
@@ -83,13 +68,5 @@ def flatten(values: Any, path: str = "") -> dict[str, str]:
     return {name: text for part, value in parts for name, text in flatten(value, part).items()}
 
 
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 def _short(value: str) -> str:
     return value if len(value) <= 80 else f"{value[:60]}... ({len(value)} characters)"
-
-
-def _some(words: Sequence[str]) -> str:
-    return ", ".join(words) if len(words) <= 8 else f"{', '.join(words[:8])} and {len(words) - 8} more"

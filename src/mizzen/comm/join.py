@@ -1,7 +1,7 @@
 """Joining the world: find out who we are, meet the other ranks, and make the backend that collectives go through.
 
-`discover.py` says who this process is, `meeting.py` where the ranks meet, `roll.py` who has come: a job that cannot
-start says which rank is missing, where it was waited for, and what to do. The mesh of groups is `mesh.py`'s business.
+`discover.py` says who this process is, `rendezvous.py` where the ranks meet and who has come: a job that cannot start
+says which rank is missing, where it was waited for, and what to do. The mesh of groups is `mesh.py`'s business.
 Nothing is written to the environment.
 """
 
@@ -19,14 +19,13 @@ from mizzen.accelerator.registry import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.comm.backend import registered_backend
 from mizzen.comm.communicator import set_patience, use
-from mizzen.comm.discover import find_world, with_meeting_place
+from mizzen.comm.discover import find_world, with_store_address
 from mizzen.comm.groups import get_rank, get_world_size, is_initialized
 from mizzen.comm.interface import interface_problem
-from mizzen.comm.meeting import TIMEOUT, Terms, meet, place
+from mizzen.comm.rendezvous import TIMEOUT, JoinOptions, Members, StoreLost, reach_store, store_address, wait_for_ranks
 from mizzen.comm.report import configure
-from mizzen.comm.roll import Lost, Roll, call_roll
 from mizzen.comm.torch_backend import TorchBackend, check_name
-from mizzen.comm.watch import Patience
+from mizzen.comm.watchdog import Patience
 from mizzen.environment import Switches, World, environ
 from mizzen.errors import CommError, DeviceError, UsageError
 from mizzen.log import get_logger
@@ -67,7 +66,7 @@ def init_distributed(
     elif dist_init_required is False:
         raise UsageError("dist_init_required is false, but no process group exists: make one first, or leave it out")
     else:
-        terms = Terms(
+        options = JoinOptions(
             dist_backend,
             launchers=auto_mpi_discovery,
             port=distributed_port,
@@ -77,7 +76,7 @@ def init_distributed(
             size=identity.get("world_size", -1),
             is_verbose=verbose,
         )
-        AMBIENT.world = join(terms)
+        AMBIENT.world = join(options)
     world: World = AMBIENT.world
     return world
 
@@ -100,37 +99,37 @@ def _adopted() -> World:
     return World(rank, size)
 
 
-def join(terms: Terms) -> World:
+def join(options: JoinOptions) -> World:
     """Meet the other ranks and make the backend that all collectives of this process go through."""
-    backend = registered_backend(terms.backend) if terms.backend else None
-    if terms.backend and backend is None:
-        check_name(terms.backend)
-    world = find_world(environ(), rank=terms.rank, size=terms.size, launchers=terms.launchers)
+    backend = registered_backend(options.backend) if options.backend else None
+    if options.backend and backend is None:
+        check_name(options.backend)
+    world = find_world(environ(), rank=options.rank, size=options.size, launchers=options.launchers)
     if backend is None:
-        world = join_torch(world, terms)
+        world = join_torch(world, options)
         backend = TorchBackend()
     else:
-        world = with_meeting_place(world, environ(), terms.port)
-        backend.initialize(world, timeout=terms.timeout, init_method=terms.init_method)
-    use(backend, Patience(timeout=terms.timeout.total_seconds()))
+        world = with_store_address(world, environ(), options.port)
+        backend.initialize(world, timeout=options.timeout, init_method=options.init_method)
+    use(backend, Patience(timeout=options.timeout.total_seconds()))
     return world
 
 
-def join_torch(world: World, terms: Terms) -> World:
+def join_torch(world: World, options: JoinOptions) -> World:
     """Make torch's default process group among all ranks of the job."""
     env, started = environ(), time.monotonic()
-    store, world, roll = _gather(world, env, terms)
-    where, world = place(world, terms), roll.settle(world, env)
-    if roll.spread > 1 and (problem := interface_problem(world.master_addr, env)):
+    store, world, members = _gather(world, env, options)
+    where, world = store_address(world, options), members.with_local_rank(world, env)
+    if members.host_count > 1 and (problem := interface_problem(world.master_addr, env)):
         get_logger().warning("rank %d: %s", world.rank, problem)
-    name, device = take_device(world, terms.backend)
+    name, device = take_device(world, options.backend)
     try:
         dist.init_process_group(
             name,
-            store=PrefixStore(f"mizzen/{roll.name}", store),
+            store=PrefixStore(f"mizzen/{members.name}", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=terms.timeout,
+            timeout=options.timeout,
             device_id=device,
         )
     except RuntimeError as error:
@@ -138,24 +137,26 @@ def join_torch(world: World, terms: Terms) -> World:
             f"all {world.size} ranks met at {where}, but rank {world.rank} could not connect to the others by {name}: "
             f"{error}. Where hosts have several networks, set MIZZEN_INTERFACE and start with `mizzen run`"
         ) from error
-    if world.rank == 0 and terms.is_verbose:
+    if world.rank == 0 and options.is_verbose:
         took = time.monotonic() - started
-        get_logger().info(f"{world.size} ranks on {roll.spread} hosts joined at {where} by {name} in {took:.1f} s")
+        get_logger().info(
+            f"{world.size} ranks on {members.host_count} hosts joined at {where} by {name} in {took:.1f} s"
+        )
     return world
 
 
-def _gather(world: World, env: Mapping[str, str], terms: Terms) -> tuple[Store, World, Roll]:
+def _gather(world: World, env: Mapping[str, str], options: JoinOptions) -> tuple[Store, World, Members]:
     """Reach the store and be counted there. One that goes away meanwhile may be that of an earlier world, whose host
     has not left it yet: the next is waited for a little."""
-    store, world = meet(world, env, terms)
+    store, world = reach_store(world, env, options)
     try:
-        return store, world, call_roll(store, world, terms.timeout, place(world, terms))
-    except Lost as lost:
+        return store, world, wait_for_ranks(store, world, options.timeout, store_address(world, options))
+    except StoreLost as lost:
         try:
-            store, world = meet(world, env, replace(terms, timeout=min(terms.timeout, AGAIN)))
+            store, world = reach_store(world, env, replace(options, timeout=min(options.timeout, AGAIN)))
         except CommError:
             raise lost from None
-        return store, world, call_roll(store, world, terms.timeout, place(world, terms))
+        return store, world, wait_for_ranks(store, world, options.timeout, store_address(world, options))
 
 
 def take_device(world: World, backend: str | None) -> tuple[str, torch.device | None]:

@@ -102,7 +102,7 @@ class Mesh:
                 f"the layout is for {layout.world} ranks ({layout}), but the job has {dist.get_world_size()}"
             )
         comm = current()
-        limit = timeout or timedelta(seconds=comm.watch.patience.timeout)
+        limit = timeout or timedelta(seconds=comm.watchdog.patience.timeout)
         key = (layout, device_type, limit, tuple(groups))
         if key not in comm.meshes:
             builder = _Builder(layout, device_type, dist.get_rank(), limit)

@@ -1,4 +1,4 @@
-"""Turning the log of collectives on, and printing it. What is measured, and how, is in `ledger.py`."""
+"""Turning the log of collectives on, and printing it. What is measured, and how, is in `timing.py`."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from mizzen.ambient import AMBIENT
 from mizzen.comm.collectives import all_gather_object, all_reduce, barrier
 from mizzen.comm.groups import exchange_device, get_rank, get_world_size
-from mizzen.comm.ledger import COLUMNS, STRAGGLER_COLUMNS, CommLog, table
+from mizzen.comm.timing import COLUMNS, STRAGGLER_COLUMNS, CommLog, table
 from mizzen.config.load import load, read_source
 from mizzen.config.migrate import spread_paths
 from mizzen.config.observe import CommsLoggerConfig

@@ -6,14 +6,17 @@ on a repeated order. On a device it is one small reduction whose outcome stays t
 reduction, and only a collective that is given a tag pays for it.
 """
 
-import hashlib
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from mizzen.comm.backend import Request, ranks_in_words
+from mizzen.comm.agreement import Gather, differing_texts
+from mizzen.comm.backend import Backend, Group, Request, ranks_in_words
+from mizzen.comm.torch_backend import SideChannel, Threaded, TorchBackend
+from mizzen.comm.watchdog import Call, Watchdog
 from mizzen.errors import CommError
 
 TEXT: Final = 256
@@ -24,8 +27,6 @@ UNEVEN: Final = (*EXCHANGES, "gather", "scatter")
 """Collectives to which the ranks may bring messages of different sizes; gloo takes only exchanges of them."""
 REMEMBERED: Final = (1 << 16) - 1
 """Different calls, and places in their order, of a group; with more, the order is learnt anew."""
-Gather = Callable[[torch.Tensor], torch.Tensor]
-"""Stacks the rows of the ranks of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ def is_even(request: Request) -> bool:
 # A training step issues the calls of the step before it, in the same order. So a rank remembers, for the last few calls
 # of a group, which call the ranks have agreed on next. A rank that comes with that call goes on without asking: the
 # others either bring the same call, or one that was not agreed on. A rank that brings such a call asks for a comparison
-# through connections that nothing else uses (`comparison.py`), and puts nothing into the group before all have
+# through connections that nothing else uses (`SideChannel`), and puts nothing into the group before all have
 # answered. If all bring it, they learn it. If some do not, these wait in the collective and the others in the
-# comparison: neither ends, nothing is exchanged, and each is told of the other by the watch.
+# comparison: neither ends, nothing is exchanged, and each is told of the other by the watchdog.
 # The memory is the same on every rank, since only what all have agreed on changes it.
 class CallOrder:
     """Which call of one group comes after which, as far as its ranks have agreed on it."""
@@ -146,22 +147,14 @@ def compare_parts(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
                 )
 
 
-def digest(text: str) -> int:
-    """62 bits of a hash: the negative of it is a 64-bit integer as well."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
-
-
 def compare(text: str, ranks: Sequence[int], gather: Gather, numbers: Sequence[int] = ()) -> list[list[int]]:
     """Raise on every rank alike when the texts of the group's ranks differ; the numbers that each sends along."""
-    rows = gather(torch.tensor([digest(text), *numbers])).tolist()
-    if all(row[0] == rows[0][0] for row in rows):
-        return [row[1:] for row in rows]
-    padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
-    texts = gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+    texts, along = differing_texts(text, gather, numbers=numbers, longest=TEXT)
+    if not texts:
+        return along
     places: dict[str, list[int]] = {}
-    for rank, row in zip(ranks, texts, strict=True):
-        place = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
-        places.setdefault(place, []).append(rank)
+    for place, rank in enumerate(ranks):
+        places.setdefault(texts.get(place, "yet other places"), []).append(rank)
     raise CommError(
         "the ranks have parted ways; nothing was exchanged. "
         + "; ".join(f"{ranks_in_words(members)} at {place}" for place, members in places.items())
@@ -174,3 +167,89 @@ def differ_on_device(value: int, device: torch.device, reduce_max: Callable[[tor
     both = torch.cat([torch.full((1,), number, dtype=torch.int64, device=device) for number in (value, -value)])
     reduce_max(both)
     return both.sum() != 0  # the largest digest minus the smallest
+
+
+ORDERED_RANKS: Final = 64
+"""The largest group whose order of calls is learnt: it takes a second connection between any two of its ranks."""
+PARTS_RANKS: Final = 16
+"""The largest group whose ranks send the parts of an exchange with every digest, not in a message of their own."""
+
+
+class Comparison:
+    """What the ranks of one group compare.
+
+    is_agreed(request, tag)       before a call is noted
+    settle(call, tag, is_agreed)  after that: returns at once where the ranks have agreed on the call, else compares
+    """
+
+    def __init__(self, backend: Backend, watchdog: Watchdog, group: Group, handle: Any) -> None:
+        self._backend, self._watchdog, self._group, self._handle = backend, watchdog, group, handle
+        is_by_gloo = isinstance(backend, TorchBackend) and backend.is_all_gloo(handle)
+        self._order = CallOrder() if is_by_gloo and len(group.ranks) <= ORDERED_RANKS else None
+        self._channel: SideChannel | None = None
+        """Where calls are compared once some of them no longer are."""
+        self.broken = ""
+        """Why nothing more can be exchanged in this group."""
+
+    def is_agreed(self, request: Request, tag: Tag | None) -> bool | None:
+        """Whether the ranks have agreed on this call here; None where they have not agreed on any."""
+        if self._order is None:
+            return None
+        brought = sizes(request, is_tagged=tag is not None, uneven=EXCHANGES)
+        if tag is None:
+            return self._order.expects((request.operation, request.detail, *brought), None)
+        return self._order.expects((request.operation, request.detail, tag.unit, tag.phase, *brought), tag.step)
+
+    def settle(self, call: Call, tag: Tag | None, is_agreed: bool | None) -> None:
+        """Return when the ranks are known to bring the same; raise a CommError that names those who do not."""
+        if is_agreed is not None and self._channel is None:
+            self._connect(call)
+        has_parts = call.request.operation in EXCHANGES and not (tag is not None and is_even(call.request))
+        if not is_agreed or has_parts:
+            self._compare(call, tag, has_parts=has_parts)
+        if self._order is not None:
+            self._order.agree()
+
+    def _compare(self, call: Call, tag: Tag | None, *, has_parts: bool) -> None:
+        request, ranks = call.request, self._group.ranks
+        is_by_gloo = isinstance(self._backend, TorchBackend) and self._backend.is_by_gloo(request, self._handle)
+        text = words(request, tag, uneven=EXCHANGES if is_by_gloo else UNEVEN)
+        wanted = parts(request, len(ranks)) if has_parts and is_by_gloo else None
+        along = [0] * (2 * len(ranks)) if is_by_gloo and len(ranks) <= PARTS_RANKS else []
+
+        def gather(row: torch.Tensor) -> torch.Tensor:
+            return self._gather(call, row)
+
+        try:
+            rows = compare(text, ranks, gather, wanted if wanted and along else along)
+            if wanted is not None:
+                compare_parts(rows if along else gather(torch.tensor(wanted)).tolist(), ranks)
+        except CommError:
+            if self._order is not None:
+                self._order.forget()
+            raise
+
+    def _gather(self, call: Call, row: torch.Tensor) -> torch.Tensor:
+        rows = row.new_empty(len(self._group.ranks), row.numel())
+        if self._channel is None:
+            part = Request("all_gather_into_tensor", (rows.view(-1), row), payload=(row,))
+            self._watchdog.wait_for_part(call, self._backend.issue(part, self._handle))
+            return rows
+        try:
+            self._watchdog.wait_for_part(call, self._channel.all_gather(rows, row))
+        except CommError as error:
+            # Others may wait in the collective itself: what this rank exchanged in the group now would be taken for it.
+            self.broken = str(error)
+            raise
+        return rows
+
+    def _connect(self, call: Call) -> None:
+        """Open the side channel. All ranks come here at the same call, and nothing else is under way in their order."""
+        name = self._gather(call, torch.tensor([secrets.randbits(62)]))[0].item()
+        backend, handle = self._backend, self._handle
+        if not isinstance(backend, TorchBackend):
+            raise AssertionError(f"the order of calls is learnt for gloo alone, not for {backend.name}")
+        opened: list[SideChannel] = []
+        work = Threaded(lambda: opened.append(SideChannel(handle, str(name))), handle)
+        self._watchdog.wait_for_part(call, work)
+        self._channel = opened[0]

@@ -17,8 +17,16 @@ import torch.distributed as dist
 
 from mizzen.ambient import AMBIENT
 from mizzen.backport import all_gather_single, check_options, reduce_scatter_single
-from mizzen.comm.backend import Backend, Group, Handle, Request, Store, ranks_in_words, registered_backend
-from mizzen.comm.signed import SignedStore
+from mizzen.comm.backend import (
+    Backend,
+    Group,
+    Handle,
+    KeyValueStore,
+    Request,
+    SignedStore,
+    ranks_in_words,
+    registered_backend,
+)
 from mizzen.environment import World, environ, ranks_key
 from mizzen.errors import NotBuilt, UsageError
 
@@ -192,8 +200,8 @@ class SideChannel:
     def __init__(self, group: Any, name: str) -> None:
         """Connect; every rank of the group does so, with the same name. It waits for the others."""
         group, store = group or dist.group.WORLD, dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]
-        shared = dist.PrefixStore(f"mizzen/{group.group_name}/{name}", store)
-        self._gloo = dist.ProcessGroupGloo(shared, dist.get_rank(group), dist.get_world_size(group), ENDLESS)
+        shared = dist.PrefixStore(f"mizzen/{group.group_name}/{name}", store)  # type: ignore[attr-defined]
+        self._gloo: Any = dist.ProcessGroupGloo(shared, dist.get_rank(group), dist.get_world_size(group), ENDLESS)
 
     def all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> Handle:
         """Stack the rows of all ranks."""
@@ -233,7 +241,7 @@ class TorchBackend:
         world = self._world()
         return world is not None and world is dist.group.WORLD
 
-    def store(self) -> Store | None:
+    def store(self) -> KeyValueStore | None:
         """A further connection to the store that the ranks met at."""
         world: Any = dist.group.WORLD
         if world.size() == 1 or self.name == "fake":

@@ -9,8 +9,8 @@ from torch import nn
 
 from mizzen.accelerator import Accelerator
 from mizzen.comm.communicator import current
-from mizzen.comm.exposure import Exposure
 from mizzen.comm.mesh import Mesh
+from mizzen.comm.timing import Exposure
 from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
 from mizzen.log import warn_once

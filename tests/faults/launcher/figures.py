@@ -273,7 +273,7 @@ def annoy(chance, place, folder):
 def in_store(value):
     """What a client of torch's store says to set what torch elastic, and supervisors, have kept there."""
     said = b"\0" + struct.pack("<I", 0x3C85F7CE)
-    for key in (b"/torch.rendezvous.x", b"/failure", b"/request", b"/gone", b"/mizzen/whereabouts/never"):
+    for key in (b"/torch.rendezvous.x", b"/failure", b"/request", b"/gone", b"/mizzen/status/never"):
         said += b"\1" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", len(value)) + value
     return said
 

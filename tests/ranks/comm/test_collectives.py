@@ -397,7 +397,7 @@ def one_rank():
     dist.barrier()
     gathered = [None]
     dist.all_gather_object(gathered, "alone")
-    return tensor.tolist(), gathered, AMBIENT.comm.watch._lookout
+    return tensor.tolist(), gathered, AMBIENT.comm.watchdog._status_thread
 
 
 def test_one_rank_needs_no_watching(world):

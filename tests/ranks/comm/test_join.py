@@ -17,9 +17,9 @@ import torch.distributed as dist
 import mizzen.comm as comm
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
-from mizzen.comm import join, meeting
+from mizzen.comm import join, rendezvous
 from mizzen.comm.join import init_distributed
-from mizzen.comm.meeting import open_store
+from mizzen.comm.rendezvous import open_store
 from mizzen.environment import World
 from mizzen.errors import CommError, ConfigError, DeviceError, UsageError
 
@@ -323,7 +323,7 @@ def test_nothing_answers(free_port):
 
 def test_something_else_listens(taken, monkeypatch):
     # TCPStore itself would wait here for ever, whatever its timeout.
-    monkeypatch.setattr(meeting, "GRACE", timedelta(seconds=1))
+    monkeypatch.setattr(rendezvous, "GRACE", timedelta(seconds=1))
     assert "what listens there is no store: check MASTER_PORT" in failure("127.0.0.1", taken, hosting=False)
 
 

@@ -112,8 +112,8 @@ def trails(kinds):
     for unit in kinds[dist.get_rank()]:
         request = Request("exchange", (), payload=(torch.empty(4, device="meta"),))
         communicator.meet(request, None, Tag(1, unit, "forward"))
-    (trail,) = communicator._trails.values()
-    communicator._trails[None] = replace(trail, device=torch.device("cpu"))  # where gloo can compare them
+    (trail,) = communicator._tag_hashes.values()
+    communicator._tag_hashes[None] = replace(trail, device=torch.device("cpu"))  # where gloo can compare them
     return bool(dist.take_parted()), dist.take_parted()
 
 

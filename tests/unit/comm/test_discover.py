@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mizzen.comm import discover
-from mizzen.comm.discover import Mpi, find_world, with_meeting_place
+from mizzen.comm.discover import Mpi, find_world, with_store_address
 from mizzen.environment import World
 from mizzen.errors import CommError, ConfigError, MissingExtra
 
@@ -32,7 +32,7 @@ SLURM = {
 
 
 def where(env, port=29500):
-    world = with_meeting_place(find_world(env), env, port)
+    world = with_store_address(find_world(env), env, port)
     return world.rank, world.size, world.local_rank, world.local_size, world.master_addr, world.master_port
 
 
@@ -121,7 +121,7 @@ def test_no_master_is_named():
     with pytest.raises(CommError, match="RANK=1 and WORLD_SIZE=2 are set, but not MASTER_ADDR"):
         where({"RANK": "1", "WORLD_SIZE": "2"})
     with pytest.raises(CommError, match="nothing says where the ranks meet: set MASTER_ADDR, or pass init_method"):
-        with_meeting_place(find_world({}, rank=1, size=2), {}, 29500)
+        with_store_address(find_world({}, rank=1, size=2), {}, 29500)
 
 
 def test_launchers_of_one_rank_are_no_reason_to_refuse():

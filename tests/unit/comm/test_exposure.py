@@ -2,7 +2,7 @@
 
 import pytest
 
-from mizzen.comm.exposure import Exposure
+from mizzen.comm.timing import Exposure
 from mizzen.monitor.report import StepReport
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mizzen.comm import tags
+from mizzen.comm.agreement import digest
 from mizzen.comm.backend import Request
 from mizzen.comm.tags import (
     EXCHANGES,
@@ -13,7 +14,6 @@ from mizzen.comm.tags import (
     compare,
     compare_parts,
     differ_on_device,
-    digest,
     parts,
     words,
 )
@@ -78,12 +78,10 @@ def texts_of(*others):
 
     def gather(row):
         if row.dtype == torch.int64:
-            rows = [torch.tensor([digest(text)]) for text in others]
+            rows = [torch.tensor([digest(text), len(text.encode()[:TEXT])]) for text in others]
         else:
-            rows = [
-                torch.frombuffer(bytearray(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
-                for text in others
-            ]
+            said = [bytearray(text.encode()[: row.numel()].ljust(row.numel(), b"\0")) for text in others]
+            rows = [torch.frombuffer(text, dtype=torch.uint8) for text in said]
         return torch.stack([row, *rows])
 
     return gather
@@ -97,7 +95,7 @@ def test_equal_texts_pass_with_one_exchange():
         return torch.stack([row, row])
 
     assert compare("here", (0, 1), gather, [7, 8]) == [[7, 8], [7, 8]]
-    assert calls == [3]
+    assert calls == [4]
 
 
 def test_different_texts_name_every_rank_and_its_place():

@@ -1,4 +1,4 @@
-"""The roll call over a store in this process: threads are the ranks."""
+"""Ranks that wait for each other over a store in this process: threads are the ranks."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,16 +7,16 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from mizzen.comm import roll
-from mizzen.comm.roll import Roll, call_roll
+from mizzen.comm import rendezvous
+from mizzen.comm.rendezvous import Members, wait_for_ranks
 from mizzen.environment import World
 from mizzen.errors import CommError
 
 
 @pytest.fixture(autouse=True)
 def haste(monkeypatch):
-    monkeypatch.setattr(roll, "SLICE", timedelta(seconds=0.1))
-    monkeypatch.setattr(roll, "GRACE", 0.5)
+    monkeypatch.setattr(rendezvous, "SLICE", timedelta(seconds=0.1))
+    monkeypatch.setattr(rendezvous, "OUTWAIT", 0.5)
 
 
 def gather(store, *worlds, seconds=5.0, delay=0.0):
@@ -25,7 +25,7 @@ def gather(store, *worlds, seconds=5.0, delay=0.0):
     def come(world):
         time.sleep(delay if world.rank == 0 else 0)
         try:
-            return call_roll(store, world, timedelta(seconds=seconds), "here:1")
+            return wait_for_ranks(store, world, timedelta(seconds=seconds), "here:1")
         except CommError as error:
             return str(error)
 
@@ -42,7 +42,7 @@ def test_all_come_and_get_one_fresh_name():
     first, second = gather(store, *ranks(3)), gather(store, *ranks(3))
     assert len(set(first)) == len(set(second)) == 1
     assert first[0].name != second[0].name
-    assert len(first[0].hosts) == 3 and first[0].spread == 1
+    assert len(first[0].hosts) == 3 and first[0].host_count == 1
 
 
 def test_a_restarted_rank_waits_for_the_new_meeting():
@@ -58,13 +58,13 @@ def test_a_restarted_rank_is_not_told_of_an_old_failure():
     failed = gather(store, *ranks(3)[:2], seconds=0.3)
     assert all("missing: rank 2" in text for text in failed)
     again = gather(store, *ranks(3), delay=0.4)
-    assert isinstance(again[0], Roll) and len(set(again)) == 1
+    assert isinstance(again[0], Members) and len(set(again)) == 1
 
 
 def test_a_restart_with_fewer_ranks_is_no_contradiction():
     store = HashStore()
     gather(store, *ranks(3))
-    assert isinstance(gather(store, *ranks(2), delay=0.4)[1], Roll)
+    assert isinstance(gather(store, *ranks(2), delay=0.4)[1], Members)
 
 
 def test_everybody_names_the_missing():
@@ -90,17 +90,17 @@ def test_different_sizes_are_named_at_once(odd):
 
 def test_of_two_processes_with_one_rank_one_is_told():
     texts = gather(HashStore(), World(rank=0, size=2), World(rank=1, size=2), World(rank=1, size=2), seconds=0.5)
-    rolls = [found for found in texts if isinstance(found, Roll)]
+    rolls = [found for found in texts if isinstance(found, Members)]
     assert len(rolls) == 2
     (left_out,) = [found for found in texts if isinstance(found, str)]
     assert "another process has come as rank 1" in left_out
 
 
 def test_local_ranks_are_counted_out_where_nobody_has_said_them():
-    found = Roll("x", ("a", "b", "a", "b", "b"))
-    world = found.settle(World(rank=4, size=5, source="arguments"), {})
-    assert (world.local_rank, world.local_size, found.spread) == (2, 3, 2)
+    found = Members("x", ("a", "b", "a", "b", "b"))
+    world = found.with_local_rank(World(rank=4, size=5, source="arguments"), {})
+    assert (world.local_rank, world.local_size, found.host_count) == (2, 3, 2)
     said = World(rank=4, size=5, local_rank=1, source="torchrun")
-    assert found.settle(said, {"LOCAL_RANK": "1"}) == said
+    assert found.with_local_rank(said, {"LOCAL_RANK": "1"}) == said
     by_slurm = World(rank=4, size=5, local_rank=0, source="slurm")
-    assert found.settle(by_slurm, {}) == by_slurm
+    assert found.with_local_rank(by_slurm, {}) == by_slurm

@@ -19,7 +19,7 @@ import torch.distributed as torch_dist
 import mizzen.comm as dist
 from launches import wait_until
 from mizzen.ambient import AMBIENT
-from mizzen.comm.whereabouts import Whereabouts
+from mizzen.comm.rank_status import RankStatus
 from mizzen.errors import CommError
 from mizzen.progress import get_progress
 
@@ -194,7 +194,7 @@ def against_torch(operation, folder):
 def test_a_rank_in_a_call_of_torch_itself_is_named_with_the_line(world, operation, tmp_path):
     first, _ = world(2).run(against_torch, operation, tmp_path, expect_failure=True, grace=30)
     assert first.error_type is None, first.traceback
-    reason = rf"rank 1 waits for rank 0 in torch\.distributed\.{operation}\(\) at test_watch\.py:\d+, which is not"
+    reason = rf"rank 1 waits for rank 0 in torch\.distributed\.{operation}\(\) at test_watchdog\.py:\d+, which is not"
     assert re.search(reason, first.value), first.value
 
 
@@ -349,8 +349,8 @@ def stale_record():
     """A record that an attempt before this one has left on the same store."""
     dist.set_patience(**SOON)
     if dist.get_rank() == 0:
-        old = Whereabouts(rank=1, process="elsewhere:1", beat=99, written=time.time() - 3600, left="long ago")
-        AMBIENT.comm.backend.store().set("whereabouts/1", old.pack())
+        old = RankStatus(rank=1, process="elsewhere:1", beat=99, written=time.time() - 3600, left="long ago")
+        AMBIENT.comm.backend.store().set("status/1", old.pack())
     torch_dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(2)  # and has not begun to publish
@@ -373,7 +373,7 @@ def forked_child():
         os.waitpid(child, 0)
         time.sleep(2)
     dist.all_reduce(torch.ones(1))
-    return not AMBIENT.comm.watch._lookout.has_lost_the_store
+    return not AMBIENT.comm.watchdog._status_thread.has_lost_the_store
 
 
 def test_the_end_of_a_forked_child_is_not_the_end_of_the_rank(world):

@@ -1,19 +1,26 @@
-"""The log of collectives: how often, how large, how long, and what bandwidth that is.
+"""How long collectives take: the log of single ones, and what overlap with other work hides of them.
 
-What is timed, and the synchronisation that a fair time needs, is decided here; the collectives only ask. Nothing is
-timed, and no device is stopped, for operations that nobody wants to see.
+The log has counts, sizes, latencies and bandwidths. What it times, and the synchronisation that a fair time needs, is
+decided here; the collectives only ask. Nothing is timed, and no device is stopped, for operations that nobody wants to
+see. `Exposure` stops no device: an operation is in flight from the moment it is issued until its result was waited for,
+the wait itself is exposed, and the rest is hidden. Marks are set on the device's own queue, and read when it has passed
+them.
 """
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
+from mizzen.accelerator import Accelerator, Event
+from mizzen.accelerator.streams import HostEvent
 from mizzen.config.observe import CommsLoggerConfig
 from mizzen.log import say
+from mizzen.monitor.report import Meter, StepReport
 
 TRIMMED: Final = 0.1
 """The share of measurements that a mean leaves out at either end."""
@@ -21,7 +28,7 @@ GATHERING: Final = ("all_gather", "reduce_scatter", "allgather")
 COLUMNS: Final = (
     "Comm. Op",
     "Message Size",
-    "Count",
+    "CallCount",
     "Total Latency(ms)",
     "Avg Latency(ms)",
     "tput_avg (Gbps)",
@@ -30,7 +37,7 @@ COLUMNS: Final = (
 STRAGGLER_COLUMNS: Final = (
     "Comm. Op",
     "Message Size",
-    "Count",
+    "CallCount",
     "Total comm lat(ms)",
     "Total straggler(ms)",
     "Avg comm lat(ms)",
@@ -243,3 +250,63 @@ def table(rows: Mapping[str, Mapping[int, Mapping[str, Any]]], columns: Sequence
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (map(str.ljust, line, widths) for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+class Lap:
+    """One operation: three marks."""
+
+    __slots__ = ("_add", "_mark", "axis", "begin", "end", "wait")
+
+    def __init__(self, axis: str, mark: Callable[[], Event], add: Callable[["Lap"], Any]) -> None:
+        self.axis = axis
+        self._mark = mark
+        self._add = add
+        self.begin = self.wait = self.end = mark()
+
+    def waits(self) -> None:
+        """Its result is wanted from here on."""
+        self.wait = self._mark()
+
+    def stop(self) -> None:
+        """Its result is there."""
+        self.end = self._mark()
+        self._add(self)
+
+    def is_over(self) -> bool:
+        """Whether the device has passed the marks."""
+        return all(mark.query() for mark in (self.begin, self.wait, self.end))
+
+
+class Exposure(Meter):
+    """`comm_ms_<axis>` and `comm_exposed_ms_<axis>`: of all operations that have ended since the report before."""
+
+    def __init__(self, axes: Mapping[str, str], accelerator: Accelerator) -> None:
+        self._axes = axes
+        """Names of groups, and of the axes that they are."""
+        self._accelerator = accelerator
+        self._laps: deque[Lap] = deque()
+
+    def lap(self, group: str, *, on_device: bool) -> Lap:
+        """An operation in a group is issued."""
+        return Lap(self._axes.get(group, "other"), self._on_device if on_device else _on_host, self._laps.append)
+
+    def read(self, report: StepReport) -> Mapping[str, float]:
+        """In milliseconds. An operation that the device is not through with is in the next report."""
+        found: dict[str, float] = {}
+        while self._laps and self._laps[0].is_over():
+            lap = self._laps.popleft()
+            for name, begin in (("comm_ms", lap.begin), ("comm_exposed_ms", lap.wait)):
+                key = f"{name}_{lap.axis}"
+                found[key] = found.get(key, 0.0) + begin.elapsed_time(lap.end)
+        return found
+
+    def _on_device(self) -> Event:
+        event = self._accelerator.event(timing=True)
+        event.record()
+        return event
+
+
+def _on_host() -> Event:
+    event = HostEvent()
+    event.record()
+    return event

@@ -97,7 +97,7 @@ def test_rank_0_prints_what_was_wanted(world, capfd):
 def synchronized():
     """How often a device is waited for: twice for an operation that is logged, never for another."""
     calls = []
-    import mizzen.comm.ledger as ledger
+    import mizzen.comm.timing as ledger
 
     ledger._synchronize = lambda device: calls.append(device.type)
     dist.configure(enabled=True, prof_all=False, prof_ops=["barrier"])

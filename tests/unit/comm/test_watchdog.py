@@ -10,11 +10,10 @@ import time
 import pytest
 
 from mizzen.ambient import AMBIENT
-from mizzen.comm import watch as module
-from mizzen.comm.account import Account, is_gone, this_process
+from mizzen.comm import watchdog as module
 from mizzen.comm.backend import Group, Request
-from mizzen.comm.watch import Patience, Watch, first_sentence
-from mizzen.comm.whereabouts import Calls, Whereabouts
+from mizzen.comm.rank_status import GroupCalls, RankStatus
+from mizzen.comm.watchdog import Patience, RankCalls, Watchdog, first_sentence, is_gone, this_process
 from mizzen.errors import CommError
 from mizzen.progress import Progress
 
@@ -78,14 +77,14 @@ def store():
 
 @pytest.fixture
 def watch(store):
-    made = Watch(0, 2, store, QUICK)
+    made = Watchdog(0, 2, store, QUICK)
     yield made
     made.leave("the test is over")
 
 
 def say(store, written=None, **fields):
     """Let rank 1 publish something."""
-    store.set("whereabouts/1", Whereabouts(1, "elsewhere:1", written=written or time.time(), **fields).pack())
+    store.set("status/1", RankStatus(1, "elsewhere:1", written=written or time.time(), **fields).pack())
 
 
 def test_a_quick_wait_asks_once_and_is_accounted(watch):
@@ -94,7 +93,7 @@ def test_a_quick_wait_asks_once_and_is_accounted(watch):
     watch.wait(call, handle)
     assert handle.asked == [module.SLICE]
     assert AMBIENT.progress.record.collective == "all_reduce"
-    assert watch._account.whereabouts().calls["0"] == Calls(1, 1, ((1, "all_reduce"),))
+    assert watch._calls_made.status().calls["0"] == GroupCalls(1, 1, ((1, "all_reduce"),))
 
 
 def test_collectives_are_numbered_per_group_and_messages_are_not(watch):
@@ -109,7 +108,7 @@ def test_collectives_are_numbered_per_group_and_messages_are_not(watch):
 def test_only_the_last_few_are_remembered(watch):
     for _ in range(20):
         watch.begin(Request("barrier"), ALL)
-    calls = watch._account.whereabouts().calls["0"]
+    calls = watch._calls_made.status().calls["0"]
     assert calls.issued == 20
     assert [number for number, _ in calls.recent] == list(range(5, 21))
 
@@ -119,13 +118,13 @@ def test_a_long_wait_is_sliced_and_seen_in_the_record(watch):
 
     class Observed(Handle):
         def poll(self, seconds):
-            seen.append((AMBIENT.progress.record.waiting, len(watch._account.waits)))
+            seen.append((AMBIENT.progress.record.waiting, len(watch._calls_made.waits)))
             return super().poll(seconds)
 
     watch.wait(watch.begin(Request("barrier"), ALL), Observed(5))
     assert seen == [(False, 0), (True, 0), (True, 1), (True, 1), (True, 1), (True, 1)]
     assert not AMBIENT.progress.record.waiting
-    assert not watch._account.waits
+    assert not watch._calls_made.waits
 
 
 def test_a_peer_that_has_left_ends_the_wait(watch, store):
@@ -137,7 +136,7 @@ def test_a_peer_that_has_left_ends_the_wait(watch, store):
     ):
         watch.wait(call, handle)
     assert handle.is_abandoned
-    calls = watch._account.whereabouts().calls["0"]
+    calls = watch._calls_made.status().calls["0"]
     assert (calls.finished, calls.failed) == (0, 1)
     assert "rank 1 has left" in calls.failure
 
@@ -145,7 +144,7 @@ def test_a_peer_that_has_left_ends_the_wait(watch, store):
 def test_a_record_of_an_earlier_attempt_is_no_news_until_it_changes(watch, store):
     say(store, written=1.0, beat=5, left="years ago")
     watch.wait(watch.begin(Request("all_reduce"), ALL), Handle(20))
-    assert watch._lookout.sightings == {}
+    assert watch._status_thread.peer_statuses == {}
     handle = Handle()
 
     def publish_late():
@@ -175,7 +174,7 @@ def test_a_store_that_breaks_is_silence_too(watch, store):
 
 
 def test_the_limit_of_a_wait(watch, store):
-    say(store, calls={"0": Calls()}, phase="evaluate")
+    say(store, calls={"0": GroupCalls()}, phase="evaluate")
     with pytest.raises(CommError, match=r"limit is 0\.3 s; 1 of 1 peers have not come: rank 1 \(phase 'evaluate'\)"):
         watch.wait(watch.begin(Request("all_reduce"), ALL), Handle(), timeout=0.3)
     limited = Group("2", (0, 3), 0, "limited", timeout=0.2)
@@ -184,7 +183,7 @@ def test_the_limit_of_a_wait(watch, store):
 
 
 def test_without_a_store_only_the_limit_ends_a_wait():
-    alone = Watch(0, 2, None, Patience(timeout=0.1, look=0.01))
+    alone = Watchdog(0, 2, None, Patience(timeout=0.1, look=0.01))
     with pytest.raises(CommError, match=r"limit is 0\.1 s"):
         alone.wait(alone.begin(Request("barrier"), ALL), Handle())
     alone.leave("nothing happens")
@@ -221,30 +220,30 @@ def test_an_error_of_another_kind_is_passed_on_at_once(watch):
 def test_a_call_that_is_refused_is_told_to_the_others(watch):
     call = watch.begin(Request("all_reduce"), ALL)
     assert watch.refuse(call, ValueError("no such thing\nat all")) is None
-    assert watch._account.whereabouts().calls["0"].failure == "ValueError: no such thing"
+    assert watch._calls_made.status().calls["0"].failure == "ValueError: no such thing"
     assert isinstance(watch.refuse(call, RuntimeError(LOST)), CommError)
 
 
 def test_leaving_is_published(store):
-    made = Watch(0, 2, store, QUICK)
+    made = Watchdog(0, 2, store, QUICK)
     made.begin(Request("barrier"), ALL)
     made.leave("it was told to")
-    assert Whereabouts.unpack(store.values["whereabouts/0"]).left == "it was told to"
+    assert RankStatus.unpack(store.values["status/0"]).left == "it was told to"
 
 
 def test_patience_can_be_changed_later(watch, store):
     watch.begin(Request("barrier"), ALL)
     watch.patience = Patience(beat=0.5)
-    assert watch._lookout.beat == 0.5
+    assert watch._status_thread.beat == 0.5
 
 
 def test_an_account_says_whether_the_main_thread_waits():
-    account = Account(0)
-    call = account.begin(Request("barrier"), ALL)
+    calls_made = RankCalls(0)
+    call = calls_made.begin(Request("barrier"), ALL)
     found = []
 
     def wait():
-        with account.waiting(call) as entry:
+        with calls_made.waiting(call) as entry:
             found.append((entry.on_main_thread, entry.peers))
 
     wait()
@@ -281,8 +280,8 @@ def test_the_first_sentence_of_an_error(text, sentence):
 
 LEAVING = """
 import os, signal, time
-from mizzen.comm.account import Account
-from mizzen.comm.lookout import Lookout
+from mizzen.comm.watchdog import RankCalls
+from mizzen.comm.watchdog import StatusThread
 
 class Store:
     def set(self, key, value):
@@ -291,7 +290,7 @@ class Store:
             time.sleep(0.3)
             print("told", flush=True)
 
-Lookout(Account(0), Store(), size=2, beat=0.5)
+StatusThread(RankCalls(0), Store(), size=2, beat=0.5)
 """
 
 

@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from mizzen.comm.roll import call_roll
-from mizzen.comm.signed import SignedStore
+from mizzen.comm.backend import SignedStore
+from mizzen.comm.rendezvous import wait_for_ranks
 from mizzen.environment import World
 from mizzen.errors import CommError
 
@@ -37,6 +37,6 @@ def test_what_others_have_written_is_refused():
 
 def test_a_forged_offer_brings_no_rank_anywhere():
     shared = HashStore()
-    shared.set("mizzen/roll/offer", b'{"id": "x", "size": 2}')
+    shared.set("mizzen/rendezvous/offer", b'{"id": "x", "size": 2}')
     with pytest.raises(CommError, match="'offer' was not written by a rank of this job"):
-        call_roll(shared, World(1, 2), timedelta(seconds=5), "here:1")
+        wait_for_ranks(shared, World(1, 2), timedelta(seconds=5), "here:1")
