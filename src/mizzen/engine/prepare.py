@@ -107,7 +107,7 @@ def move_to_device(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """
     check_device(plan.resolved.config, get_accelerator())
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
-    late = plan.late
+    late = plan.moved_by_apply
     make_whole(model, keep=late)
     _check_memory(model)
     if late:

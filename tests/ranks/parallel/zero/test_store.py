@@ -187,7 +187,7 @@ def low_masters(stage, held, states):
     store = hold(bag, stage, held=held, dtypes={"masters": held, "states": states}, limit=60)
     masters = [master for _, master in store.contents.masters]
     for lot in store.contents.lots:
-        lot.rest()
+        lot.unload()
     resting = sum(master.numel() * master.element_size() for master in masters if states != held)
     optimizer = torch.optim.SGD(masters, lr=1.0, momentum=0.9)
     before = {name: parameter.detach().float().clone() for name, parameter in bag.named_parameters()}
