@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 MakeRunner = Callable[[Any], Any]
-"""Makes a `Runner` out of a `RunnerContext`, both of engine/runner.py: how micro-batches go through parts of a model."""
+"""Makes a `Runner` of a `RunnerContext`, both of engine/runner.py: how micro-batches go through parts of a model."""
 
 
 class Choice(Protocol):
