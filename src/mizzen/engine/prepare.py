@@ -86,14 +86,15 @@ def compare_plans(plan: Plan) -> None:
         {
             **flatten(plain(config)),
             "model": plan.sketch.fingerprint(),
-            "mizzen": _version("mizzen"),
+            "mizzen": version_of("mizzen"),
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
     )
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
