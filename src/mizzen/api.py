@@ -96,7 +96,7 @@ def initialize(
     mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name, groups=plan.groups)
     move_to_device(model, plan, mesh)
     parts = plan.apply((Part(model),), mesh)
-    check_equal(model, mesh, plan.elsewhere)
+    check_equal(model, mesh, plan.not_data_parallel)
     seed = seed_of(plan.resolved.config, mesh)
     context = RunContext(
         resolved=plan.resolved,

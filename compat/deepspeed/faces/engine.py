@@ -70,7 +70,7 @@ class DeepSpeedEngine(Engine):
             raise NotBuilt("an engine that leaves a model where it is, or on a mesh of its own: leave the argument out")
         if config is None and config_class is not None:
             config = config_class.given
-        leaf.heed(model)
+        leaf.read_flags(model)
         given = arguments_without_hints({**others, "args": args, "config": config})
         api.initialize(
             model=model,

@@ -74,8 +74,8 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Mo
     return list(dict.fromkeys(found))
 
 
-def heed(model: Any) -> None:
-    """Take over what a script has written to `_z3_leaf` itself."""
+def read_flags(model: Any) -> None:
+    """Pin the modules whose `_z3_leaf` a script has set itself, and no longer those that it has unset."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if "_z3_leaf" in vars(module) and vars(module)["_z3_leaf"] != is_pinned(module):
             pin(module, bool(vars(module)["_z3_leaf"]))

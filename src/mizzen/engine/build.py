@@ -15,7 +15,7 @@ from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.optimizer import use_masters
 from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
-from mizzen.engine.runner import Accumulate, Running
+from mizzen.engine.runner import Accumulate, RunnerContext
 from mizzen.engine.saving import Saving, folder_of, preflight, team_of
 from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
@@ -51,7 +51,7 @@ def build_engine(
     if optimizer is not None:
         use_masters(optimizer, stores)
     for lot in (lot for store in stores for lot in store.contents.lots):
-        lot.rest()
+        lot.unload()
     changes = ModelChanges([part.module for part in parts], stores, optimizer)
     run_state = RunState(
         settings=config,
@@ -71,7 +71,7 @@ def build_engine(
     phases = Phases(accelerator if config.wall_clock_breakdown else None, instruments.around)
     get_progress().set_hang_timeout(config.hang_timeout)
     phases.at_step(0)  # from now on there is something to save
-    runner = make_runner(Running(parts, mesh, context.device, phases, context.stream, arithmetic, changes))
+    runner = make_runner(RunnerContext(parts, mesh, context.device, phases, context.stream, arithmetic, changes))
     if optimizer is not None:
         gain = float(resolved.layout.same_model) if config.gradient_allreduce_op == "sum" else 1.0
         updater = Updater(

@@ -156,7 +156,7 @@ def create_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
         optimizer.step()
     for store in stores:
         for lot in store.contents.lots:
-            lot.rest()
+            lot.unload()
         store.clear_gradients()
 
 

@@ -86,14 +86,15 @@ def compare_plans(plan: Plan) -> None:
         {
             **flatten(plain(config)),
             "model": plan.sketch.fingerprint(),
-            "mizzen": _version("mizzen"),
+            "mizzen": version_of("mizzen"),
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
     )
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -107,7 +108,7 @@ def move_to_device(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """
     check_device(plan.resolved.config, get_accelerator())
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
-    late = plan.late
+    late = plan.moved_by_apply
     make_whole(model, keep=late)
     _check_memory(model)
     if late:

@@ -40,7 +40,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunnerContext:
     """What a runner works with. A plan names what makes a runner of it; `Accumulate` does where none is named."""
 
     parts: Parts
@@ -57,7 +57,7 @@ class Accumulate:
 
     role: Role | None = None
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: RunnerContext) -> None:
         if len(running.parts) != 1:
             raise PlanError(f"the plan cuts the model into {len(running.parts)} parts, and names no runner for them")
         (part,) = running.parts

@@ -5,7 +5,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ from mizzen.config.checkpoint import CheckpointConfig
 from mizzen.config.dump import plain
 from mizzen.data.loader import Loader
 from mizzen.engine.optimizer_states import groups_of, held_states
+from mizzen.engine.prepare import version_of
 from mizzen.engine.randomness import process_state
 from mizzen.engine.run_state import RunState
 from mizzen.engine.weights import HeldItem, Weights, extra_states, items_to_write
@@ -261,7 +261,7 @@ def facts_of(run: RunState, client_state: Mapping[str, Any], encoder: Encoder) -
         raise UsageError(f"client_state is a {type(client_state).__name__}: give a dict")
     optimizer, scheduler, loader, names = run.optimizer, run.scheduler, run.loader, run.groups
     facts: dict[str, Any] = {
-        "versions": {"mizzen": _version("mizzen"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"mizzen": version_of("mizzen"), "torch": torch.__version__, "python": platform.python_version()},
         "layout": run.mesh.degrees,
         "config": plain(run.settings),
         "seed": run.seed,
@@ -288,10 +288,3 @@ def facts_of(run: RunState, client_state: Mapping[str, Any], encoder: Encoder) -
             "state": encoder.encode(scheduler.state_dict(), "lr_scheduler"),
         }
     return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

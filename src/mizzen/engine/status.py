@@ -123,7 +123,7 @@ class RunContext:
     """The names of the trained parameters, by optimizer group."""
 
 
-class Stated(Generic[Value]):
+class RunStateAttribute(Generic[Value]):
     """An attribute of an engine that stands in its `RunState`, for whoever reads or sets it on the engine."""
 
     def __init__(self, name: str) -> None:
@@ -140,15 +140,15 @@ class Stated(Generic[Value]):
 class EngineStatus(nn.Module):
     """What users and clients ask an engine, and the sizes and rates that they set."""
 
-    applied_steps = Stated[int]("applied_steps")
-    global_samples = Stated[int]("global_samples")
-    micro_steps = Stated[int]("micro_steps")
-    skipped_steps = Stated[int]("skipped_steps")
-    batch = Stated[Batch]("batch")
-    step_in_progress = Stated[StepInProgress]("step_in_progress")
-    parts = Stated[Parts]("parts")
-    lr_scheduler = Stated[Any]("scheduler")
-    training_dataloader = Stated[Any]("loader")
+    applied_steps = RunStateAttribute[int]("applied_steps")
+    global_samples = RunStateAttribute[int]("global_samples")
+    micro_steps = RunStateAttribute[int]("micro_steps")
+    skipped_steps = RunStateAttribute[int]("skipped_steps")
+    batch = RunStateAttribute[Batch]("batch")
+    step_in_progress = RunStateAttribute[StepInProgress]("step_in_progress")
+    parts = RunStateAttribute[Parts]("parts")
+    lr_scheduler = RunStateAttribute[Any]("scheduler")
+    training_dataloader = RunStateAttribute[Any]("loader")
 
     def __init__(self, run_state: RunState, context: RunContext) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ class Updater:
             found = [name for each in reduced for name in each.nonfinite()]
             decision = replace(decision, reason=self.vote.explain_nonfinite(found))
         for lot in (lot for store in self.stores for lot in store.contents.lots):
-            lot.rest()
+            lot.unload()
         self.clear()
         return decision
 
@@ -150,7 +150,7 @@ class Updater:
             with only(self.optimizer, lot.tensors):
                 self.optimizer.step()
             lot.write_back()
-            lot.rest()
+            lot.unload()
 
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients; `taken` says that a step was taken with them."""

@@ -137,7 +137,7 @@ class Sketch:
     @classmethod
     def of(cls, module: "nn.Module") -> "Sketch":
         """Read a module. No tensor is copied or kept, and none needs to have storage."""
-        return _Reader().read(module)
+        return _SketchReader().read(module)
 
     def with_groups(self, groups: Mapping[str, int], whole: Collection[int] = ()) -> "Sketch":
         """This model with its parameters in these optimizer groups; one that is in none is not trained.
@@ -304,7 +304,7 @@ class _Found:
     aliases: list[str] = field(default_factory=list)
 
 
-class _Reader:
+class _SketchReader:
     """One walk over a module tree. Tensors and modules are told apart by identity, as torch does."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedStep:
     """One transform that will run, with what it decided and what that costs."""
 
     transform: Transform
@@ -53,7 +53,7 @@ class Plan:
     resolved: Resolved
     sketch: Sketch
     """The model as it was given, whole."""
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedStep, ...]
     classes: tuple[RankClass, ...]
     drafts: Drafts
     """What the last transform leaves of it: its pieces, with the homes of their parameters."""
@@ -64,12 +64,12 @@ class Plan:
         return max((each.cost for each in self.classes), key=lambda cost: cost.total)
 
     @property
-    def late(self) -> frozenset[str]:
+    def moved_by_apply(self) -> frozenset[str]:
         """The parameters that some transform itself brings to the device, part by part, because they may not fit."""
-        return frozenset(name for step in self.steps for name in step.transform.late(step.choice))
+        return frozenset(name for step in self.steps for name in step.transform.moved_by_apply(step.choice))
 
     @property
-    def elsewhere(self) -> frozenset[str]:
+    def not_data_parallel(self) -> frozenset[str]:
         """Every name of parameters whose gradients are not summed over the data ranks alone, and all of these."""
         usual = Home.data_parallel(self.resolved.layout).sums
         others = (p for draft in self.drafts for p in draft.parameters if p.home.sums != usual)
@@ -126,15 +126,15 @@ def build(config: Config, world: int, sketch: Sketch, order: Sequence[Transform]
         raise PlanError("\n".join(reasons))
     alike = classes((p.home for draft in drafts for p in draft.parameters), layout)
     first = next(iter(alike.values()))[0]
-    steps = tuple(Step(transform, choice, transform.price(choice, first)) for transform, choice in wanted)
+    steps = tuple(PlannedStep(transform, choice, transform.price(choice, first)) for transform, choice in wanted)
     found = []
     for title, ranks in alike.items():
         changes = (step.transform.price(step.choice, ranks[0]) for step in steps)
-        found.append(RankClass(title, ranks, sum(changes, _held(resolved, drafts, ranks[0]))))
+        found.append(RankClass(title, ranks, sum(changes, _cost_of_rank(resolved, drafts, ranks[0]))))
     return Plan(resolved, sketch, steps, tuple(found), drafts)
 
 
-def _held(resolved: Resolved, drafts: Drafts, rank: int) -> Cost:
+def _cost_of_rank(resolved: Resolved, drafts: Drafts, rank: int) -> Cost:
     """The cost of training what a rank has of the pieces that it runs, with everything that belongs to that."""
     layout = resolved.layout
     mine = (drafts[piece].local(layout, rank) for piece in pieces_at(rank, layout, len(drafts)))

@@ -19,7 +19,7 @@ class Lot(Protocol):
 
     load(f)       what the optimizer steps has its values, and as `.grad` the owned gradients times a factor
     write_back()  the masters have what was stepped; nothing is done where nothing was loaded
-    rest()        what only a step needs is let go
+    unload()      what only a step needs is let go
     """
 
     @property
@@ -39,7 +39,7 @@ class Lot(Protocol):
     def write_back(self) -> None:
         """Bring what was stepped to the masters."""
 
-    def rest(self) -> None:
+    def unload(self) -> None:
         """Let go of what only a step needs."""
 
 
@@ -112,9 +112,9 @@ class Store(Protocol):
 
     each forward      restore_parameters(), begin_forward()
     each backward     begin_backward(last) ... end_backward(); or neither, and the gradients stay local
-    once              contents.masters for the optimizer, then rest() of all lots
+    once              contents.masters for the optimizer, then unload() of all lots
     at the boundary   reduce(); load(f) of all lots and a step; or, for one lot after the other, load(f), a step of its
-                      tensors, write_back(), rest()
+                      tensors, write_back(), unload()
     after the step    write_back(), once or twice, then clear_gradients(taken=True)
     any time          pieces(), gather(); write_back() after all pieces("master") were written to, update_copies() after
                       those of one parameter were

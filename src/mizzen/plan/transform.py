@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 MakeRunner = Callable[[Any], Any]
-"""Makes a `Runner` out of a `Running`, both of engine/runner.py: how micro-batches go through parts of a model."""
+"""Makes a `Runner` of a `RunnerContext`, both of engine/runner.py: how micro-batches go through parts of a model."""
 
 
 class Choice(Protocol):
@@ -54,7 +54,7 @@ class Transform(Protocol):
         """What makes the runner of the parts that this change leaves, where they need one of their own."""
         return None
 
-    def late(self, choice: Any) -> Iterable[str]:
+    def moved_by_apply(self, choice: Any) -> Iterable[str]:
         """The parameters that `apply` itself brings to the device; the others are there before."""
         return ()
 

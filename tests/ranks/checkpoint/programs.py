@@ -109,7 +109,7 @@ def whole(engine: Any) -> dict[str, Tensor]:
     for owner in engine.owners:
         parameter = owner.store.contents.held[owner.name]
         found[owner.name] = full_value(parameter)
-        for key in keys if owner.name in owner.store.parameters else ():
+        for key in keys if owner.name in owner.store.contents.trained else ():
             value = full_state(parameter, key)
             if value is not None:
                 found[f"{owner.name}/{key}"] = value

@@ -16,7 +16,7 @@ from mizzen.config.load import load
 from mizzen.config.resolve import resolve
 from mizzen.engine.build import build_engine
 from mizzen.engine.prepare import stream_of, with_optimizer_groups
-from mizzen.engine.runner import Accumulate, Running
+from mizzen.engine.runner import Accumulate, RunnerContext
 from mizzen.engine.status import RunContext
 from mizzen.environment import World
 from mizzen.errors import CheckpointError, NotBuilt, PlanError
@@ -69,7 +69,7 @@ def halves():
     return found
 
 
-def chain(running: Running) -> Accumulate:
+def chain(running: RunnerContext) -> Accumulate:
     """All parts one after the other."""
     module = nn.Sequential(*(part.module for part in running.parts))
     stores = tuple(store for part in running.parts for store in part.stores)

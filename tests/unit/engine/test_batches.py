@@ -9,7 +9,7 @@ from torch import nn
 from mizzen.comm import groups
 from mizzen.engine import runner, status
 from mizzen.engine.phases import Phases
-from mizzen.engine.runner import Accumulate, Running
+from mizzen.engine.runner import Accumulate, RunnerContext
 from mizzen.engine.status import EngineStatus
 from mizzen.plan.parts import Part
 
@@ -32,7 +32,7 @@ def test_a_micro_batch_is_moved_when_it_runs(monkeypatch):
         scaler=SimpleNamespace(scaled=lambda loss: loss),
     )  # fmt: skip
     stream, changes = SimpleNamespace(active=nullcontext), SimpleNamespace(adopt=lambda: None)
-    running = Running((Part(Model(said)),), None, torch.device("cpu"), Phases(None), stream, arithmetic, changes)
+    running = RunnerContext((Part(Model(said)),), None, torch.device("cpu"), Phases(None), stream, arithmetic, changes)
     tally = Accumulate(running).run([torch.ones(2), torch.ones(3)], None)
     assert said == ["move", "forward"] * 2 and tally.loss == 5
 

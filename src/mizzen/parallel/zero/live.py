@@ -110,7 +110,7 @@ class LiveBucket:
             if target.tensor.numel():  # nothing is new of what is at rest
                 target.place(self.master).copy_(target.tensor)
 
-    def rest(self) -> None:
+    def unload(self) -> None:
         """Let go of what only a step needs."""
         for target in self.targets:
             target.tensor.grad = None

@@ -212,7 +212,7 @@ class FlatStore:
         with torch.no_grad():
             works = self._send_all()
         for bucket in self.buckets:
-            bucket.rest()
+            bucket.unload()
         wait_for(*works)
 
     def _send_all(self) -> list[Work | None]:

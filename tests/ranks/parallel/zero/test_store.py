@@ -187,7 +187,7 @@ def low_masters(stage, held, states):
     store = hold(bag, stage, held=held, dtypes={"masters": held, "states": states}, limit=60)
     masters = [master for _, master in store.contents.masters]
     for lot in store.contents.lots:
-        lot.rest()
+        lot.unload()
     resting = sum(master.numel() * master.element_size() for master in masters if states != held)
     optimizer = torch.optim.SGD(masters, lr=1.0, momentum=0.9)
     before = {name: parameter.detach().float().clone() for name, parameter in bag.named_parameters()}
@@ -358,3 +358,24 @@ def test_pieces_of_one_rank_are_whole():
     pieces = {piece.name: piece for piece in store.pieces("master")}
     assert all(torch.equal(assemble([pieces[name]]), parameter) for name, parameter in bag.named_parameters())
     assert store.ranks.shard_group is None
+
+
+def test_values_of_a_moved_parameter_are_new_until_a_step_is_taken():
+    bag = Bag()
+    store = hold(bag, 0)
+    bag.b.data = torch.ones(SHAPES["b"])
+    store.restore_parameters()
+    assert store.status.has_new_values and torch.equal(whole(store, "master")["b"], bag.b)
+    store.clear_gradients()
+    assert store.status.has_new_values
+    store.clear_gradients(taken=True)
+    assert not store.status.has_new_values
+
+
+def test_a_replaced_parameter_is_trained_in_the_place_of_the_old_one():
+    bag = Bag()
+    store = hold(bag, 0)
+    bag.b = nn.Parameter(torch.ones(SHAPES["b"]))
+    store.restore_parameters({"b": bag.b})
+    assert store.contents.trained["b"] is bag.b
+    assert torch.equal(whole(store, "master")["b"], torch.ones(SHAPES["b"]))

@@ -105,7 +105,7 @@ class Round:
         self.step += 1
         self.is_loaded = False
 
-    def rest(self) -> None:
+    def unload(self) -> None:
         """Let go of what only a step needs."""
         self.is_loaded = False
         for tensor in self.tensors:

@@ -146,7 +146,7 @@ class ZeroFull(Transform):
         """
         return sum((_price(part, choice.states) for part in choice.parts(rank)), Cost())
 
-    def late(self, choice: FullChoice) -> Iterable[str]:
+    def moved_by_apply(self, choice: FullChoice) -> Iterable[str]:
         """Whatever is sharded."""
         parts = (part for stage in range(choice.layout.pp) for part in choice.parts(choice.layout.rank(pp=stage)))
         return (parameter.name for part in parts for unit in part.division.units for parameter in unit.parameters)

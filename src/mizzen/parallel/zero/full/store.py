@@ -163,7 +163,7 @@ class FullStore:
         """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
         for lot in self.contents.lots:
             lot.write_back()
-            lot.rest()
+            lot.unload()
         self._forget()
 
     def restore_parameters(self, replaced: Mapping[str, Tensor] | None = None) -> None:

@@ -436,7 +436,7 @@ class ShareLot:
         if share.stepped is not share.master and share.stepped.numel():  # nothing is new of what is at rest
             share.master.copy_(share.stepped)
 
-    def rest(self) -> None:
+    def unload(self) -> None:
         """Let go of what only a step needs."""
         self.share.stepped.grad = None
         if self.share.stepped is not self.share.master:
