@@ -72,7 +72,7 @@ def choose(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
     short = set(_short(items))
     taken, left = [], []
     for item in items:
-        is_taken = (item in short) == (BREADTH == "short") or item.get_closest_marker("in_parts")
+        is_taken = item in short if BREADTH == "short" else item not in short or item.get_closest_marker("in_parts")
         (taken if is_taken else left).append(item)
     return taken, left
 
