@@ -65,14 +65,14 @@ test-house: .venv/ready ## the architecture itself, in seconds
 	$(BIN)/python -m pytest -x tests/house
 
 test-all: ## test, and all there is beyond it, in at most 40 minutes on two cores; FULL=1 for every combination, in hours
-	@bash tests/all.sh test test-rest test-clients test-cluster test-browser test-faults
+	@bash tests/all.sh test test-rest test-clients test-cluster test-browser test-faults test-mutants
 
 test-rest: .venv/ready ## the crosses that test leaves out, and the examples
 	BREADTH=rest $(BIN)/python $(PYTEST) $(SHORT)
 	BREADTH=all $(BIN)/python $(PYTEST) tests/examples
 
 test-mutants: .venv/ready ## break a dozen lines of the core, one by one, and see the tests of `make test` notice
-	$(BIN)/python tests/mutate.py --unbroken $(ARGS)
+	$(BIN)/python tests/mutate.py $(ARGS)
 
 test-faults: .venv/ready ## a part of `make faults`, seeded
 	BREADTH=all $(BIN)/python $(PYTEST) tests/faults

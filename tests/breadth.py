@@ -31,7 +31,10 @@ def choice(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
 
 
 def chosen(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
-    """Of values that one test runs through, or that one fixture is made of, those that this run takes."""
+    """Of values that one test runs through, or that one fixture is made of, those that this run takes.
+
+    Tests of such values bear the marker `in_parts`: the short run and the rest both take them, with other values.
+    """
     kept = list(short)
     taken = {"short": lambda value: value in kept, "rest": lambda value: value not in kept}
     return list(filter(taken.get(BREADTH, lambda value: True), values))
@@ -67,8 +70,11 @@ def choose(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
     if BREADTH not in ("short", "rest"):
         raise pytest.UsageError(f"BREADTH={BREADTH}: it is short, rest or all")
     short = set(_short(items))
-    chosen = [item for item in items if (item in short) == (BREADTH == "short")]
-    return chosen, [item for item in items if (item in short) == (BREADTH == "rest")]
+    taken, left = [], []
+    for item in items:
+        is_taken = item in short if BREADTH == "short" else item not in short or item.get_closest_marker("in_parts")
+        (taken if is_taken else left).append(item)
+    return taken, left
 
 
 def _short(items: list[pytest.Item]) -> Iterable[pytest.Item]:

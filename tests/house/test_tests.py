@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from breadth import choice, choose, covering
+from breadth import choice, choose, chosen, covering
 from house.tree import ROOT
 
 CLOCKS = {"monotonic", "perf_counter", "process_time", "time", "thread_time"}
@@ -87,6 +87,23 @@ def test_short_and_rest_are_all(monkeypatch, items, count):
     assert {*chosen["short"], *chosen["rest"]} == set(chosen["all"]) == set(items)
     if 0 < count < len(items):
         assert {each.callspec.params["b"] for each in chosen["short"]} == {10, 11, 12}
+
+
+def test_a_list_in_parts_is_run_in_both(monkeypatch):
+    item = Item("ranks", "test_list", in_parts=True)
+    found = []
+    for name in ("short", "rest"):
+        monkeypatch.setattr("breadth.BREADTH", name)
+        assert choose([item]) == ([item], [])
+        found += chosen(range(5), [0, 3])
+    assert found == [0, 3, 1, 2, 4]
+
+
+def test_lists_in_parts_are_marked():
+    """A file that takes a part of a list has a test that both runs take; otherwise the rest of it would never run."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_tests.py"]
+    using = [path for path in files if " chosen(" in path.read_text()]
+    assert using and all("@pytest.mark.in_parts" in path.read_text() for path in using)
 
 
 def test_a_choice_of_values():

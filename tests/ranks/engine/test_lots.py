@@ -1,7 +1,6 @@
 """One lot stepped after the other gives the bits of all of them stepped at once."""
 
 import math
-import os
 from itertools import product
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 import mizzen
+from breadth import FULL, chosen
 from mizzen.errors import UsageError
 from mizzen.parallel.zero.full import owned
 
@@ -122,18 +122,23 @@ def both(stage, cases):
 
 
 def cases_at(stage):
-    """Each rule at two stages, with another precision and accumulation at each; with FULL=1 all of them."""
+    """Each rule at two stages, with another precision and accumulation at each; of these `make test` has every other.
+
+    With FULL=1 all of them.
+    """
     others = [each for each in OTHERS if stage or each[0] != "low"]
-    if os.environ.get("FULL"):
+    if FULL:
         return [(rule, *other) for rule in RULES for other in others]
-    chosen = [*enumerate(RULES)][stage % 2 :: 2]
-    return [(rule, *others[(3 * number + 2 * stage) % len(others)]) for number, rule in chosen]
+    two = [*enumerate(RULES)][stage % 2 :: 2]
+    cases = [(rule, *others[(3 * number + 2 * stage) % len(others)]) for number, rule in two]
+    return chosen(cases, cases[stage // 2 :: 2])
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_lots_one_by_one_give_the_bits_of_a_whole_step(world, stage):
     cases = cases_at(stage)
-    for results in world(2).run(both, stage, cases, timeout=900 if os.environ.get("FULL") else 200):
+    for results in world(2).run(both, stage, cases, timeout=900 if FULL else 200):
         for case, (told, is_same, calls, calls_apart) in zip(cases, results, strict=True):
             assert is_same, (case, told)
             taken = sum(applied for applied, *_ in told)

@@ -65,6 +65,7 @@ def trained(world):
     return world(2).run(train_all, timeout=280)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: "-".join(map(str, CASES[case])))
 def test_the_numbers_of_eager_blocks(trained, case):
     for cases in trained:

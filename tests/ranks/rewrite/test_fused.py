@@ -45,6 +45,7 @@ def compared(world):
     return world(2).run(compare, timeout=280)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(("name", "stage"), WHERE)
 def test_the_numbers_of_the_models_own_code(compared, name, stage):
     bound = BOUND.get(name, 1e-5)

@@ -9,6 +9,7 @@ from bench import cpu_ranks, gpt
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--vocabulary", "32", "--length", "8", "--samples", "2"]
 
 
+@pytest.mark.wide  # the parts of a comparison are in test_play.py
 def test_systems_train_alike_and_are_compared(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
     written = tmp_path / "run.json"
