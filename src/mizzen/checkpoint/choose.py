@@ -197,7 +197,8 @@ def open_together(asked: LoadRequest, name: str, group: RankGroup) -> Reader:
     """
     reader, failure = attempt(lambda: Reader(asked.root / name))
     said = _shown_by_all(reader, failure, group)
-    if not asked.is_local and len(set(asked.places)) > 1 and (apart := _apart(said)):
+    apart = {rank for rank, (_, save, *_) in enumerate(said) if save != said[0][1]}
+    if not asked.is_local and len(set(asked.places)) > 1 and apart:
         places = {rank: asked.places[rank if rank in apart else 0] for rank in range(group.size)}
         try:
             group.take_first("folders", places, asked.validation)
@@ -224,11 +225,6 @@ def _shown_by_all(reader: Reader | None, failure: str | None, group: RankGroup) 
     manifest = reader.manifest if reader else None
     shown: Shown = (group.node, manifest.id if manifest else "", manifest.nodes if manifest else (), failure)
     return group.all_gather(shown, CALL)
-
-
-def _apart(said: Sequence[Shown]) -> set[int]:
-    """The ranks that do not see what the first does."""
-    return {rank for rank, (_, save, *_) in enumerate(said) if save != said[0][1]}
 
 
 def _close(reader: Reader | None) -> None:

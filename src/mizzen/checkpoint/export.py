@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -192,23 +191,18 @@ def save_torch(state: Mapping[str, Any], path: Path) -> None:
 
 def lazy_weights(source: Source, precision: Precision) -> dict[str, LazyTensor]:
     """Each weight and buffer once; those that have a fraction in the precision."""
-    return {name: _lazy(source, entry, precision) for name, entry in weights_of(source).items()}
+
+    def lazy(entry: Entry) -> LazyTensor:
+        dtype = TYPES.get(precision, entry.dtype) if entry.dtype.is_floating_point else entry.dtype
+        return LazyTensor(entry.shape, dtype, lambda: source.read(entry).to(dtype))
+
+    return {name: lazy(entry) for name, entry in weights_of(source).items()}
 
 
 def in_counting_order(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Layer 2 before layer 10."""
     names = sorted(tensors, key=lambda name: [str(part).zfill(12) for part in by_number(name)])
     return {name: tensors[name] for name in names}
-
-
-def _lazy(source: Source, entry: Entry, precision: Precision) -> LazyTensor:
-    dtype = TYPES.get(precision, entry.dtype) if entry.dtype.is_floating_point else entry.dtype
-    read: Callable[[], Tensor] = partial(_read, source, entry, dtype)
-    return LazyTensor(entry.shape, dtype, read)
-
-
-def _read(source: Source, entry: Entry, dtype: torch.dtype) -> Tensor:
-    return source.read(entry).to(dtype)
 
 
 def export_safetensors(

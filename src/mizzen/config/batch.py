@@ -1,5 +1,6 @@
 """The batch triad: train = micro * accumulation * dp, in whole numbers. `elasticity.py` computes elastic batches."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -98,9 +99,7 @@ def _is_count(value: Any) -> bool:
 
 def _quotient(train: int, divisors: Mapping[str, int]) -> int:
     """`train` over the product of `divisors`, or an error with the nearest batch sizes that would divide."""
-    product = 1
-    for value in divisors.values():
-        product *= value
+    product = math.prod(divisors.values())
     if train % product == 0:
         return train // product
     below = train - train % product

@@ -5,6 +5,7 @@ their numbers, as in the module that wrote them; experts are numbered through ov
 certain is left out and listed in the facts. How ZeRO's flat shards are put together is in `zero_shards.py`.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -228,9 +229,7 @@ def _sharded_model(reading: _Reading) -> None:
     ranks = [reading.load(files[rank]).get("frozen_param_fragments") for rank in sorted(files)]
     for name, value in shapes.items():
         shape = shape_of(value, f"{where}: frozen {name}")
-        rest, parts = 1, []
-        for size in shape:
-            rest *= size
+        rest, parts = math.prod(shape), []
         for rank, fragments in enumerate(ranks):
             file = f"{where}/{files[rank]}: frozen {name}"
             piece = expect(entries(fragments, file).get(name), TensorRef, file)

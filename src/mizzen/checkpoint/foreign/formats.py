@@ -25,7 +25,12 @@ def open(path: str | Path, tag: str | None = None, *, inert: Sequence[str] = ())
     path, packages = Path(path), tuple(inert)
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder")
-    source = _open_folder(Folder(path), tag, packages) if path.is_dir() else _open_file(path, tag, packages)
+    if path.is_dir():
+        source = _open_folder(Folder(path), tag, packages)
+    elif tag is None:
+        source = weights.open_file(Extent.of_file(path), packages)
+    else:
+        raise CheckpointError(f"{path}: is a file, so it has no tag {tag!r}")
     source.check_size()
     kinds = [kind for kind, _ in source.table]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
@@ -33,12 +38,6 @@ def open(path: str | Path, tag: str | None = None, *, inert: Sequence[str] = ())
     for sentence in source.left_out:
         get_logger().warning(f"{path}: left out: {sentence}")
     return source
-
-
-def _open_file(path: Path, tag: str | None, inert: tuple[str, ...]) -> ForeignSource:
-    if tag is not None:
-        raise CheckpointError(f"{path}: is a file, so it has no tag {tag!r}")
-    return weights.open_file(Extent.of_file(path), inert)
 
 
 def _open_folder(folder: Folder, tag: str | None, inert: tuple[str, ...]) -> ForeignSource:

@@ -5,6 +5,7 @@ At stage 3 every parameter is cut into equal pieces, in the order of the saved s
 a row that may be spread over several flat tensors.
 """
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -170,9 +171,7 @@ def add_pieces(source: ForeignSource, shards: Sequence[Shard], shapes: Shapes) -
     order = {name: shape for group in shapes for name, shape in group.items()}
     at = 0
     for name, shape in order.items():
-        numel = 1
-        for size in shape:
-            numel *= size
+        numel = math.prod(shape)
         piece = -(-numel // ranks)
         pieces: dict[str, list[FlatRange]] = {}
         for rank, row in enumerate(rows):
