@@ -22,8 +22,7 @@ def own(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                yield node.attr
+            yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
 
 
 def borrowed(tree: ast.Module, known: Collection[str]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from mizzen.log import get_logger, log_dist
 from mizzen.progress import get_progress
 
 if TYPE_CHECKING:
-    from mizzen.comm.backend import Store
+    from mizzen.comm.backend import KeyValueStore
 
 INTERRUPT: Final = (signal.SIGINT, signal.default_int_handler)
 ClientState = Callable[[], Mapping[str, Any]]
@@ -84,7 +84,7 @@ class EvaluationStop:
         if self._store is not None and self._has_asked and not self._is_over:
             self._decide(self._store, False)
 
-    def _decide(self, store: "Store", is_time: bool) -> bool:
+    def _decide(self, store: "KeyValueStore", is_time: bool) -> bool:
         self._is_over = True
         return store.compare_set(self._key("verdict"), b"", b"stop" if is_time else b"go on") == b"stop"
 

@@ -82,13 +82,7 @@ class FullStore:
         for unit in self.units:
             for each in unit.parameters.values():
                 each.touch = UseOutside(unit, self.gradients)
-        root = self.units[0].module
-        self.handles: list[RemovableHandle] = [
-            root.register_state_dict_pre_hook(self._forget),
-            root.register_load_state_dict_pre_hook(self._forget),
-            root.register_load_state_dict_post_hook(lambda *_: self.restore_parameters({})),
-            *_entrances(self.units, self.runtime),
-        ]
+        self.handles = self._register_hooks()
         trained: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
         self.contents = StoreContents(
             trained=trained,
@@ -100,6 +94,16 @@ class FullStore:
             masters=[(share.group, share.stepped) for share in self.shares] + self.wholes.masters(),
             portions={share.stepped: _portions(share) for share in self.shares} | self.wholes.portions(),
         )
+
+    def _register_hooks(self) -> list[RemovableHandle]:
+        """Let state dicts find shards, and parts of the model that are called on their own their parameters."""
+        root = self.units[0].module
+        return [
+            root.register_state_dict_pre_hook(self._forget),
+            root.register_load_state_dict_pre_hook(self._forget),
+            root.register_load_state_dict_post_hook(lambda *_: self.restore_parameters({})),
+            *_entrances(self.units, self.runtime),
+        ]
 
     @property
     def status(self) -> StoreStatus:
