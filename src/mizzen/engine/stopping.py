@@ -51,7 +51,7 @@ PAUSE: Final = 0.02
 class EvaluationStop:
     """The agreement of all ranks to stop in the middle of an evaluation, about one request, after one step."""
 
-    def __init__(self, store: "Store | None", rank: int, size: int, step: int) -> None:
+    def __init__(self, store: "KeyValueStore | None", rank: int, size: int, step: int) -> None:
         self.step = step
         self._store = store
         self._rank = rank
