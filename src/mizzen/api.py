@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mizzen.accelerator import get_accelerator
 from mizzen.comm.join import init_distributed
 from mizzen.comm.mesh import Mesh
-from mizzen.comm.mpu import layout_from_mpu
+from mizzen.comm.mpu import check_groups, layout_from_mpu
 from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.schema import Config
 from mizzen.engine.access import retire
@@ -86,10 +86,12 @@ def initialize(
         settings = load(given | _degrees_of_mpu(mpu, world.size))
     if replaced := retire(model):
         optimizer, model_parameters = renewed(optimizer, replaced), renewed(model_parameters, replaced)
-    sketch = Sketch.of(model)
+    sketch = Sketch.of(model).unsplit(settings.tensor_parallel_size)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
     plan = build(at_home(settings), world.size, grouped(sketch, model, chosen), ORDER)
     check_optimizer(chosen, plan)
+    if mpu is not None:
+        check_groups(mpu, plan.resolved.layout, world.rank)
     agree(plan)
     accelerator = get_accelerator()
     mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name, groups=plan.groups)
@@ -162,10 +164,10 @@ def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:
 
 
 def _degrees_of_mpu(mpu: Any, world: int) -> dict[str, Any]:
-    """The same for a Megatron-style object."""
+    """The same for a Megatron-style object, whose model comes split already."""
     layout = layout_from_mpu(mpu, world)
     return {
-        "tensor_parallel": {"autotp_size": layout.tp if layout.tp > 1 else 0},
+        "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,
         "sequence_parallel_size": layout.sp,
     }

@@ -19,6 +19,7 @@ from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.unit import UnitRanks
 from mizzen.parallel.zero.full.units import Division, Unit, divide, shard_dim
 from mizzen.parallel.zero.shard import Family, FlatSettings, check, families, partitions, price_of, store_of
+from mizzen.parallel.zero.twins import twin_sums
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store
 from mizzen.plan.transform import Transform
@@ -64,7 +65,7 @@ class FullChoice:
         local = draft.local(layout, rank)
         sharing, copies = layout.size(*SHARD_AXES), layout.dp_replicate
         data = layout.ranks_along(DATA_AXES, rank)
-        elsewhere = {p.name for p in local.parameters if p.is_trained and p.home.adders(layout, rank) != data}
+        elsewhere = {p.name for p in local.parameters if p.home.adders(layout, rank) != data}
         units = {p.name for p in local.parameters} - elsewhere
         division = divide(local.having(units), self.zero, flat.policy, sharing)
         _refuse_mixed(division, self.zero, flat.policy)
@@ -83,7 +84,7 @@ class FullChoice:
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
             families=families(draft.having(whole), flat, layout, rank),
-            sites={p.name: Site(p.shape, p.home, layout, rank) for p in draft.parameters if not p.home.is_whole},
+            sites=_sites(draft, layout, rank),
             uncounted=frozenset(p.name for p in local.parameters if not p.home.is_first(layout, rank)),
         )
 
@@ -168,8 +169,12 @@ class ZeroFull(Transform):
     def _apply(self, part: Part, held: FullPart, ranks: UnitRanks, mesh: Mesh) -> Part:
         stores: list[Store] = []
         if any(unit.parameters for unit in held.division.units):
-            others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.cut_axes}
-            store = FullStore(part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others)
+            others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.other_axes}
+            sharded = {each.name for unit in held.division.units for each in unit.parameters if each.is_trained}
+            twins = twin_sums({name: site for name, site in held.sites.items() if name in sharded}, mesh)
+            store = FullStore(
+                part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others, twins
+            )
             stores.append(store)
             part = replace(part, method_scope=store.position)
         stores += [store_of(family, part.module, mesh) for family in held.families]
@@ -179,6 +184,12 @@ class ZeroFull(Transform):
 def _parts_of(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     """Neighbours among some ranks, so many together."""
     return [ranks[at : at + size] for at in range(0, len(ranks), size)]
+
+
+def _sites(draft: Sketch, layout: Layout, rank: int) -> dict[str, Site]:
+    """Where those live of which a rank has but a part, or that others have too beside those that share it."""
+    every = {p.name: Site(p.shape, p.home, layout, rank) for p in draft.parameters if p.home.is_at(layout, rank)}
+    return {name: site for name, site in every.items() if site.other_axes or site.home.only}
 
 
 def _refuse(config: Config, sharing: int) -> None:
