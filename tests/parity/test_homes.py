@@ -17,6 +17,10 @@ from mizzen.errors import UsageError
 from mizzen.launcher.signals import UNSAVED
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
+from mizzen.parallel.zero.full.shard import FullChoice, _transient
+from mizzen.parallel.zero.full.store import FullStore
+from mizzen.parallel.zero.shard import _in_flight
+from mizzen.plan.cost import Cost
 from mizzen.progress import get_progress
 from parity.toys import LENGTH, VOCABULARY, Columns, Flock, Halves, Toy
 
@@ -158,37 +162,54 @@ def test_a_request_to_stop_ends_all_after_the_same_step(world, plan):
     assert set(world(4).run(asked_to_stop, 1, "AdamW", 1.0, 1, *plan)) == {(2, UNSAVED)}
 
 
-def bytes_held(*case) -> tuple:
-    engine = start(*case)
+def bytes_held(precision, *case) -> Cost:
+    """Parameters, gradients, masters and states that a rank holds, but for what comes and goes."""
+    engine = start(*case, **precision)
     engine.train_batch(iter(shares(engine, 0)))
-    buckets = [bucket for store in engine.stores for bucket in store.buckets]
+    found = Cost()
+    for store in engine.stores:
+        if isinstance(store, FullStore):
+            masters = sum(share.master.nbytes for unit in store.units for share in unit.shares)
+            sums = sum(unit.sums.read().nbytes for unit in store.units)
+            found += Cost(0, sums, masters) if precision else Cost(masters, sums)
+            continue
+        for bucket in store.buckets:
+            summed = bucket.gradient
+            local = bucket.plan.numel * summed.itemsize if store.holding.stage == 1 else 0
+            is_apart = bucket.master.data_ptr() != bucket.mine(bucket.values).data_ptr()
+            found += Cost(bucket.values.nbytes, local + summed.nbytes, bucket.master.nbytes if is_apart else 0)
     states = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
-    apart = [b.master for b in buckets if b.master.data_ptr() != b.mine(b.values).data_ptr()]
-    return (
-        sum(b.values.nbytes for b in buckets),
-        sum(master.nbytes for master in apart),
-        sum(value.nbytes for value in states if value.dim()),
-    )
+    return found + Cost(states=sum(value.nbytes for value in states if value.dim()))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        *((4, 2, 1, 1), (4, 1, 4, 1), (4, 2, 2, 1), (4, 2, 1, 2), (8, 2, 2, 2), (8, 4, 1, 2)),
-        *((4, 4, 1, 1, 2), (8, 4, 1, 1, 1)),
-    ],
-)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, plan, stage):
+def on_its_way(plan, rank: int) -> Cost:
+    """What a plan counts for tensors that come and go, at most."""
+    choice = plan.steps[-1].choice
+    if isinstance(choice, FullChoice):
+        return sum((_transient(part) for part in choice.parts(rank)), Cost())
+    families = [family for piece in choice.families(rank) for family in piece if family.holding.stage == 2]
+    return Cost(gradients=sum(_in_flight(family) for family in families))
+
+
+MANY = [(4, 2, 1, 1), (4, 1, 4, 1), (4, 2, 2, 1), (4, 2, 1, 2), (8, 2, 2, 2), (8, 4, 1, 2), (4, 4, 1, 1, 2)]
+FEW = [(4, 2, 1, 1), (8, 2, 2, 2), (4, 2, 1, 1, 1)]
+BF16 = {"bf16": {"enabled": True}}
+BYTES = [(stage, plan, {}) for stage in (0, 1) for plan in MANY]
+BYTES += [(2, plan, BF16 if plan[3] == 1 else {}) for plan in FEW]  # the toy sends fp32 between its halves
+BYTES += [(3, plan, {}) for plan in FEW] + [(3, (4, 2, 2, 1), BF16)]
+
+
+@pytest.mark.parametrize(("stage", "plan", "precision"), BYTES)
+def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, stage, plan, precision):
     monkeypatch.setattr("mizzen.plan.build.refusals", lambda config: ())
     size, tp, ep, pp, *kv = plan
     case = (stage, "AdamW", 0.0, 1, tp, ep, pp, *kv)
     order = (Halves(), Columns(), Flock(), *ORDER)
-    planned = mizzen.plan.build.build(load(config(*case)), size, Sketch.of(Toy(*kv)), order)
-    held = world(size).run(bytes_held, *case)
+    planned = mizzen.plan.build.build(load(config(*case) | precision), size, Sketch.of(Toy(*kv)), order)
+    held = world(size).run(bytes_held, precision, *case)
     for each in planned.classes:
         for rank in each.ranks:
-            assert held[rank] == (each.cost.parameters, each.cost.masters, each.cost.states), (each.title, rank)
+            assert held[rank] == each.cost - on_its_way(planned, rank), (each.title, rank)
 
 
 PLANS = [

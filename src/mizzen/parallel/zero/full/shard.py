@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import DATA_AXES, SHARD_AXES, Layout, Partition
@@ -16,7 +15,7 @@ from mizzen.parallel.zero.full.frozen import is_packed, packed_bytes
 from mizzen.parallel.zero.full.owners import choose_owners
 from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.store import FullStore
-from mizzen.parallel.zero.full.unit import UnitRanks
+from mizzen.parallel.zero.full.unit import UnitRanks, up
 from mizzen.parallel.zero.full.units import Division, Unit, divide, shard_dim
 from mizzen.parallel.zero.shard import Family, FlatSettings, check, families, partitions, price_of, store_of
 from mizzen.parallel.zero.twins import twin_sums
@@ -278,26 +277,44 @@ def _padded(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def _price(part: FullPart, states: tuple[int, int]) -> Cost:
-    policy, ranks = part.holding.policy, part.holding.reduction.ranks
     change = _transient(part) + _owned(part, states)
     for unit in part.division.units:
-        for parameter in unit.parameters:
-            dtype = policy.held(parameter.dtype)
-            share = _padded(parameter.shape, ranks)
-            if parameter.is_trained:
-                price = partial(trained, dtype=dtype, policy=policy, states=states[parameter.is_whole])
-                kept = price(share)
-                shards = kept.masters or kept.parameters
-                is_apart = bool(kept.masters)
-                owned = 0 if parameter.is_whole else kept.states
-                change += Cost(0 if is_apart else shards, kept.gradients, shards if is_apart else 0, owned)
-                change -= price(parameter.numel)
-            else:
-                size = bytes_per_element(dtype)
-                is_small = part.holding.quantizing.frozen and is_packed(parameter, ranks)
-                kept_bytes = packed_bytes(share) if is_small else share * size
-                change += Cost(parameters=kept_bytes - parameter.numel * size)
+        change += _at_rest(unit, part.holding, states) - _all_of(unit, part.holding.policy, states)
     return sum((price_of(family, states, at_rest=True) for family in part.families), change)
+
+
+def _at_rest(unit: Unit, holding: FullHolding, states: tuple[int, int]) -> Cost:
+    """What a rank keeps of a unit: shards in one flat tensor for each group and dtype, and the sums of gradients."""
+    policy, ranks = holding.policy, holding.reduction.ranks
+    shares: dict[tuple[int | None, str, bool], int] = {}
+    cost = Cost()
+    for each in unit.parameters:
+        share, dtype = _padded(each.shape, ranks), policy.held(each.dtype)
+        if not each.is_trained and holding.quantizing.frozen and is_packed(each, ranks):
+            cost += Cost(parameters=packed_bytes(share))
+        else:
+            kind = (each.group or 0 if each.is_trained else None, dtype, each.is_whole)
+            shares[kind] = shares.get(kind, 0) + share
+    for (group, dtype, is_whole), count in shares.items():
+        kept = trained(up(count), dtype, policy, states=states[is_whole])
+        if group is None:
+            cost += Cost(parameters=kept.parameters)
+        else:
+            own = 0 if kept.masters else kept.parameters
+            cost += Cost(own, 0, kept.masters, 0 if is_whole else kept.states)
+    summed = [(count, dtype) for (group, dtype, _), count in shares.items() if group is not None]
+    if summed:
+        cost += Cost(gradients=trained(up(sum(count for count, _ in summed)), summed[0][1], policy, states=0).gradients)
+    return cost
+
+
+def _all_of(unit: Unit, policy: Policy, states: tuple[int, int]) -> Cost:
+    """What a rank would keep that holds all of it."""
+    cost = Cost()
+    for each in unit.parameters:
+        whole = trained(each.numel, policy.held(each.dtype), policy, states=states[each.is_whole])
+        cost += whole if each.is_trained else Cost(parameters=whole.parameters)
+    return cost
 
 
 def _owned(part: FullPart, states: tuple[int, int]) -> Cost:
