@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import mizzen
 import mizzen.errors
+from breadth import choice
 from parity.toys import Exchange
 
 SAMPLES, WIDTH, INNER, CLASSES, STEPS = 8, 6, 8, 5, 3
@@ -126,10 +127,10 @@ def reference(optimizer: str, clip: float) -> tuple:
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("stage", "optimizer", "clip"),
-    [(0, "SGD", 0.0), (1, "SGD", 0.0), (2, "SGD", 0.0), (3, "SGD", 0.0), (1, "AdamW", 0.3), (3, "AdamW", 0.3)],
-)
+CASES = [(0, "SGD", 0.0), (3, "SGD", 0.0), (1, "AdamW", 0.3), (1, "SGD", 0.0), (2, "SGD", 0.0), (3, "AdamW", 0.3)]
+
+
+@pytest.mark.parametrize(("stage", "optimizer", "clip"), choice(CASES, CASES[:3]))
 def test_a_model_that_comes_split_trains_as_one_process_and_saves_what_that_loads(
     world, tmp_path, stage, optimizer, clip
 ):

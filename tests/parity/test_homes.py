@@ -199,7 +199,7 @@ BYTES += [(2, plan, BF16 if plan[3] == 1 else {}) for plan in FEW]  # the toy se
 BYTES += [(3, plan, {}) for plan in FEW] + [(3, (4, 2, 2, 1), BF16)]
 
 
-@pytest.mark.parametrize(("stage", "plan", "precision"), BYTES)
+@pytest.mark.parametrize(("stage", "plan", "precision"), choice(BYTES, [BYTES[at] for at in (2, 11, 13, 14, 18, -1)]))
 def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, stage, plan, precision):
     monkeypatch.setattr("mizzen.plan.build.refusals", lambda config: ())
     size, tp, ep, pp, *kv = plan
@@ -308,7 +308,7 @@ def test_a_checkpoint_moves_between_any_two_layouts_to_the_bit(world, tmp_path, 
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize(("stage", "then", "kv"), [(1, 3, 2), (3, 0, 1)])
+@pytest.mark.parametrize(("stage", "then", "kv"), choice([(1, 3, 2), (3, 0, 1)], [(1, 3, 2)]))
 def test_a_checkpoint_with_heads_that_several_ranks_hold_moves_to_the_bit(world, tmp_path, stage, then, kv):
     first, expected = (4, 4, 1, 1), {}
     for state in world(4).run(save_some, str(tmp_path / "first"), *case_of(first, stage, kv)):
@@ -377,7 +377,9 @@ def load_frozen(folder: str, *case) -> dict:
     return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize(("stage", "plan"), [(1, (4, 2, 2, 1)), (3, (8, 2, 2, 1)), (0, (4, 4, 1, 1, 2))])
+@pytest.mark.parametrize(
+    ("stage", "plan"), choice([(1, (4, 2, 2, 1)), (3, (8, 2, 2, 1)), (0, (4, 4, 1, 1, 2))], [(1, (4, 2, 2, 1))])
+)
 def test_frozen_parameters_are_saved_from_their_homes_too(world, tmp_path, stage, plan):
     size, tp, ep, pp, *kv = plan
     world(size).run(save_frozen, str(tmp_path), stage, "AdamW", 1.0, 1, tp, ep, pp, *kv)
@@ -394,9 +396,10 @@ def export(folder: str, *case) -> dict | None:
     return engine._consolidated_16bit_state_dict()
 
 
-@pytest.mark.parametrize(
-    ("stage", "plan"), [(1, (8, 2, 2, 2)), (3, (8, 2, 2, 1)), (2, (4, 4, 1, 1, 2)), (3, (4, 2, 1, 1, 1))]
-)
+WRITTEN = [(1, (8, 2, 2, 2)), (3, (4, 2, 1, 1, 1)), (3, (8, 2, 2, 1)), (2, (4, 4, 1, 1, 2))]
+
+
+@pytest.mark.parametrize(("stage", "plan"), choice(WRITTEN, WRITTEN[:2]))
 def test_a_model_in_parts_is_written_whole_by_one_rank(world, tmp_path, stage, plan):
     size, tp, ep, pp, *kv = plan
     expected = {name: value.bfloat16() for name, value in Toy(*kv).state_dict().items()}
