@@ -73,12 +73,13 @@ class FlatStore:
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
-        self._ranges: dict[LiveBucket, Sequence[tuple[int, int]]] = {}
         self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
         self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap, hooks=twins or {})
         self.addresses = ParameterAddresses(self.buckets, self.parameters, self.gradients)
+        self._ranges = {bucket: _counted(bucket, self.sites, self.rank, holding) for bucket in self.buckets}
+        """Of each gradient what this rank counts in a norm."""
         self.ranks = StoreRanks(
             reduce_group=group,
             shard_group=group if self.is_sharded else None,
@@ -188,23 +189,8 @@ class FlatStore:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that have the same share the work."""
         if self.contents.saved_elsewhere:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        gradients = (bucket.gradient[start:stop] for bucket in self.buckets for start, stop in self._counted(bucket))
+        gradients = (bucket.gradient[start:stop] for bucket in self.buckets for start, stop in self._ranges[bucket])
         return sum_of_squares(gradients, device=self.device)
-
-    def _counted(self, bucket: LiveBucket) -> Sequence[tuple[int, int]]:
-        """The ranges of a bucket's gradient that this rank counts. They are the same in every step."""
-        if bucket not in self._ranges:
-            start, stop = 0, bucket.master.numel()
-            if not self.is_sharded:
-                start, stop = bucket.plan.owned(self.rank, self.holding.reduction.ranks)
-            ranges = [(start, stop)]
-            if any(self.sites[slot.name].is_shared for slot in bucket.plan.slots if slot.name in self.sites):
-                ranges = []
-                for number, low, high in bucket.owned_slots(start, stop):
-                    found = _stretches(self.sites, bucket, number, low, high)
-                    ranges += ((low, high),) if found is None else found
-            self._ranges[bucket] = ranges
-        return self._ranges[bucket]
 
     def _nonfinite(self) -> list[str]:
         if self.holding.reduction.ranks == 1:
@@ -314,6 +300,18 @@ class FlatStore:
 def part_for(parameter: Tensor, value: Tensor, site: Site | None) -> Tensor:
     """What belongs to a parameter of a value that is whole, or that is its part already."""
     return value if site is None or value.shape == parameter.shape else site.part_of(value)
+
+
+def _counted(bucket: LiveBucket, sites: Mapping[str, Site], rank: int, holding: Holding) -> Sequence[tuple[int, int]]:
+    """The ranges of a bucket's gradient that a rank counts; ranks that have the same share the work."""
+    start, stop = (0, bucket.master.numel()) if bucket.is_shared else bucket.plan.owned(rank, holding.reduction.ranks)
+    if not any(sites[slot.name].is_shared for slot in bucket.plan.slots if slot.name in sites):
+        return [(start, stop)]
+    ranges: list[tuple[int, int]] = []
+    for number, low, high in bucket.owned_slots(start, stop):
+        found = _stretches(sites, bucket, number, low, high)
+        ranges += ((low, high),) if found is None else found
+    return ranges
 
 
 def _stretches(

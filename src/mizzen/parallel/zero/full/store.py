@@ -84,15 +84,7 @@ class FullStore:
         for unit in self.units:
             for each in unit.parameters.values():
                 each.touch = UseOutside(unit, self.gradients)
-        root = self.units[0].module
-        summed = ((each, (twins or {}).get(each.name)) for unit in self.units for each in unit.trained)
-        self.handles: list[RemovableHandle] = [
-            *(each.parameter.register_hook(change) for each, change in summed if change is not None),  # type: ignore[no-untyped-call]
-            root.register_state_dict_pre_hook(self._forget),
-            root.register_load_state_dict_pre_hook(self._forget),
-            root.register_load_state_dict_post_hook(lambda *_: self.restore_parameters({})),
-            *_entrances(self.units, self.runtime),
-        ]
+        self.handles = self._listen(twins or {})
         trained: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
         self.contents = StoreContents(
             trained=trained,
@@ -104,6 +96,18 @@ class FullStore:
             masters=[(share.group, share.stepped) for share in self.shares] + self.wholes.masters(),
             portions={share.stepped: _portions(share, self.sites) for share in self.shares} | self.wholes.portions(),
         )
+
+    def _listen(self, twins: Mapping[str, GradientHook]) -> list[RemovableHandle]:
+        """Hear of state dicts and calls of the model; also what changes the gradients of some parameters."""
+        root = self.units[0].module
+        summed = ((each, twins.get(each.name)) for unit in self.units for each in unit.trained)
+        return [
+            *(each.parameter.register_hook(change) for each, change in summed if change is not None),  # type: ignore[no-untyped-call]
+            root.register_state_dict_pre_hook(self._forget),
+            root.register_load_state_dict_pre_hook(self._forget),
+            root.register_load_state_dict_post_hook(lambda *_: self.restore_parameters({})),
+            *_entrances(self.units, self.runtime),
+        ]
 
     @property
     def status(self) -> StoreStatus:
