@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mizzen.accelerator import get_accelerator
 from mizzen.comm.join import init_distributed
 from mizzen.comm.mesh import Mesh
-from mizzen.comm.mpu import layout_from_mpu
+from mizzen.comm.mpu import check_groups, layout_from_mpu
 from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.schema import Config
 from mizzen.engine.access import release_model
@@ -87,10 +87,12 @@ def initialize(
     if replaced := release_model(model):
         optimizer = with_current_parameters(optimizer, replaced)
         model_parameters = with_current_parameters(model_parameters, replaced)
-    sketch = Sketch.of(model)
+    sketch = Sketch.of(model).unsplit(settings.tensor_parallel_size)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
     plan = build(without_needless_offload(settings), world.size, with_optimizer_groups(sketch, model, chosen), ORDER)
     check_optimizer(chosen, plan)
+    if mpu is not None:
+        check_groups(mpu, plan.resolved.layout, world.rank)
     compare_plans(plan)
     accelerator = get_accelerator()
     mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name, groups=plan.groups)
@@ -163,10 +165,10 @@ def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:
 
 
 def _degrees_of_mpu(mpu: Any, world: int) -> dict[str, Any]:
-    """The degrees of a Megatron-style object, under the keys that a configuration has for them."""
+    """The degrees of a Megatron-style object, whose model comes split already, under the keys of a configuration."""
     layout = layout_from_mpu(mpu, world)
     return {
-        "tensor_parallel": {"autotp_size": layout.tp if layout.tp > 1 else 0},
+        "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,
         "sequence_parallel_size": layout.sp,
     }

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from mizzen.parallel.given import GivenSplit
 from mizzen.parallel.zero.full.shard import ZeroFull
 from mizzen.parallel.zero.shard import ZeroShard
 from mizzen.plan.transform import Transform
@@ -10,8 +11,17 @@ from mizzen.rewrite.fused import Fused
 from mizzen.rewrite.layer_drop import LayerDrop
 from mizzen.rewrite.recompute import Recompute
 
-ORDER: Final[tuple[Transform, ...]] = (LayerDrop(), Fused(), Recompute(), Compile(), ZeroShard(), ZeroFull())
+ORDER: Final[tuple[Transform, ...]] = (
+    GivenSplit(),
+    LayerDrop(),
+    Fused(),
+    Recompute(),
+    Compile(),
+    ZeroShard(),
+    ZeroFull(),
+)
 """Each row may assume that every row above it has run.
 
-Layer drop adds arguments to the model's own forward. Fused operations come before recomputation: they look at what
-the model itself computes, and what is computed again is a block with them inside."""
+A split that the model comes with is there before any change. Layer drop adds arguments to the model's own forward.
+Fused operations come before recomputation: they look at what the model itself computes, and what is computed again is
+a block with them inside."""

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import mizzen
 import mizzen.api
@@ -12,9 +13,14 @@ import mizzen.plan.build
 from breadth import choice, covering
 from mizzen.comm.mesh import Mesh
 from mizzen.config.load import load
+from mizzen.errors import UsageError
 from mizzen.launcher.signals import UNSAVED
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
+from mizzen.parallel.zero.full.shard import FullChoice, _transient
+from mizzen.parallel.zero.full.store import FullStore
+from mizzen.parallel.zero.shard import _in_flight
+from mizzen.plan.cost import Cost
 from mizzen.progress import get_progress
 from parity.toys import LENGTH, VOCABULARY, Columns, Flock, Halves, Toy
 
@@ -26,13 +32,18 @@ def batch(step: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
 
 
-def config(stage, optimizer, clip, accumulation, tp, ep, pp=1) -> dict:
+def config(stage, optimizer, clip, accumulation, tp, ep, pp=1, kv=0) -> dict:
     return {
         "train_batch_size": SAMPLES,
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": optimizer, "params": {"lr": 0.01 if optimizer == "AdamW" else 0.1}},
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 300},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "reduce_bucket_size": 300,
+        },
         "tensor_parallel": {"autotp_size": tp},
         "expert_parallel": {"enabled": ep > 1, "autoep_size": ep},
         "pipeline_parallel_size": pp,
@@ -41,10 +52,13 @@ def config(stage, optimizer, clip, accumulation, tp, ep, pp=1) -> dict:
     }
 
 
-def start(*case, **more):
+def start(*case, freeze=(), **more):
     mizzen.api.ORDER = (Halves(), Columns(), Flock(), *ORDER)
     mizzen.plan.build.refusals = lambda config: ()
-    engine, *_ = mizzen.initialize(model=Toy(), config=config(*case) | more)
+    model = Toy(*case[7:])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in freeze))
+    engine, *_ = mizzen.initialize(model=model, config=config(*case) | more)
     return engine
 
 
@@ -68,9 +82,9 @@ def train(*case) -> tuple[list, list, dict]:
     return losses, norms, values
 
 
-def reference(optimizer: str, clip: float) -> tuple[list, list, dict]:
+def reference(optimizer: str, clip: float, kv: int = 0) -> tuple[list, list, dict]:
     """One process, plain torch."""
-    model = Toy()
+    model = Toy(kv)
     kind = getattr(torch.optim, optimizer)
     rule = kind(model.parameters(), lr=0.01 if optimizer == "AdamW" else 0.1, **({"weight_decay": 0.0}))
     losses, norms = [], []
@@ -84,11 +98,11 @@ def reference(optimizer: str, clip: float) -> tuple[list, list, dict]:
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def check(world, size, stage, optimizer, clip, accumulation, tp, ep, pp=1) -> None:
-    expected, norms, parameters = reference(optimizer, clip)
-    start = dict(Toy().named_parameters())
+def check(world, size, stage, optimizer, clip, accumulation, tp, ep, pp=1, kv=0) -> None:
+    expected, norms, parameters = reference(optimizer, clip, kv)
+    start = dict(Toy(kv).named_parameters())
     seen = set()
-    for got in world(size).run(train, stage, optimizer, clip, accumulation, tp, ep, pp):
+    for got in world(size).run(train, stage, optimizer, clip, accumulation, tp, ep, pp, kv):
         assert got[0] == pytest.approx(expected, rel=1e-5)
         assert got[1] == pytest.approx(norms, rel=1e-5)
         for name, value in got[2].items():
@@ -148,31 +162,54 @@ def test_a_request_to_stop_ends_all_after_the_same_step(world, plan):
     assert set(world(4).run(asked_to_stop, 1, "AdamW", 1.0, 1, *plan)) == {(2, UNSAVED)}
 
 
-def bytes_held(*case) -> tuple:
-    engine = start(*case)
+def bytes_held(precision, *case) -> Cost:
+    """Parameters, gradients, masters and states that a rank holds, but for what comes and goes."""
+    engine = start(*case, **precision)
     engine.train_batch(iter(shares(engine, 0)))
-    buckets = [bucket for store in engine.stores for bucket in store.buckets]
+    found = Cost()
+    for store in engine.stores:
+        if isinstance(store, FullStore):
+            masters = sum(share.master.nbytes for unit in store.units for share in unit.shares)
+            sums = sum(unit.sums.read().nbytes for unit in store.units)
+            found += Cost(0, sums, masters) if precision else Cost(masters, sums)
+            continue
+        for bucket in store.buckets:
+            summed = bucket.gradient
+            local = bucket.plan.numel * summed.itemsize if store.holding.stage == 1 else 0
+            is_apart = bucket.master.data_ptr() != bucket.mine(bucket.values).data_ptr()
+            found += Cost(bucket.values.nbytes, local + summed.nbytes, bucket.master.nbytes if is_apart else 0)
     states = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
-    apart = [b.master for b in buckets if b.master.data_ptr() != b.mine(b.values).data_ptr()]
-    return (
-        sum(b.values.nbytes for b in buckets),
-        sum(master.nbytes for master in apart),
-        sum(value.nbytes for value in states if value.dim()),
-    )
+    return found + Cost(states=sum(value.nbytes for value in states if value.dim()))
 
 
-@pytest.mark.parametrize("plan", [(4, 2, 1, 1), (4, 1, 4, 1), (4, 2, 2, 1), (4, 2, 1, 2), (8, 2, 2, 2), (8, 4, 1, 2)])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, plan, stage):
+def on_its_way(plan, rank: int) -> Cost:
+    """What a plan counts for tensors that come and go, at most."""
+    choice = plan.steps[-1].choice
+    if isinstance(choice, FullChoice):
+        return sum((_transient(part) for part in choice.parts(rank)), Cost())
+    families = [family for piece in choice.families(rank) for family in piece if family.holding.stage == 2]
+    return Cost(gradients=sum(_in_flight(family) for family in families))
+
+
+MANY = [(4, 2, 1, 1), (4, 1, 4, 1), (4, 2, 2, 1), (4, 2, 1, 2), (8, 2, 2, 2), (8, 4, 1, 2), (4, 4, 1, 1, 2)]
+FEW = [(4, 2, 1, 1), (8, 2, 2, 2), (4, 2, 1, 1, 1)]
+BF16 = {"bf16": {"enabled": True}}
+BYTES = [(stage, plan, {}) for stage in (0, 1) for plan in MANY]
+BYTES += [(2, plan, BF16 if plan[3] == 1 else {}) for plan in FEW]  # the toy sends fp32 between its halves
+BYTES += [(3, plan, {}) for plan in FEW] + [(3, (4, 2, 2, 1), BF16)]
+
+
+@pytest.mark.parametrize(("stage", "plan", "precision"), choice(BYTES, [BYTES[at] for at in (2, 11, 13, 14, 18, -1)]))
+def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, stage, plan, precision):
     monkeypatch.setattr("mizzen.plan.build.refusals", lambda config: ())
-    size, tp, ep, pp = plan
-    planned = mizzen.plan.build.build(
-        load(config(stage, "AdamW", 0.0, 1, tp, ep, pp)), size, Sketch.of(Toy()), (Halves(), Columns(), Flock(), *ORDER)
-    )
-    held = world(size).run(bytes_held, stage, "AdamW", 0.0, 1, tp, ep, pp)
+    size, tp, ep, pp, *kv = plan
+    case = (stage, "AdamW", 0.0, 1, tp, ep, pp, *kv)
+    order = (Halves(), Columns(), Flock(), *ORDER)
+    planned = mizzen.plan.build.build(load(config(*case) | precision), size, Sketch.of(Toy(*kv)), order)
+    held = world(size).run(bytes_held, precision, *case)
     for each in planned.classes:
         for rank in each.ranks:
-            assert held[rank] == (each.cost.parameters, each.cost.masters, each.cost.states), (each.title, rank)
+            assert held[rank] == each.cost - on_its_way(planned, rank), (each.title, rank)
 
 
 PLANS = [
@@ -199,6 +236,19 @@ def test_any_homes_train_as_one_process_does(world, plan, stage, optimizer, clip
     if SAMPLES // (size // tp // pp) < accumulation:
         pytest.skip("fewer samples than ranks and micro-batches")
     check(world, size, stage, optimizer, clip, accumulation, tp, ep, pp)
+
+
+SHARED = [(0, 4, 4, 1), (1, 8, 4, 2), (2, 4, 4, 2), (3, 4, 2, 1)]
+if os.environ.get("FULL"):
+    SHARED = [(stage, *plan) for stage in range(4) for plan in ((4, 4, 1), (4, 4, 2), (4, 2, 1), (8, 4, 2))]
+
+
+@pytest.mark.parametrize(("stage", "size", "tp", "kv"), SHARED)
+def test_heads_that_several_ranks_hold_train_as_one_process_does(world, stage, size, tp, kv):
+    """Each rank brings another gradient of a head of keys that it shares: they are added up, and counted once."""
+    check(world, size, stage, "SGD", 0.0, 2 - stage % 2, tp, 1, 1, kv)
+    if stage in (1, 3):
+        check(world, size, stage, "AdamW", 0.5, 1, tp, 1, 1, kv)
 
 
 def whole_state(engine) -> dict:
@@ -231,9 +281,9 @@ def carry_on(source: str, target: str, *case) -> tuple[dict, float]:
 LAYOUTS = {"dp8": (8, 1, 1, 1), "tp4": (4, 4, 1, 1), "pp2": (2, 1, 1, 2), "one": (1, 1, 1, 1), "ep2": (4, 2, 2, 1)}
 
 
-def case_of(layout, stage) -> tuple:
+def case_of(layout, stage, kv=0) -> tuple:
     _, tp, ep, pp = layout
-    return stage, "AdamW", 1.0, 1, tp, ep, pp
+    return stage, "AdamW", 1.0, 1, tp, ep, pp, kv
 
 
 def same(found, expected) -> bool:
@@ -256,6 +306,21 @@ def test_a_checkpoint_moves_between_any_two_layouts_to_the_bit(world, tmp_path, 
         runs = world(8).run(carry_on, there, back, *case_of(first, stage))
         assert all(same(state, expected) for state, _ in runs)
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "then", "kv"), choice([(1, 3, 2), (3, 0, 1)], [(1, 3, 2)]))
+def test_a_checkpoint_with_heads_that_several_ranks_hold_moves_to_the_bit(world, tmp_path, stage, then, kv):
+    first, expected = (4, 4, 1, 1), {}
+    for state in world(4).run(save_some, str(tmp_path / "first"), *case_of(first, stage, kv)):
+        expected |= state
+    for name, layout in {"tp2": (4, 2, 1, 1), "one": (1, 1, 1, 1)}.items():
+        there, back = str(tmp_path / name), str(tmp_path / f"{name} and back")
+        for source, target, ranks, how in (
+            (str(tmp_path / "first"), there, layout, then),
+            (there, back, first, stage),
+        ):
+            runs = world(ranks[0]).run(carry_on, source, target, *case_of(ranks, how, kv))
+            assert all(same(state, expected) for state, _ in runs)
 
 
 def ask(*case) -> tuple:
@@ -293,16 +358,141 @@ def test_whole_values_and_gradients_are_read_and_written_on_any_homes(world, sta
         assert norms == pytest.approx({name: expected[name] for name in norms}, rel=1e-4)
 
 
+FROZEN = (".up.weight", ".down.", "experts.1", "experts.2.weight", "qkv")
+
+
+def save_frozen(folder: str, *case) -> None:
+    engine = start(*case, freeze=FROZEN)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():  # so that what is loaded is not what is built
+            if not parameter.requires_grad and engine.zero_optimization_stage() < 3:
+                parameter.mul_(2)
+    assert engine.save_checkpoint(folder)
+
+
+def load_frozen(folder: str, *case) -> dict:
+    engine = start(*case, freeze=FROZEN)
+    assert engine.load_checkpoint(folder)[0] is not None
+    assert engine.load_report.is_exact, engine.load_report
+    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "plan"), choice([(1, (4, 2, 2, 1)), (3, (8, 2, 2, 1)), (0, (4, 4, 1, 1, 2))], [(1, (4, 2, 2, 1))])
+)
+def test_frozen_parameters_are_saved_from_their_homes_too(world, tmp_path, stage, plan):
+    size, tp, ep, pp, *kv = plan
+    world(size).run(save_frozen, str(tmp_path), stage, "AdamW", 1.0, 1, tp, ep, pp, *kv)
+    (found,) = world(1).run(load_frozen, str(tmp_path), 0, "AdamW", 1.0, 1, 1, 1, 1, *kv)
+    for name, value in Toy(*kv).named_parameters():
+        is_doubled = stage < 3 and any(word in name for word in FROZEN)
+        assert torch.equal(found[name], value * 2 if is_doubled else value), name
+
+
+def export(folder: str, *case) -> dict | None:
+    engine = start(*case, bf16={"enabled": True})
+    assert engine.save_16bit_model(folder)
+    assert engine.save_16bit_model(folder, "model.bin")
+    return engine._consolidated_16bit_state_dict()
+
+
+WRITTEN = [(1, (8, 2, 2, 2)), (3, (4, 2, 1, 1, 1)), (3, (8, 2, 2, 1)), (2, (4, 4, 1, 1, 2))]
+
+
+@pytest.mark.parametrize(("stage", "plan"), choice(WRITTEN, WRITTEN[:2]))
+def test_a_model_in_parts_is_written_whole_by_one_rank(world, tmp_path, stage, plan):
+    size, tp, ep, pp, *kv = plan
+    expected = {name: value.bfloat16() for name, value in Toy(*kv).state_dict().items()}
+    first, *others = world(size).run(export, str(tmp_path), stage, "AdamW", 1.0, 1, tp, ep, pp, *kv)
+    assert others == [None] * (size - 1)
+    files = load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "model.bin")
+    assert files[0].keys() == expected.keys() - {"head.weight"}
+    assert files[1].keys() == first.keys() == expected.keys()
+    for found in (first, *files):
+        assert all(
+            value.dtype == torch.bfloat16 and torch.equal(value, expected[name]) for name, value in found.items()
+        )
+
+
+def change_some(which: str, *case) -> str:
+    """Somebody gives parameters other values on some ranks: those of a stage, one of two data ranks, one of a copy."""
+    engine = start(*case)
+    mesh = engine.mesh
+    places = {"stage": mesh.coordinate("pp") == 1, "data": mesh.data_rank == 0, "copy": mesh.tensor_rank == 1}
+    for name, parameter in engine.module.named_parameters():
+        if places[which] and (".norm." in name or which == "stage") and name not in ("embed.weight", "head.weight"):
+            parameter.data = parameter.data * 0.5
+    try:
+        return str(engine.train_batch(iter(shares(engine, 0))).applied)
+    except UsageError as refusal:
+        return str(refusal)
+
+
+def test_a_change_is_for_all_ranks_that_hold_the_same(world):
+    for plan, which, words in (
+        ((2, 1, 2), "stage", "True"),
+        ((1, 1, 2), "data", "have other values on some ranks than on others"),
+        ((2, 1, 1), "copy", "have other values on some ranks than on others"),
+    ):
+        for found in world(4).run(change_some, which, 1, "AdamW", 1.0, 1, *plan):
+            assert words in found
+
+
+def modify(*case) -> dict:
+    """The second of the data ranks writes to whatever it has; each of its tensor-parallel neighbours something else."""
+    engine = start(*case)
+    mesh, named = engine.mesh, dict(engine.module.named_parameters())
+    mine = (10 if mesh.data_rank == 1 else 1000) * (1 + mesh.tensor_rank)
+    with mizzen.zero.GatheredParameters(list(named.values()), modifier_rank=1), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.fill_(mine)
+    with mizzen.zero.GatheredParameters(list(named.values())):
+        local = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return {name: (local[name], mizzen.zero.safe_get_full_fp32_param(p)) for name, p in named.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_a_modifier_writes_reaches_every_rank_that_holds_the_same(world, stage):
+    for rank, found in enumerate(world(4).run(modify, stage, "AdamW", 1.0, 1, 2, 1, 1, 1)):
+        tp = rank % 2
+        for name, (local, whole) in found.items():
+            if ".qkv." in name:  # two heads of queries for each rank; both have the one of keys and of values
+                rows = whole.flatten(1)[:, 0] if whole.dim() > 1 else whole
+                assert rows.tolist() == [10.0] * 4 + [20.0] * 4 + [10.0] * 4
+                assert local.flatten().unique().tolist() == ([10.0] if tp == 0 else [10.0, 20.0])
+            elif name.split(".")[-2] in ("up", "down", "out"):
+                assert local.unique().tolist() == [10.0 * (1 + tp)]
+                assert whole.unique().tolist() == [10.0, 20.0]
+            else:
+                assert local.unique().tolist() == whole.unique().tolist() == [10.0]
+
+
+def modify_nobody(*case) -> str:
+    engine = start(*case)
+    with (
+        pytest.raises(UsageError) as refusal,
+        mizzen.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=2),
+    ):
+        pass
+    return str(refusal.value)
+
+
+def test_a_modifier_that_does_not_hold_a_parameter_is_refused(world):
+    for words in world(4).run(modify_nobody, 1, "AdamW", 1.0, 1, 2, 1):
+        assert "averaged over 2 ranks" in words
+
+
 def train_lamb(*case) -> list:
     engine = start(*case)
     return [engine.train_batch(iter(shares(engine, step))).loss for step in range(STEPS)]
 
 
 def test_the_norms_of_lamb_are_those_of_whole_parameters_on_any_homes(world):
-    alone = world(1).run(train_lamb, 0, "Lamb", 0.0, 1, 1, 1)[0]
-    for size, stage, tp, ep, pp in ((4, 1, 2, 2, 1), (8, 2, 2, 2, 2), (4, 3, 2, 1, 1)):
-        for losses in world(size).run(train_lamb, stage, "Lamb", 0.0, 1, tp, ep, pp):
-            assert losses == pytest.approx(alone, rel=1e-5)
+    alone = [world(1).run(train_lamb, 0, "Lamb", 0.0, 1, 1, 1, 1, kv)[0] for kv in (0, 1)]
+    plans = ((4, 1, 2, 2, 1, 0), (8, 2, 2, 2, 2, 0), (4, 3, 2, 1, 1, 0), (4, 1, 4, 1, 1, 1), (4, 3, 2, 1, 1, 1))
+    for size, stage, tp, ep, pp, kv in plans:
+        for losses in world(size).run(train_lamb, stage, "Lamb", 0.0, 1, tp, ep, pp, kv):
+            assert losses == pytest.approx(alone[kv], rel=1e-5)
 
 
 def count_operations(*case) -> dict:

@@ -16,7 +16,7 @@ from mizzen.model.home import Site, evenly
 from mizzen.model.sketch import Sketch
 from mizzen.plan.transform import Transform
 
-VOCABULARY, WIDTH, EXPERTS, LENGTH = 16, 8, 4, 6
+VOCABULARY, WIDTH, EXPERTS, LENGTH, HEADS = 16, 8, 4, 6, 4
 
 
 class Block(nn.Module):
@@ -28,6 +28,25 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.leave(self.down(functional.gelu(self.up(self.enter(self.norm(hidden))))))
+
+
+class Grouped(nn.Module):
+    """Attention whose queries are more than its keys and values, all in one matrix: Q, then K, then V."""
+
+    def __init__(self, kv: int) -> None:
+        super().__init__()
+        self.kv, size = kv, WIDTH // HEADS
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, (HEADS + 2 * kv) * size), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.enter = self.leave = nn.Identity()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        every, size = self.qkv(self.enter(self.norm(hidden))), WIDTH // HEADS
+        heads = self.out.weight.shape[1]
+        keys = (every.shape[-1] - heads) // 2
+        q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in every.split([heads, keys, keys], dim=-1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return hidden + self.leave(self.out(mixed.transpose(1, 2).flatten(2)))
 
 
 class Crowd(nn.Module):
@@ -49,11 +68,13 @@ class Crowd(nn.Module):
 
 
 class Toy(nn.Module):
-    def __init__(self) -> None:
+    """With `kv` heads of keys and values there is attention in the place of experts."""
+
+    def __init__(self, kv: int = 0) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Crowd(), Block()])
+        self.blocks = nn.ModuleList([Block(), Grouped(kv) if kv else Crowd(), Block()])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -135,7 +156,7 @@ def redrawn(drafts, draw):
 
 
 class Columns(Transform):
-    """`up` cut by its outputs and `down` by its inputs, over tp; everything else is a copy."""
+    """`up` and `qkv` cut by their outputs, `down` and `out` by their inputs, over tp; everything else is a copy."""
 
     name = "columns"
 
@@ -144,16 +165,22 @@ class Columns(Transform):
 
     def redraw(self, choice, drafts):
         def draw(name, parameter):
-            dim = 0 if ".up." in name else 1 if ".down." in name else None
-            tp = choice.layout.tp
-            return parameter.home if dim is None else parameter.home.cut("tp", dim, evenly(parameter.shape[dim], tp))
+            layer, tp, size = name.split(".")[-2], choice.layout.tp, WIDTH // HEADS
+            if layer not in ("up", "down", "qkv", "out"):
+                return parameter.home
+            dim = 0 if layer in ("up", "qkv") else 1
+            if layer != "qkv":
+                return parameter.home.cut("tp", dim, evenly(parameter.shape[dim], tp))
+            kv = (parameter.shape[0] // size - HEADS) // 2
+            keys = evenly(kv * size, min(kv, tp))
+            return parameter.home.cut("tp", 0, evenly(WIDTH, tp), keys, keys)
 
         return redrawn(drafts, draw)
 
     def apply(self, parts, choice, mesh):
         group = mesh.group("tp")
         for part in parts:
-            for block in (module for module in part.module.modules() if isinstance(module, Block)):
+            for block in (module for module in part.module.modules() if isinstance(module, Block | Grouped)):
                 names = {f"x.{name}": parameter for name, parameter in block.named_parameters()}
                 (draft,) = self.redraw(choice, (Sketch.of(nn.ModuleDict({"x": block})),))
                 for p in draft.parameters:

@@ -57,6 +57,13 @@ def explain(ranks: Sequence[tuple[int, Mapping[str, str]]]) -> str:
     )
 
 
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum over the bits of a tensor as whole numbers, which is the same in any order and for NaN as well."""
+    data = tensor.detach().contiguous().reshape(-1)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8)
+    return data.view(width).sum(dtype=torch.int64)
+
+
 def flatten(values: Any, path: str = "") -> dict[str, str]:
     """Nested dicts and lists as fields with dotted paths, so that a difference is named by its key."""
     if isinstance(values, Mapping) and values:

@@ -88,7 +88,12 @@ def layout_from_mpu(mpu: Any, world: int) -> Layout:
 def mesh_from_mpu(mpu: Any, *, device_type: str) -> Mesh:
     """A mesh over the same ranks as a user's object, which must number them in our order."""
     layout = layout_from_mpu(mpu, dist.get_world_size())
-    rank = dist.get_rank()
+    check_groups(mpu, layout, dist.get_rank())
+    return Mesh.build(layout, device_type=device_type)
+
+
+def check_groups(mpu: Any, layout: Layout, rank: int) -> None:
+    """Refuse an object whose groups have other ranks than ours: the model talks over its own."""
     for role, axes in ROLES.items():
         group = _ask(mpu, role, "group")
         if group is None or role == "model":
@@ -99,7 +104,6 @@ def mesh_from_mpu(mpu: Any, *, device_type: str) -> Mesh:
                 f"get_{role}_parallel_group() of the mpu object has ranks {theirs} on rank {rank}, where we would have "
                 f"{ours}: number the ranks with tensor parallelism fastest, then sequence, data and pipeline"
             )
-    return Mesh.build(layout, device_type=device_type)
 
 
 def _degree(mpu: Any, *roles: str) -> int | None:

@@ -176,6 +176,12 @@ def _check_ranges(config: Config) -> None:
     if min(sizes) > 1 and sizes[0] != sizes[1]:
         message = f"{sizes[0]} is not tensor_parallel.tensor_parallel.tp_size, {sizes[1]}: keep one of the two"
         raise ConfigError("tensor_parallel.autotp_size", message)
+    if max(sizes) > 1 and config.tensor_parallel_size > 1:
+        message = (
+            f"{config.tensor_parallel_size} says, or the mpu does, that the model is split already, and "
+            f"tensor_parallel asks to split it over {max(sizes)}: leave that section out"
+        )
+        raise ConfigError("tensor_parallel_size", message)
 
 
 class _Condition(NamedTuple):

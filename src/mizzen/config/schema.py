@@ -140,6 +140,8 @@ class Config(Section):
     """Copies of the sharded state: it is sharded inside groups of data-parallel ranks and replicated over so many."""
     pipeline_parallel_size: Count = 1
     """Stages into which the model is cut."""
+    tensor_parallel_size: Count = 1
+    """Ranks among which a model comes split already, by its own layers, as Megatron's do; an mpu says so too."""
     sequence_parallel_size: Count = 1
     """Ranks that share each sequence."""
     tensor_parallel: TensorParallelConfig = section(TensorParallelConfig)

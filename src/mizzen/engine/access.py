@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives, groups
-from mizzen.comm.fingerprint import compare
-from mizzen.engine.prepare import sum_of_bits
+from mizzen.comm.fingerprint import compare, sum_of_bits
 from mizzen.errors import CheckpointError, UsageError, expect
-from mizzen.model.piece import Piece, copy_overlap, piece_of_boxes, piece_of_whole
+from mizzen.model.piece import Piece, copy_overlap, counted, piece_of_boxes, piece_of_whole
 from mizzen.parallel.zero.full.init import held
 from mizzen.parallel.zero.full.sharded_parameter import ShardedParameter
 from mizzen.plan.parts import Store
@@ -301,7 +300,7 @@ def _require(parameter: nn.Parameter) -> Owner:
 def _gather(owner: Owner, pieces: list[Piece]) -> Tensor:
     """Each element has one holder among the ranks that share it, so the sum of what they hold is the whole."""
     parameter, site = owner.store.contents.held[owner.name], owner.store.contents.sites.get(owner.name)
-    mine = [piece for piece in pieces if piece.name == owner.name]
+    mine = [part for piece in pieces if piece.name == owner.name for part, is_here in counted(piece, site) if is_here]
     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the same on a rank that holds nothing of it
     whole = torch.zeros(_shape(owner), dtype=dtype, device=parameter.device)
     target = piece_of_whole(owner.name, whole)
@@ -357,13 +356,16 @@ def _listed(parameters: Any) -> list[nn.Parameter]:
 def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
     """Whole parameters inside; at the end the values of `modifier_rank` are everyone's, and the masters follow.
 
+    Of a parameter that is cut, as a matrix over tensor-parallel ranks, that is the part of this rank: its module
+    computes with it. The modifier is counted among the ranks over which its gradient is averaged, and each part has
+    its own; of what several parts have in common, the first one's is everyone's.
+
     Without a modifier rank what is written stays a local matter, as in a forward pass. Parameters that no engine trains
     and that were not sharded while they were built are left alone.
     """
-    wanted, ranks = _listed(parameters), groups.get_world_size() if groups.is_initialized() else 1
-    if modifier_rank is not None and (type(modifier_rank) is not int or not 0 <= modifier_rank < ranks):
-        raise UsageError(f"modifier_rank={modifier_rank!r} is no rank: there are {ranks}, counted from 0")
+    wanted = _listed(parameters)
     owned = {(id(owner.store), owner.name): owner for each in wanted if (owner := owner_of(each)) is not None}
+    _check_modifier(modifier_rank, owned.values())
     stores = {id(owner.store): owner.store for owner in owned.values()}
     with ExitStack() as stack:
         stack.enter_context(held([each for each in wanted if owner_of(each) is None], modifier_rank))
@@ -377,9 +379,7 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
             _compare(owned, whole)
         else:
             for (key, name), owner in owned.items():
-                values[key, name] = value = whole[key][name].detach().clone()
-                if owner.store.ranks.reduce_group is not None:
-                    collectives.broadcast(value, modifier_rank, group=owner.store.ranks.reduce_group)
+                values[key, name] = _agreed(owner, whole[key][name].detach().clone(), modifier_rank)
     for place, value in values.items():
         owner = owned[place]
         with torch.no_grad():
@@ -388,3 +388,38 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
         if not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
             _scatter(owner, value, owner.store.pieces("master"))
             owner.store.update_copies("master", owner.name, value.detach)
+
+
+def _check_modifier(rank: Any, owners: Iterable[Owner]) -> None:
+    """Refuse a modifier that does not hold a parameter, or that is no rank at all."""
+    if rank is None:
+        return
+    world = groups.get_world_size() if groups.is_initialized() else 1
+    if type(rank) is not int or not 0 <= rank < world:
+        raise UsageError(f"modifier_rank={rank!r} is no rank: there are {world}, counted from 0")
+    for owner in owners:
+        group = owner.store.ranks.reduce_group
+        ranks = groups.get_world_size(group) if group is not None else 1
+        if rank >= ranks:
+            raise UsageError(
+                f"modifier_rank={rank} of '{owner.name}': its gradient is averaged over {ranks} ranks, of which the "
+                "modifier is one, counted from 0"
+            )
+
+
+def _agreed(owner: Owner, value: Tensor, modifier: int) -> Tensor:
+    """What this rank is to have of a parameter, once all have what the modifier wrote."""
+    ranks, site = owner.store.ranks, owner.store.contents.sites.get(owner.name)
+    if ranks.reduce_group is not None:
+        collectives.broadcast(value, group=ranks.reduce_group, group_src=modifier)
+    for axis in site.copy_axes if site is not None else ():
+        collectives.broadcast(value, group=ranks.cut_groups[axis], group_src=0)
+    if site is None or not site.is_shared:
+        return value
+    whole = torch.zeros(site.shape, dtype=value.dtype, device=value.device)
+    for part, is_here in counted(_as_piece(owner, value), site):
+        if is_here:
+            copy_overlap(part, piece_of_whole(owner.name, whole))
+    for axis in site.cut_axes:
+        collectives.all_reduce(whole, group=ranks.cut_groups[axis])
+    return site.part_of(whole).contiguous()

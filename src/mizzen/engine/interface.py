@@ -99,7 +99,8 @@ class EngineInterface(EngineStatus):
         """Write the whole model, in the dtype it computes with, to one file of rank 0. Every rank calls this."""
         self._allow_gathering("save_16bit_model")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
-        save(save_dir, save_filename, self.module, self.stores, skip=skip, saving=self.saving)
+        same = self.mesh.same_piece
+        save(save_dir, save_filename, self.module, self.stores, skip=skip, saving=self.saving, same_piece=same)
         return True
 
     save_fp16_model = save_16bit_model
@@ -108,7 +109,8 @@ class EngineInterface(EngineStatus):
         """The whole model in the dtype it computes with, on rank 0; None elsewhere. Every rank calls this."""
         self._allow_gathering("_consolidated_16bit_state_dict")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
-        return whole_state_dict(self.module, self.stores, skip=skip, team=self.saving.team.on_job_group())
+        team, same = self.saving.team.on_job_group(), self.mesh.same_piece
+        return whole_state_dict(self.module, self.stores, skip=skip, team=team, same_piece=same)
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

@@ -7,12 +7,12 @@ it has now. What nobody would train, or would train wrongly, is refused by name.
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from mizzen.ambient import AMBIENT
-from mizzen.comm.fingerprint import compare
-from mizzen.engine.prepare import sum_of_bits
-from mizzen.errors import UsageError
+from mizzen.comm.fingerprint import compare, sum_of_bits
+from mizzen.errors import CommError, UsageError
 from mizzen.model.tree import ModelTree, every_name, joined_module
 from mizzen.optim.guard import Members, Sides
 from mizzen.parallel.zero.full.sharded_parameter import is_sharded
@@ -28,8 +28,6 @@ class ModelChanges:
         self.trees = [ModelTree(module) for module in modules]
         self.sides = Sides(model)
         self.members = Members(optimizer, model)
-        self._values: list[dict[str, str]] = []
-        """For each store a sum of each parameter, as they are before the step; empty if there are no new values."""
 
     @property
     def has_new_values(self) -> bool:
@@ -42,18 +40,21 @@ class ModelChanges:
         self.adopt()
         refuse_gathered(self.stores)
         self.sides.check(store.contents.trained for store in self.stores)
-        self._values = [_sums(store) for store in self.stores] if self.has_new_values else []
 
-    def compare(self, changed: float, ranks: int) -> None:
-        """Once it is known how many ranks have new values: refuse a step unless all have the same. All call this."""
-        if changed and changed < ranks:
-            raise UsageError(
-                f"parameters were moved or replaced on {int(changed)} of {ranks} ranks, and have other values there "
-                "than before: make such a change on every rank"
-            )
-        for store, values in zip(self.stores, self._values, strict=False):
+    def compare(self, changed: float) -> None:
+        """Once it is known that ranks have new values: refuse a step unless all have the same of it. All call this.
+
+        A change to what some ranks alone hold, such as a stage of a pipeline, is theirs to make.
+        """
+        if not changed:
+            return
+        for store in self.stores:
+            sums, sites = _sums(store), store.contents.sites
             if store.ranks.reduce_group is not None:
-                compare(values, store.ranks.reduce_group)
+                _compare(sums, store.ranks.reduce_group)
+            for axis in dict.fromkeys(axis for site in sites.values() for axis in site.copy_axes):
+                held = {name for name, site in sites.items() if axis in site.copy_axes}
+                _compare({name: value for name, value in sums.items() if name in held}, store.ranks.cut_groups[axis])
 
     def adopt(self) -> None:
         """Train on with what stands in the model now, or say what of it cannot be."""
@@ -120,8 +121,20 @@ def refuse_gathered(stores: Iterable[Store]) -> None:
 
 
 def _sums(store: Store) -> dict[str, str]:
+    """A sum over the bits of each parameter that is not sharded."""
     whole = {name: each for name, each in store.contents.trained.items() if not is_sharded(each)}
-    return {f"the values of '{name}'": str(int(sum_of_bits(each))) for name, each in whole.items()}
+    return {name: str(int(sum_of_bits(each))) for name, each in whole.items()}
+
+
+def _compare(sums: Mapping[str, str], group: ProcessGroup) -> None:
+    """Name a parameter of which some ranks have other values."""
+    try:
+        compare({f"the values of '{name}'": value for name, value in sums.items()}, group)
+    except CommError as difference:
+        raise UsageError(
+            f"parameters were moved or replaced, and have other values on some ranks than on others: {difference}. "
+            "Make such a change on every rank that holds them"
+        ) from None
 
 
 def _some(names: Sequence[str]) -> str:

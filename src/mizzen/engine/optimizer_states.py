@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mizzen.checkpoint.read import Reader
 from mizzen.checkpoint.write import Item
 from mizzen.engine.model_changes import refuse_gathered
-from mizzen.engine.weights import HeldItem, holders_of
+from mizzen.engine.weights import HeldItem, holders_of, saved
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
 from mizzen.model.piece import piece_of_whole
@@ -34,14 +34,16 @@ OF_THE_SCHEDULE: Final = frozenset({"lr", "initial_lr"})
 def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Iterator[HeldItem]:
     """What to save of an optimizer."""
     for store in stores:
-        holders, elsewhere = holders_of(store, rank), store.contents.saved_elsewhere
+        holders = holders_of(store, rank)
         states = plain_states(optimizer.state, store)
-        firsts = {piece.name for piece in store.pieces("master") if piece.boxes and not any(piece.boxes[0].start)}
+        masters = (part for piece in store.pieces("master") for part, is_spare in saved(store, piece) if not is_spare)
+        firsts = {part.name for part in masters if part.boxes and not any(part.boxes[0].start)}
         portions = store.contents.portions
         for key in dict.fromkeys(key for state in states.values() for key in state):
             pieces = store.pieces(key, states)
             whole = {piece.name for piece in pieces}
-            yield from (HeldItem(Item(key, piece), holders, is_spare=piece.name in elsewhere) for piece in pieces)
+            for piece in pieces:
+                yield from (HeldItem(Item(key, part), holders, is_spare=spare) for part, spare in saved(store, piece))
             for tensor, state in states.items():
                 there = [portion for portion in portions[tensor] if portion.start < portion.stop]
                 names = [portion.name for portion in there if portion.name not in whole]
@@ -54,8 +56,7 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
                         f"parameters, {', '.join(names[:3])} and so on: it cannot be saved by parameter"
                     )
                 for name in names:
-                    is_spare = name not in firsts or name in elsewhere
-                    yield HeldItem(Item(key, piece_of_whole(name, value)), holders, is_spare=is_spare)
+                    yield HeldItem(Item(key, piece_of_whole(name, value)), holders, is_spare=name not in firsts)
 
 
 def plain_states(states: States, store: Store) -> dict[Tensor, dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
-from mizzen.comm.fingerprint import compare, flatten
+from mizzen.comm.fingerprint import compare, flatten, sum_of_bits
 from mizzen.comm.mesh import Mesh
 from mizzen.config.dump import plain
 from mizzen.config.optimizer import UNBUILT
@@ -165,13 +165,6 @@ def check_equal(model: nn.Module, mesh: Mesh, elsewhere: Collection[str] = ()) -
     sums = {name: sum_of_bits(tensor) for name, tensor in tensors}
     values = torch.stack(list(sums.values())).tolist() if sums else []
     compare({name: str(value) for name, value in zip(sums, values, strict=True)}, mesh.same_model_group)
-
-
-def sum_of_bits(tensor: Tensor) -> Tensor:
-    """A sum over the bits of a tensor as whole numbers, which is the same in any order and for NaN as well."""
-    data = tensor.detach().contiguous().reshape(-1)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8)
-    return data.view(width).sum(dtype=torch.int64)
 
 
 def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:

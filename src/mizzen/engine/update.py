@@ -84,7 +84,7 @@ class Updater:
         self._all_ahead = decision.all_ahead
         self.vote.remember(decision)
         self.stopping.agree(decision.stops)
-        self.changes.compare(decision.changed, self.vote.ranks)
+        self.changes.compare(decision.changed)
         if decision.verdict == "refuse":
             raise UsageError(decision.reason)
         return self._take(decision, launch) if decision.applied else self._skip(decision, reduced)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mizzen.checkpoint.write import WEIGHT, Item
 from mizzen.comm import groups
-from mizzen.model.piece import Piece, piece_of_whole
+from mizzen.model.home import Site
+from mizzen.model.piece import Piece, counted, piece_of_boxes, piece_of_whole
 from mizzen.model.sketch import Sketch
 from mizzen.plan.parts import Store
 
@@ -44,6 +45,8 @@ class Weights:
     buffers: frozenset[str]
     stored: Mapping[str, Store]
     """The parameters that a store holds."""
+    sites: Mapping[str, Site]
+    """Where parameters live of which not all ranks of a piece of the model hold the same."""
 
     @classmethod
     def of(cls, module: nn.Module, stores: Sequence[Store]) -> "Weights":
@@ -62,7 +65,7 @@ class Weights:
         aliases = {alias: names[p.name] for p in sketch.parameters for alias in (p.name, *p.aliases)}
         aliases |= {alias: b.name for b in sketch.buffers for alias in b.aliases}
         return cls(
-            pieces=(*pieces, *(piece_of_whole(name, tensor) for name, tensor in plain.items())),
+            pieces=(*pieces, *(_piece(name, tensor, sites.get(name)) for name, tensor in plain.items())),
             shapes={
                 names[name]: sites[names[name]].shape if names[name] in sites else tuple(tensor.shape)
                 for name, tensor in own.items()
@@ -71,6 +74,7 @@ class Weights:
             frozen=frozenset(names[each.name] for each in sketch.parameters if not each.requires_grad),
             buffers=frozenset(persistent),
             stored=stored,
+            sites=sites,
         )
 
     def facts(self, skip: frozenset[str]) -> dict[str, Any]:
@@ -85,11 +89,30 @@ class Weights:
     def held(self, rank: int, same_piece: Sequence[int], skip: frozenset[str]) -> Iterator[HeldItem]:
         """What to save of them. `same_piece` are the ranks that hold what no store has."""
         for piece in self.pieces:
-            if piece.name not in skip:
-                store = self.stored.get(piece.name)
-                holders = holders_of(store, rank) if store else tuple(same_piece)
-                is_spare = store is not None and piece.name in store.contents.saved_elsewhere
-                yield HeldItem(Item(WEIGHT, piece), holders, is_joint=piece.name in self.buffers, is_spare=is_spare)
+            if piece.name in skip:
+                continue
+            if (store := self.stored.get(piece.name)) is not None:
+                holders = holders_of(store, rank)
+                parts = saved(store, piece)
+            else:
+                site = self.sites.get(piece.name)
+                holders = tuple(same_piece) if site is None else site.home.holders(site.layout, rank)
+                parts = ((part, not is_counted) for part, is_counted in counted(piece, site))
+            for part, is_spare in parts:
+                yield HeldItem(Item(WEIGHT, part), holders, is_joint=piece.name in self.buffers, is_spare=is_spare)
+
+
+def _piece(name: str, tensor: Tensor, site: Site | None) -> Piece:
+    """What no store holds, whole or in part."""
+    if site is None:
+        return piece_of_whole(name, tensor)
+    return piece_of_boxes(name, site.shape, tensor, site.boxes_of_range(0, tensor.numel()))
+
+
+def saved(store: Store, piece: Piece) -> Iterator[tuple[Piece, bool]]:
+    """What to save of a piece, in parts, with whether it is spare: others save it, who hold the same."""
+    for part, is_counted in counted(piece, store.contents.sites.get(piece.name)):
+        yield part, not is_counted or piece.name in store.contents.saved_elsewhere
 
 
 def holders_of(store: Store, rank: int) -> tuple[int, ...]:

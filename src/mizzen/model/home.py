@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, groupby, pairwise, product
 from typing import TYPE_CHECKING
 
 from mizzen.config.layout import AXES, DATA_AXES, EXPERT_AXES, SHARD_AXES, Layout
@@ -32,7 +32,10 @@ class Cut:
     axis: str
     dim: int
     runs: tuple[tuple[int, ...], ...]
-    """For each run the sizes of its parts. With fewer parts than ranks neighbours hold the same; one part is a copy."""
+    """For each run the sizes of its parts. With fewer parts than ranks neighbours hold the same; one part is a copy.
+
+    Ranks that hold the same part use it beside different neighbours: their gradients of it are added up.
+    """
 
     def held(self, place: int, ranks: int) -> list[Interval]:
         """The intervals that the rank at a place of the axis holds."""
@@ -47,15 +50,38 @@ class Cut:
                 found.append((low, high))
         return found
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether some run has fewer parts than another, so that not every rank's boxes are its own."""
-        return len({len(sizes) for sizes in self.runs}) > 1
+    def is_shared(self, ranks: int) -> bool:
+        """Whether some run has fewer parts than the axis has ranks, so that not every rank's boxes are its own."""
+        return any(len(sizes) < ranks for sizes in self.runs)
 
 
 def evenly(size: int, parts: int) -> tuple[int, ...]:
     """The sizes of parts by torch.chunk's rule: the last ones may be short, or empty."""
     return tuple(stop - start for start, stop in (chunk(size, parts, part) for part in range(parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A part of a cut parameter that several ranks of the axis hold."""
+
+    box: Box
+    """Of the whole tensor."""
+    place: Box
+    """Of the tensor that the rank holds."""
+    ranks: tuple[int, ...]
+    """Those that hold it, beside ranks that hold the same of everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A run of elements of what a rank holds that it counts for all, or that another one counts."""
+
+    boxes: tuple[Box, ...]
+    """Of the whole tensor."""
+    start: int
+    stop: int
+    """Where it begins and ends among the elements that were asked for."""
+    is_counted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +171,14 @@ class Home:
 
     def holders_of(self, box: Box, shape: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
         """The ranks that hold one of this rank's boxes, which are more than its copies where a run has fewer parts."""
-        if not any(cut.is_shared or len(cut.runs[0]) < layout.size(cut.axis) for cut in self.cuts):
+        if not self.is_shared(layout):
             return self.holders(layout, rank)
-        axes = tuple(dict.fromkeys((*(cut.axis for cut in self.cuts), *self.copies)))
-        others = self._along(axes, layout, rank)
+        others = self._along((*(cut.axis for cut in self.cuts), *self.copies), layout, rank)
         return tuple(other for other in others if any(held.contains(box) for held in self.boxes(shape, layout, other)))
+
+    def is_shared(self, layout: Layout) -> bool:
+        """Whether some parts are held by several ranks of an axis that cuts it."""
+        return any(cut.is_shared(layout.size(cut.axis)) for cut in self.cuts)
 
     def is_first(self, layout: Layout, rank: int) -> bool:
         """Whether the ranks that add up with this one count what they hold, and save it; else others, with the same."""
@@ -218,6 +247,17 @@ class Site:
         return tuple(dict.fromkeys(cut.axis for cut in self.home.cuts if self.layout.size(cut.axis) > 1))
 
     @property
+    def copy_axes(self) -> tuple[str, ...]:
+        """The axes along which others hold the same, and bring the same gradients."""
+        axes = (axis for axis in self.home.copies if axis not in self.home.sums)
+        return tuple(axis for axis in axes if self.layout.size(axis) > 1)
+
+    @property
+    def other_axes(self) -> tuple[str, ...]:
+        """All axes along which others have the rest, or the same, beside those that add up gradients with it."""
+        return (*self.cut_axes, *self.copy_axes)
+
+    @property
     def is_far(self) -> bool:
         """Whether gradients are summed with those of ranks that run another piece of the model."""
         return any(axis in self.home.sums for axis, _ in self.home.only)
@@ -225,6 +265,57 @@ class Site:
     def boxes_of_range(self, start: int, stop: int) -> tuple[Box, ...]:
         """A flat range of that tensor, as boxes of the whole one."""
         return self.home.boxes_of_range(self.shape, self.layout, self.rank, start, stop)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some of it is held by several ranks of an axis that cuts it."""
+        return self.home.is_shared(self.layout)
+
+    @property
+    def parts(self) -> tuple[tuple[Box, Box], ...]:
+        """What the rank holds: each box of the whole tensor with its place in the rank's own."""
+        if not self.home.is_at(self.layout, self.rank) or not math.prod(self.shape):
+            return ()
+        sides = self.home.intervals(self.shape, self.layout, self.rank)
+        boxes, places = product(*sides), product(*map(_laid_out, sides))
+        return tuple((_box(box), _box(place)) for box, place in zip(boxes, places, strict=True))
+
+    @property
+    def shared(self) -> tuple[Shared, ...]:
+        """What of it the rank holds together with others of an axis that cuts it."""
+        if not self.is_shared:
+            return ()
+        others = self.layout.ranks_along(self.cut_axes, self.rank)
+        held = {other: self.home.boxes(self.shape, self.layout, other) for other in others}
+        every = (
+            Shared(box, place, tuple(other for other, boxes in held.items() if any(one.contains(box) for one in boxes)))
+            for box, place in self.parts
+        )
+        return tuple(each for each in every if len(each.ranks) > 1)
+
+    @property
+    def given(self) -> tuple[Box, ...]:
+        """The boxes that this rank gives where all of the tensor is put together, each element from one rank."""
+        if self.rank != min(self.home.holders(self.layout, self.rank)):
+            return ()
+        left = {each.box for each in self.shared if self.rank != min(each.ranks)}
+        return tuple(box for box, _ in self.parts if box not in left)
+
+    def stretches(self, boxes: Sequence[Box]) -> list[Stretch]:
+        """Boxes of what the rank holds, one after the other: which of their elements it counts, and saves.
+
+        What several ranks of an axis hold is counted by the first of them.
+        """
+        left = [each.box for each in self.shared if self.rank != min(each.ranks)]
+        found: list[Stretch] = []
+        place = 0
+        flags = ((box, not any(each.contains(box) for each in left)) for box in boxes)
+        for is_counted, together in groupby(flags, key=lambda each: each[1]):
+            those = tuple(box for box, _ in together)
+            size = sum(box.numel for box in those)
+            found.append(Stretch(those, place, place + size, is_counted))
+            place += size
+        return found
 
     def boxes_of(self, box: Box) -> tuple[Box, ...]:
         """A box of that tensor, as boxes of the whole one, in the order of their elements."""
@@ -277,6 +368,12 @@ def _ranks_along(
         if axis in axes:
             found = [each for each in found if layout.coordinates(each)[axis] in places]
     return tuple(found)
+
+
+def _laid_out(side: Sequence[Interval]) -> list[Interval]:
+    """Where intervals are that lie end to end."""
+    edges = list(accumulate((b - a for a, b in side), initial=0))
+    return list(pairwise(edges))
 
 
 def _box(corner: Sequence[Interval]) -> Box:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mizzen.errors import UsageError
 from mizzen.model.box import Box, Coverage, Shape, boxes_of_range, coverage
+from mizzen.model.home import Site
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +148,16 @@ def piece_of_boxes(name: str, shape: Sequence[int], data: Tensor, boxes: tuple[B
     """The Piece of a flat tensor that holds the elements of some boxes, one after the other."""
     flat = data.detach().reshape(-1)
     return Piece(name, tuple(shape), boxes, flat.view(boxes[0].shape) if len(boxes) == 1 else flat)
+
+
+def counted(piece: Piece, site: Site | None) -> Iterator[tuple[Piece, bool]]:
+    """A piece in parts, each with whether its rank counts it, or another one of a cut axis, which holds the same."""
+    if site is None or not site.is_shared or not piece.boxes:
+        yield piece, True
+        return
+    flat = piece.data.reshape(-1)
+    for each in site.stretches(piece.boxes):
+        yield piece_of_boxes(piece.name, piece.shape, flat[each.start : each.stop], each.boxes), each.is_counted
 
 
 def piece_of_whole(name: str, tensor: Tensor) -> Piece:

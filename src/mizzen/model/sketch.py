@@ -38,6 +38,18 @@ def bytes_per_element(dtype: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """How a layer says that it holds a part of a parameter, in Megatron's attributes."""
+
+    dim: int | None
+    """Along which dimension; None where it does not say."""
+    stride: int = 1
+    """In how many runs, each of which is cut: Q, K and V of one matrix, say."""
+    is_summed: bool = False
+    """Whether it is a copy whose gradients differ, because its inputs are cut along the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterSketch:
     """One parameter, under the name that `named_parameters()` gives it."""
 
@@ -56,6 +68,8 @@ class ParameterSketch:
     """Whether a module that does not hold it has registered that it uses it."""
     is_whole: bool = False
     """Whether the update rule of that group needs it whole."""
+    split: Split | None = None
+    """How it comes cut already, where its own layer has cut it."""
     home: Home = Home()
     """Where it lives. The shape here is that of the whole, wherever that is cut."""
 
@@ -146,6 +160,12 @@ class Sketch:
         """
         parameters = (replace(p, group=(group := groups.get(p.name)), is_whole=group in whole) for p in self.parameters)
         return replace(self, parameters=tuple(parameters))
+
+    def unsplit(self, ranks: int) -> "Sketch":
+        """The same model with the shapes of whole parameters, where it was read from one that comes split."""
+        if ranks == 1:
+            return replace(self, parameters=tuple(replace(p, split=None) for p in self.parameters))
+        return replace(self, parameters=tuple(_unsplit(p, ranks) for p in self.parameters))
 
     def with_home(self, home: Home) -> "Sketch":
         """This model with all parameters in one home."""
@@ -352,6 +372,24 @@ class _SketchReader:
         self.hints |= dict.fromkeys(_hints(module))
 
 
+def _unsplit(parameter: ParameterSketch, ranks: int) -> ParameterSketch:
+    split, shape = parameter.split, parameter.shape
+    if split is None or split.dim is None or not 0 <= split.dim < len(shape):
+        return parameter
+    whole = (*shape[: split.dim], shape[split.dim] * ranks, *shape[split.dim + 1 :])
+    return replace(parameter, shape=whole)
+
+
+def _split_of(tensor: "Tensor") -> Split | None:
+    """What Megatron's layers write on a parameter that they have cut."""
+    said = vars(tensor)
+    if not (said.get("tensor_model_parallel") or said.get("model_parallel")):
+        return Split(None, is_summed=True) if said.get("sequence_parallel") else None
+    dim, stride = said.get("partition_dim"), said.get("partition_stride", 1)
+    is_said = type(dim) is int and dim >= 0
+    return Split(dim if is_said else None, stride if type(stride) is int else 1)
+
+
 def _meet(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:
     found = seen.setdefault(id(tensor), _Found(name, tensor, module))
     if found.name != name:
@@ -368,6 +406,7 @@ def _parameter(found: _Found) -> ParameterSketch:
         type(found.owner).__name__,
         _is_a(found.owner, EMBEDDINGS),
         is_external=AMBIENT.externals.get(found.tensor) is not None,
+        split=_split_of(found.tensor),
     )
 
 

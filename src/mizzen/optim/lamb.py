@@ -19,6 +19,13 @@ class Portion:
     name: str
     start: int
     stop: int
+    counted: tuple[tuple[int, int], ...] | None = None
+    """What of it enters a norm here, where other ranks hold some of it too; None is all of it."""
+
+    def parts_of(self, flat: Tensor) -> list[Tensor]:
+        """What enters a norm, of the flat tensor."""
+        ranges = ((self.start, self.stop),) if self.counted is None else self.counted
+        return [flat[start:stop] for start, stop in ranges]
 
 
 class Lamb(Optimizer):
@@ -106,10 +113,10 @@ class Lamb(Optimizer):
         for (parameter, group), portions in zip(stepped, ranges, strict=True):
             self._form_update(parameter, group)
             for column, tensor in enumerate((parameter, _gradient(parameter))):
-                flat = tensor.view(-1)
-                parts = [flat[portion.start : portion.stop] for portion in portions]
+                found = [(rows[each.name], part) for each in portions for part in each.parts_of(tensor.view(-1))]
+                parts = [part for _, part in found]
                 if parts:
-                    places = torch.tensor([rows[portion.name] for portion in portions], device=device)
+                    places = torch.tensor([row for row, _ in found], device=device)
                     squares[:, column].index_add_(0, places, squares_of(parts))
         self._add_up(squares)
         return squares

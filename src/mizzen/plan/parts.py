@@ -54,7 +54,7 @@ class StoreRanks:
     replica_group: ProcessGroup | None = None
     """The ranks that hold the very same as this one; None when no other does."""
     cut_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
-    """For each axis that cuts some parameters, the ranks that have the rest of them."""
+    """For each axis that cuts some parameters, the ranks that have the rest; for others those that have the same."""
     mean_factor: float = 1.0
     """What makes of the mean over `reduce_group` the mean that is asked for, which may be over more or fewer ranks."""
     step_factor: float = 1.0

@@ -419,14 +419,14 @@ def parted(stage, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (own_head, "the ranks are not about to do the same: the values of 'head.bias': rank 1 has"),
-        (on_one_rank, "parameters were moved or replaced on 1 of 2 ranks, and have other values there"),
+        (own_head, "on some ranks than on others: the ranks are not about to do the same: the values of 'head.bias'"),
+        (on_one_rank, "parameters were moved or replaced, and have other values on some ranks than on others"),
         (moved_on_one_rank, "nothing"),
     ],
 )
 def test_ranks_that_change_a_model_in_different_ways_are_told(world, stage, change, words):
     for found in world(RANKS).run(parted, stage, change):
-        assert found.startswith(words), found
+        assert words in found, found
 
 
 def replace_at_stage_3():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import mizzen
@@ -19,7 +20,7 @@ from mizzen.engine.prepare import stream_of, with_optimizer_groups
 from mizzen.engine.runner import Accumulate, RunnerContext
 from mizzen.engine.status import RunContext
 from mizzen.environment import World
-from mizzen.errors import CheckpointError, NotBuilt, PlanError
+from mizzen.errors import CheckpointError, PlanError
 from mizzen.model.home import Home, pieces_at
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
@@ -193,9 +194,16 @@ def on_two_ranks(root):
     mine.save_checkpoint(root, client_state={"array": torch.arange(3)})
     later = engine()
     _, client = later.load_checkpoint(root)
-    with pytest.raises(NotBuilt, match="parts"):
-        mine.save_16bit_model(root)
-    return same(values(mine)[0], values(later)[0]), values(later)[1], client["array"].tolist(), values(mine)[0]
+    mine.save_16bit_model(root)
+    gathered = mine._consolidated_16bit_state_dict()
+    assert (gathered is None) == (rank > 0)
+    return (
+        same(values(mine)[0], values(later)[0]),
+        values(later)[1],
+        client["array"].tolist(),
+        values(mine)[0],
+        gathered,
+    )
 
 
 def back_on_one(root):
@@ -212,6 +220,7 @@ def test_ranks_with_different_parts_make_one_checkpoint(world, tmp_path):
     assert first[1] == {"first.2": (1, [1.0, 1.0])} and second[1] == {"second.3": (2, [2.0, 2.0])}
     ((kept, memory, facts),) = world(1).run(back_on_one, str(tmp_path))
     assert same(first[3] | second[3], kept) == [] and memory == first[1] | second[1]
+    assert same(load_file(tmp_path / "model.safetensors"), kept) == [] == same(first[4], kept)
     assert facts["frozen"] == ["second.2.bias"] and "names" not in facts
 
 

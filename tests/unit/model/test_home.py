@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from mizzen.config.layout import Layout
 from mizzen.errors import PlanError
 from mizzen.model.box import Box, coverage
-from mizzen.model.home import Cut, Home, evenly
+from mizzen.model.home import Cut, Home, Site, evenly
 from mizzen.model.placement import boxes_of_placements
 
 QUIET = settings(max_examples=150, derandomize=True)
@@ -153,3 +153,27 @@ def test_sums_are_copies():
     layout, _ = base(dp_shard=2)
     with pytest.raises(PlanError, match="summed along"):
         Home(sums=("dp_shard",)).check("weight", (8,), layout)
+
+
+@QUIET
+@given(fused())
+def test_what_several_ranks_of_a_cut_axis_hold_is_found_in_their_tensors_and_counted_by_one(made):
+    shape, layout, home = made
+    whole = torch.arange(math.prod(shape)).view(shape)
+    counted = []
+    for rank in layout.ranks_along(("tp",), 1):
+        site = Site(shape, home, layout, rank)
+        local = site.part_of(whole)
+        for each in site.shared:
+            assert torch.equal(
+                local[each.place.slices(Box.whole(local.shape))], whole[each.box.slices(Box.whole(shape))]
+            )
+            assert len(each.ranks) > 1
+            assert rank in each.ranks
+            for other in each.ranks:
+                assert each.box in home.boxes(shape, layout, other)
+        stretches = site.stretches(site.boxes_of_range(0, local.numel()))
+        assert [stretch.stop for stretch in stretches[:-1]] == [stretch.start for stretch in stretches[1:]]
+        assert sum(stretch.stop - stretch.start for stretch in stretches) == local.numel()
+        counted += [box for stretch in stretches if stretch.is_counted for box in stretch.boxes]
+    assert coverage(counted, shape).is_exact

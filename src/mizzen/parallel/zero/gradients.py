@@ -5,8 +5,9 @@ always leave in the same order. So ranks whose gradients arrive in another order
 same collectives.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakMethod
 
@@ -18,6 +19,7 @@ from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
 from mizzen.parallel.zero.live import LiveBucket
 from mizzen.parallel.zero.reduce import Finish, Reducer
+from mizzen.parallel.zero.twins import GradientHook
 
 
 class Gradients:
@@ -42,8 +44,17 @@ class Gradients:
     To wait for one in the middle of a backward is to wait for the slowest rank there.
     """
 
-    def __init__(self, buckets: Sequence[LiveBucket], reducer: Reducer, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[LiveBucket],
+        reducer: Reducer,
+        *,
+        overlap: bool,
+        hooks: Mapping[str, GradientHook] | None = None,
+    ) -> None:
         self.buckets = tuple(buckets)
+        self.hooks = hooks or {}
+        """What the gradients of some parameters become before they are kept."""
         self.reducer = reducer
         self.factor = reducer.reduction.before if reducer.reduction.is_early else 1.0
         """What gradients are multiplied with as they are copied into a bucket that leaves."""
@@ -60,7 +71,7 @@ class Gradients:
         self._is_last = False
         """Whether a step follows the backward that is under way."""
         self._pending: list[tuple[LiveBucket, Finish]] = []
-        self._handles: dict[int, RemovableHandle] = {}
+        self._handles: dict[int, list[RemovableHandle]] = {}
         for number, bucket in enumerate(buckets):
             for position, parameter in enumerate(bucket.parameters):
                 self._expect(number, position, parameter)
@@ -73,12 +84,16 @@ class Gradients:
         parameter.grad = None
         parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
         hook = partial(_tell, WeakMethod(self._arrived), number, position)
-        self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles[id(parameter)] = [handle]
+        if (change := self.hooks.get(self.buckets[number].plan.slots[position].name)) is not None:
+            self._handles[id(parameter)].append(parameter.register_hook(change))  # type: ignore[no-untyped-call]
 
     def exchange(self, bucket: LiveBucket, position: int, new: nn.Parameter) -> None:
         """Another parameter takes a place in a bucket, with the gradient that was there and any that it has itself."""
         old, came = bucket.parameters[position], new.grad
-        self._handles.pop(id(old)).remove()
+        for handle in self._handles.pop(id(old)):
+            handle.remove()
         self._expect(self.buckets.index(bucket), position, new)
         new.grad, old.grad = old.grad, None
         bucket.parameters = (*bucket.parameters[:position], new, *bucket.parameters[position + 1 :])
@@ -145,7 +160,7 @@ class Gradients:
 
     def release(self) -> None:
         """Remove the hooks and let go of all tensors."""
-        for handle in self._handles.values():
+        for handle in chain(*self._handles.values()):
             handle.remove()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -307,8 +322,15 @@ class PassingGradients(Gradients):
 
     waits_for_last = False
 
-    def __init__(self, buckets: Sequence[LiveBucket], reducer: Reducer, *, overlap: bool) -> None:
-        super().__init__(buckets, reducer, overlap=overlap)
+    def __init__(
+        self,
+        buckets: Sequence[LiveBucket],
+        reducer: Reducer,
+        *,
+        overlap: bool,
+        hooks: Mapping[str, GradientHook] | None = None,
+    ) -> None:
+        super().__init__(buckets, reducer, overlap=overlap, hooks=hooks)
         self._has_sum = False
         """Whether the owners' chunks hold gradients of earlier backwards."""
 

@@ -1,7 +1,7 @@
 """ZeRO as a transform: decides the buffers, buckets and reduction of a run, and moves the parameters into them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -16,6 +16,7 @@ from mizzen.model.sketch import Drafts, ParameterSketch, Sketch, bytes_per_eleme
 from mizzen.parallel.zero.reduce import Reduction
 from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
+from mizzen.parallel.zero.twins import twin_groups, twin_sums
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
@@ -94,6 +95,8 @@ class Family:
     sites: Mapping[str, Site]
     names: Mapping[str, tuple[str, ...]]
     """All names of each parameter, of which its piece may know but one."""
+    frozen: Mapping[str, Site] = field(default_factory=dict)
+    """Parameters beside these that nobody trains, and of which not all ranks of the piece hold the same."""
 
 
 def families(draft: Sketch, flat: FlatSettings, layout: Layout, rank: int) -> tuple[Family, ...]:
@@ -102,7 +105,16 @@ def families(draft: Sketch, flat: FlatSettings, layout: Layout, rank: int) -> tu
     kinds = dict.fromkeys(p.home.key(layout) for p in trained)
     alike = [[p for p in trained if p.home.key(layout) == kind] for kind in kinds]
     found = [_family(parameters, flat, layout, rank) for parameters in alike]
-    return tuple(sorted(found, key=lambda family: any(site.is_far for site in family.sites.values())))
+    found.sort(key=lambda family: any(site.is_far for site in family.sites.values()))
+    if found:
+        found[0] = replace(found[0], frozen=_frozen(draft, layout, rank))
+    return tuple(found)
+
+
+def _frozen(draft: Sketch, layout: Layout, rank: int) -> dict[str, Site]:
+    """The frozen parameters that a rank holds, where they live elsewhere than on all ranks of the piece."""
+    those = (p for p in draft.parameters if not p.is_trained and p.home.is_at(layout, rank))
+    return {p.name: Site(p.shape, p.home, layout, rank) for p in those if p.home.cuts or p.home.only}
 
 
 def _family(parameters: Sequence[ParameterSketch], flat: FlatSettings, layout: Layout, rank: int) -> Family:
@@ -144,12 +156,13 @@ def _family(parameters: Sequence[ParameterSketch], flat: FlatSettings, layout: L
 
 
 def partitions(drafts: Drafts, layout: Layout) -> Iterator[Partition]:
-    """The ranks over which gradients are summed, for every home."""
+    """The ranks over which gradients are summed, for every home; also those that hold the same part of a cut one."""
     for home in dict.fromkeys(p.home for draft in drafts for p in draft.parameters if p.is_trained):
         there = (rank for rank in range(layout.world) if home.is_at(layout, rank))
         found = tuple(dict.fromkeys(home.adders(layout, rank) for rank in there))
         if len(found[0]) > 1:
             yield found
+    yield from twin_groups(drafts, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +241,10 @@ def store_of(family: Family, module: nn.Module, mesh: Mesh) -> FlatStore:
         {name: next(own[each] for each in names if each in own) for name, names in family.names.items()},
         family.holding,
         group,
-        sites=family.sites,
+        sites={**family.sites, **family.frozen},
         counts=family.counts,
-        others={axis: mesh.group(axis) for site in family.sites.values() for axis in site.cut_axes},
+        others={axis: mesh.group(axis) for site in family.sites.values() for axis in site.other_axes},
+        twins=twin_sums(family.sites, mesh),
     )
 
 
@@ -263,12 +277,6 @@ def check(drafts: Drafts, layout: Layout) -> None:
                     f"'{p.name}' is cut along {p.home.cuts[0].axis}, and its update rule needs it whole: use another "
                     "optimizer"
                 )
-            for cut in p.home.cuts:
-                if {len(sizes) for sizes in cut.runs} != {layout.size(cut.axis)}:
-                    raise PlanError(
-                        f"'{p.name}' is cut along {cut.axis}={layout.size(cut.axis)} into fewer parts than ranks: "
-                        "gradients of parts that several ranks hold are not summed yet; use as many parts"
-                    )
 
 
 def refuse_what_does_not_float(sketch: Sketch) -> None:

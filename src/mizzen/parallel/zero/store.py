@@ -21,6 +21,7 @@ from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
 from mizzen.parallel.zero.slots import Bucket, Buffer
 from mizzen.parallel.zero.stock import Stock
+from mizzen.parallel.zero.twins import GradientHook
 from mizzen.plan.parts import ReducedGradients, StoreContents, StoreRanks, StoreStatus
 from mizzen.precision.policy import Policy, wider
 
@@ -62,6 +63,7 @@ class FlatStore:
         sites: Mapping[str, Site] | None = None,
         counts: bool = True,
         others: Mapping[str, ProcessGroup] | None = None,
+        twins: Mapping[str, GradientHook] | None = None,
     ) -> None:
         self.holding = holding
         self.group = group
@@ -74,8 +76,10 @@ class FlatStore:
         self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
-        self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap)
+        self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap, hooks=twins or {})
         self.addresses = ParameterAddresses(self.buckets, self.parameters, self.gradients)
+        self._ranges = {bucket: _counted(bucket, self.sites, self.rank, holding) for bucket in self.buckets}
+        """Of each gradient what this rank counts in a norm."""
         self.ranks = StoreRanks(
             reduce_group=group,
             shard_group=group if self.is_sharded else None,
@@ -94,7 +98,12 @@ class FlatStore:
             masters=[(bucket.group, target.tensor) for bucket in self.buckets for target in bucket.targets],
             portions={
                 target.tensor: [
-                    Portion(bucket.plan.slots[number].name, low - target.start, high - target.start)
+                    Portion(
+                        bucket.plan.slots[number].name,
+                        low - target.start,
+                        high - target.start,
+                        _stretches(self.sites, bucket, number, low, high, target.start),
+                    )
                     for number, low, high in bucket.owned_slots(target.start, target.stop)
                 ]
                 for bucket in self.buckets
@@ -180,10 +189,7 @@ class FlatStore:
         """The fp64 sum of squares of the gradients that this rank counts; ranks that have the same share the work."""
         if self.contents.saved_elsewhere:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        gradients = [bucket.gradient for bucket in self.buckets]
-        if not self.is_sharded:
-            owned = (bucket.plan.owned(self.rank, self.holding.reduction.ranks) for bucket in self.buckets)
-            gradients = [whole[start:stop] for whole, (start, stop) in zip(gradients, owned, strict=True)]
+        gradients = (bucket.gradient[start:stop] for bucket in self.buckets for start, stop in self._ranges[bucket])
         return sum_of_squares(gradients, device=self.device)
 
     def _nonfinite(self) -> list[str]:
@@ -287,12 +293,37 @@ class FlatStore:
             parameter.data = parameter.data.clone()
         self.buckets, self.parameters, self.contents = (), {}, StoreContents()
         self.addresses = ParameterAddresses((), {}, self.gradients)
+        self._ranges.clear()
         self.stock.clear()
 
 
 def part_for(parameter: Tensor, value: Tensor, site: Site | None) -> Tensor:
     """What belongs to a parameter of a value that is whole, or that is its part already."""
     return value if site is None or value.shape == parameter.shape else site.part_of(value)
+
+
+def _counted(bucket: LiveBucket, sites: Mapping[str, Site], rank: int, holding: Holding) -> Sequence[tuple[int, int]]:
+    """The ranges of a bucket's gradient that a rank counts; ranks that have the same share the work."""
+    start, stop = (0, bucket.master.numel()) if bucket.is_shared else bucket.plan.owned(rank, holding.reduction.ranks)
+    if not any(sites[slot.name].is_shared for slot in bucket.plan.slots if slot.name in sites):
+        return [(start, stop)]
+    ranges: list[tuple[int, int]] = []
+    for number, low, high in bucket.owned_slots(start, stop):
+        found = _stretches(sites, bucket, number, low, high)
+        ranges += ((low, high),) if found is None else found
+    return ranges
+
+
+def _stretches(
+    sites: Mapping[str, Site], bucket: LiveBucket, number: int, low: int, high: int, start: int = 0
+) -> tuple[tuple[int, int], ...] | None:
+    """What a rank counts of a slot between two places of the owned chunk, from `start` on; None is all of it."""
+    slot = bucket.plan.slots[number]
+    site, first = sites.get(slot.name), bucket.start - slot.start
+    if site is None or not site.is_shared:
+        return None
+    found = site.stretches(site.boxes_of_range(low + first, high + first))
+    return tuple((low - start + each.start, low - start + each.stop) for each in found if each.is_counted)
 
 
 def _by_arrival(buckets: list[LiveBucket], parameters: Mapping[str, nn.Parameter]) -> tuple[LiveBucket, ...]:

@@ -70,7 +70,7 @@ class UnitGradients:
         trained = unit.trained
         if not trained:
             return
-        gradients = [each.parameter.grad for each in trained]
+        gradients = [_dense(each.parameter.grad) for each in trained]
         self._check(unit, trained)
         self._note_finite(unit, gradients)
         in_flight = IN_FLIGHT if unit.device.type == "cpu" else 1
@@ -199,6 +199,11 @@ class UnitGradients:
                 meet(Tag(self.position.step, "", phase), self.group, torch.empty(0))
             except CommError as error:
                 raise explained(error) from None
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that has rows to send: an embedding may give a sparse one."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import DATA_AXES, SHARD_AXES, Layout, Partition
@@ -14,10 +13,11 @@ from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
 from mizzen.parallel.zero.full.assemble import FullHolding
 from mizzen.parallel.zero.full.division import Division, Unit, choose_owners, divide
 from mizzen.parallel.zero.full.quantized import Quantizing, is_packed, packed_bytes
-from mizzen.parallel.zero.full.shards import shard_dim
+from mizzen.parallel.zero.full.shards import shard_dim, up
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.unit import UnitRanks
 from mizzen.parallel.zero.shard import Family, FlatSettings, check, families, partitions, price_of, store_of
+from mizzen.parallel.zero.twins import twin_sums
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store
 from mizzen.plan.transform import Transform
@@ -63,7 +63,7 @@ class FullChoice:
         local = draft.local(layout, rank)
         sharing, copies = layout.size(*SHARD_AXES), layout.dp_replicate
         data = layout.ranks_along(DATA_AXES, rank)
-        elsewhere = {p.name for p in local.parameters if p.is_trained and p.home.adders(layout, rank) != data}
+        elsewhere = {p.name for p in local.parameters if p.home.adders(layout, rank) != data}
         units = {p.name for p in local.parameters} - elsewhere
         division = divide(local.having(units), self.zero, flat.policy, sharing)
         _refuse_mixed(division, self.zero, flat.policy)
@@ -82,7 +82,7 @@ class FullChoice:
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
             families=families(draft.having(whole), flat, layout, rank),
-            sites={p.name: Site(p.shape, p.home, layout, rank) for p in draft.parameters if not p.home.is_whole},
+            sites=_sites(draft, layout, rank),
             uncounted=frozenset(p.name for p in local.parameters if not p.home.is_first(layout, rank)),
         )
 
@@ -167,8 +167,12 @@ class ZeroFull(Transform):
     def _apply(self, part: Part, held: FullPart, ranks: UnitRanks, mesh: Mesh) -> Part:
         stores: list[Store] = []
         if any(unit.parameters for unit in held.division.units):
-            others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.cut_axes}
-            store = FullStore(part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others)
+            others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.other_axes}
+            sharded = {each.name for unit in held.division.units for each in unit.parameters if each.is_trained}
+            twins = twin_sums({name: site for name, site in held.sites.items() if name in sharded}, mesh)
+            store = FullStore(
+                part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others, twins
+            )
             stores.append(store)
             part = replace(part, method_scope=store.position)
         stores += [store_of(family, part.module, mesh) for family in held.families]
@@ -178,6 +182,12 @@ class ZeroFull(Transform):
 def _parts_of(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     """Neighbours among some ranks, so many together."""
     return [ranks[at : at + size] for at in range(0, len(ranks), size)]
+
+
+def _sites(draft: Sketch, layout: Layout, rank: int) -> dict[str, Site]:
+    """Where those live of which a rank has but a part, or that others have too beside those that share it."""
+    every = {p.name: Site(p.shape, p.home, layout, rank) for p in draft.parameters if p.home.is_at(layout, rank)}
+    return {name: site for name, site in every.items() if site.other_axes or site.home.only}
 
 
 def _refuse(config: Config, sharing: int) -> None:
@@ -266,26 +276,44 @@ def _padded(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def _price(part: FullPart, states: tuple[int, int]) -> Cost:
-    policy, ranks = part.holding.policy, part.holding.reduction.ranks
     change = _transient(part) + _owned(part, states)
     for unit in part.division.units:
-        for parameter in unit.parameters:
-            dtype = policy.held(parameter.dtype)
-            share = _padded(parameter.shape, ranks)
-            if parameter.is_trained:
-                price = partial(trained, dtype=dtype, policy=policy, states=states[parameter.is_whole])
-                kept = price(share)
-                shards = kept.masters or kept.parameters
-                is_apart = bool(kept.masters)
-                owned = 0 if parameter.is_whole else kept.states
-                change += Cost(0 if is_apart else shards, kept.gradients, shards if is_apart else 0, owned)
-                change -= price(parameter.numel)
-            else:
-                size = bytes_per_element(dtype)
-                is_small = part.holding.quantizing.frozen and is_packed(parameter, ranks)
-                kept_bytes = packed_bytes(share) if is_small else share * size
-                change += Cost(parameters=kept_bytes - parameter.numel * size)
+        change += _at_rest(unit, part.holding, states) - _all_of(unit, part.holding.policy, states)
     return sum((price_of(family, states, at_rest=True) for family in part.families), change)
+
+
+def _at_rest(unit: Unit, holding: FullHolding, states: tuple[int, int]) -> Cost:
+    """What a rank keeps of a unit: shards in one flat tensor for each group and dtype, and the sums of gradients."""
+    policy, ranks = holding.policy, holding.reduction.ranks
+    shares: dict[tuple[int | None, str, bool], int] = {}
+    cost = Cost()
+    for each in unit.parameters:
+        share, dtype = _padded(each.shape, ranks), policy.held(each.dtype)
+        if not each.is_trained and holding.quantizing.frozen and is_packed(each, ranks):
+            cost += Cost(parameters=packed_bytes(share))
+        else:
+            kind = (each.group or 0 if each.is_trained else None, dtype, each.is_whole)
+            shares[kind] = shares.get(kind, 0) + share
+    for (group, dtype, is_whole), count in shares.items():
+        kept = trained(up(count), dtype, policy, states=states[is_whole])
+        if group is None:
+            cost += Cost(parameters=kept.parameters)
+        else:
+            own = 0 if kept.masters else kept.parameters
+            cost += Cost(own, 0, kept.masters, 0 if is_whole else kept.states)
+    summed = [(count, dtype) for (group, dtype, _), count in shares.items() if group is not None]
+    if summed:
+        cost += Cost(gradients=trained(up(sum(count for count, _ in summed)), summed[0][1], policy, states=0).gradients)
+    return cost
+
+
+def _all_of(unit: Unit, policy: Policy, states: tuple[int, int]) -> Cost:
+    """What a rank would keep that holds all of it."""
+    cost = Cost()
+    for each in unit.parameters:
+        whole = trained(each.numel, policy.held(each.dtype), policy, states=states[each.is_whole])
+        cost += whole if each.is_trained else Cost(parameters=whole.parameters)
+    return cost
 
 
 def _owned(part: FullPart, states: tuple[int, int]) -> Cost:

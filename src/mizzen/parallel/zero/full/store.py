@@ -29,6 +29,7 @@ from mizzen.parallel.zero.full.unit import LiveUnit, Share, ShareLot, UnitParame
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.store import part_for
+from mizzen.parallel.zero.twins import GradientHook
 from mizzen.plan.parts import ReducedGradients, StoreContents, StoreRanks, StoreStatus
 
 
@@ -44,6 +45,7 @@ class FullStore:
         sites: Mapping[str, Site] | None = None,
         uncounted: Collection[str] = (),
         others: Mapping[str, ProcessGroup] | None = None,
+        twins: Mapping[str, GradientHook] | None = None,
     ) -> None:
         self.holding = holding
         self.sites = sites or {}
@@ -82,7 +84,7 @@ class FullStore:
         for unit in self.units:
             for each in unit.parameters.values():
                 each.touch = UseOutside(unit, self.gradients)
-        self.handles = self._register_hooks()
+        self.handles = self._register_hooks(twins or {})
         trained: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
         self.contents = StoreContents(
             trained=trained,
@@ -92,13 +94,15 @@ class FullStore:
             saved_elsewhere=self.uncounted,
             lots=(*lots, *self.wholes.rounds),
             masters=[(share.group, share.stepped) for share in self.shares] + self.wholes.masters(),
-            portions={share.stepped: _portions(share) for share in self.shares} | self.wholes.portions(),
+            portions={share.stepped: _portions(share, self.sites) for share in self.shares} | self.wholes.portions(),
         )
 
-    def _register_hooks(self) -> list[RemovableHandle]:
-        """Let state dicts find shards, and parts of the model that are called on their own their parameters."""
+    def _register_hooks(self, twins: Mapping[str, GradientHook]) -> list[RemovableHandle]:
+        """Hear of state dicts and calls of the model; also what changes the gradients of some parameters."""
         root = self.units[0].module
+        summed = ((each, twins.get(each.name)) for unit in self.units for each in unit.trained)
         return [
+            *(each.parameter.register_hook(change) for each, change in summed if change is not None),  # type: ignore[no-untyped-call]
             root.register_state_dict_pre_hook(self._forget),
             root.register_load_state_dict_pre_hook(self._forget),
             root.register_load_state_dict_post_hook(lambda *_: self.restore_parameters({})),
@@ -140,14 +144,17 @@ class FullStore:
     def _squares(self) -> Tensor:
         counted: list[Tensor] = []
         for unit in self.units if self.counts else ():
-            if self.uncounted.isdisjoint(each.name for each in unit.trained):
+            if self.uncounted.isdisjoint(each.name for each in unit.trained) and not _are_shared(unit, self.sites):
                 counted.append(unit.gradient)
-            else:
-                mine = (each for each in unit.trained if each.name not in self.uncounted)
-                counted += [each.gradient(unit.gradient).reshape(-1) for each in mine]
-        found = sum_of_squares(counted, device=self.device)
+                continue
+            for each in unit.trained:
+                if each.name not in self.uncounted:
+                    flat = each.gradient(unit.gradient).reshape(-1)
+                    found = _stretches(each, self.sites)
+                    counted += [flat] if found is None else [flat[start:stop] for start, stop in found]
+        total = sum_of_squares(counted, device=self.device)
         self.parted = take_parted()
-        return found if self.parted is None else torch.where(self.parted, torch.nan, found)
+        return total if self.parted is None else torch.where(self.parted, torch.nan, total)
 
     def _nonfinite(self) -> list[str]:
         """On a device this is also where ranks that have parted ways find out, in the step that they must not take."""
@@ -263,8 +270,25 @@ class FullStore:
         self.stock.clear()
 
 
-def _portions(share: Share) -> list[Portion]:
-    return [Portion(each.name, each.offset, each.offset + each.shard.numel()) for each in share.trained]
+def _portions(share: Share, sites: Mapping[str, Site]) -> list[Portion]:
+    return [
+        Portion(each.name, each.offset, each.offset + each.shard.numel(), _stretches(each, sites, each.offset))
+        for each in share.trained
+    ]
+
+
+def _are_shared(unit: LiveUnit, sites: Mapping[str, Site]) -> bool:
+    """Whether other ranks of a cut axis hold a part of some of its parameters."""
+    return any(sites[each.name].is_shared for each in unit.trained if each.name in sites)
+
+
+def _stretches(each: UnitParameter, sites: Mapping[str, Site], offset: int = 0) -> tuple[tuple[int, int], ...] | None:
+    """What a rank counts of a shard that lies at an offset; None is all of it."""
+    site = sites.get(each.name)
+    if site is None or not site.is_shared:
+        return None
+    boxes = [found for box in each.boxes for found in site.boxes_of(box)]
+    return tuple((offset + part.start, offset + part.stop) for part in site.stretches(boxes) if part.is_counted)
 
 
 def _entrances(units: Sequence[LiveUnit], runtime: UnitRuntime) -> list[RemovableHandle]:
