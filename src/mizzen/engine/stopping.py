@@ -12,11 +12,11 @@ collective that another never comes to is worse off than one that goes on for a 
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from mizzen.comm.agreement import Ballot, wait_until
 from mizzen.comm.communicator import current
 from mizzen.engine.run_state import RunState
 from mizzen.environment import Switches, environ, integer
@@ -63,21 +63,22 @@ class EvaluationStop:
         """Whether all ranks stop now. Every rank asks at each of its calls, once it knows of the request."""
         if self._store is None or self._is_over:
             return self._store is None
+        asked, here = (Ballot(self._store, self._key(word), range(self._size)) for word in ("asked", "here"))
         if not self._has_asked:
             self._has_asked = True
-            self._store.set(self._key("asked", self._rank), b"1")
-        if self._rank == 0 and not self._is_named and self._store.check(self._of_all("asked")):
+            asked.cast(self._rank)
+        if self._rank == 0 and not self._is_named and asked.is_complete():
             self._is_named = True
             self._store.set(self._key("stop"), str(call + AHEAD).encode())
         if not self._store.check([self._key("stop")]) or call < int(self._store.get(self._key("stop"))):
             return False
-        self._store.set(self._key("here", self._rank), b"1")
-        until = time.monotonic() + (PATIENCE if self._rank == 0 else LONGEST)
-        is_time = False
-        while not (is_time or self._store.check([self._key("verdict")]) or time.monotonic() > until):
-            time.sleep(PAUSE)
-            is_time = self._rank == 0 and self._store.check(self._of_all("here"))
-        return self._decide(self._store, is_time)
+        here.cast(self._rank)
+        wait_until(
+            lambda: self._is_decided() or (self._rank == 0 and here.is_complete()),
+            PATIENCE if self._rank == 0 else LONGEST,
+            pause=PAUSE,
+        )
+        return self._decide(self._store, self._rank == 0 and here.is_complete())
 
     def cancel(self) -> None:
         """Let nobody wait for this rank, which has left the evaluation."""
@@ -88,11 +89,11 @@ class EvaluationStop:
         self._is_over = True
         return store.compare_set(self._key("verdict"), b"", b"stop" if is_time else b"go on") == b"stop"
 
-    def _key(self, word: str, rank: int | None = None) -> str:
-        return f"{self._place}/{word}" + ("" if rank is None else f"/{rank}")
+    def _is_decided(self) -> bool:
+        return self._store is not None and self._store.check([self._key("verdict")])
 
-    def _of_all(self, word: str) -> list[str]:
-        return [self._key(word, rank) for rank in range(self._size)]
+    def _key(self, word: str) -> str:
+        return f"{self._place}/{word}"
 
 
 class Stopping:
