@@ -44,10 +44,11 @@ def counting() -> dict[str, float]:
 def draw(losses: list[float], path: Path) -> None:
     """The loss of each step, and a running mean."""
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "demo"})
     from matplotlib import pyplot
 
     mean = functional.avg_pool1d(torch.tensor([losses]), 15, 1, 7, count_include_pad=False)[0]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for name, level in counting().items():
         axes.axhline(level, color="gray", linewidth=0.8, linestyle="--")
         axes.annotate(name, (len(losses), level), (0, 3), textcoords="offset points", ha="right", color="gray", size=9)
@@ -56,7 +57,7 @@ def draw(losses: list[float], path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A byte-level GPT on two ranks, ZeRO stage 2")
     axes.set(xlim=(0, len(losses)), ylim=(1, 6))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
         "A small GPT learns the text of Python's standard library, byte by byte: two ranks, ZeRO stage 2.", flush=True
     )
     losses = [step["loss"] for step in train(sys.argv[1:])]
-    picture = OUTPUT / "loss.png"
+    picture = OUTPUT / "loss.svg"
     draw(losses, picture)
     last = losses[-20:]
     print(f"\nLoss: from {losses[0]:.2f} to {sum(last) / len(last):.2f}. Time: {time.monotonic() - start:.0f} s.")
