@@ -123,7 +123,7 @@ class Contents:
         return ((name, offer.dtype, list(offer.shape)) for name, offer in self.offers.items())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of what is written, on the host of the first rank; nothing elsewhere. Every rank walks along."""
+        """(name, value) of what is written, on the host of the first rank, elsewhere nothing. All ranks walk along."""
         for bundle, names in groupby(self.offers, key=self._bundle_of.get):
             with self.own.opened(bundle) as here:
                 for name in names:
