@@ -32,6 +32,8 @@ class FullHolding:
     policy: Policy
     ahead: int = 1
     """Elements that are gathered before they are needed, in whole units; 0 is none."""
+    weight: float = 1.0
+    """What makes of the mean over these ranks the mean that is asked for, which may be over more or fewer."""
     gain: float = 1.0
     quantizing: Quantizing = Quantizing()
     owners: Owners = ()

@@ -40,6 +40,8 @@ class UnitGradients:
         replicas: Reducer,
         group: ProcessGroup | None,
         position: Position,
+        *,
+        is_first: bool = True,
     ) -> None:
         self.units = tuple(units)
         self.reducer = reducer
@@ -47,6 +49,8 @@ class UnitGradients:
         self.group = group
         """All ranks that train together."""
         self.position = position
+        self.is_first = is_first
+        """Whether this counts the steps, for all sets of units of a model."""
         self.has_arrived = False
         """Whether autograd has put a gradient on any parameter since the last step."""
         self.finish_backward: Callable[[], None] = lambda: None
@@ -170,7 +174,7 @@ class UnitGradients:
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients, and what was lost on their way where nobody steps with them."""
         self._wait()
-        self.position.step += taken
+        self.position.step += taken and self.is_first
         if not taken and any(not unit.sums.is_empty for unit in self.units):
             self.reducer.forget()
         self.has_arrived = False

@@ -10,7 +10,7 @@ the node behind each input: a view of the input, made before the call. A view ma
 where no input needs a gradient, the end of the whole backward is where the unit is left.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,14 +81,14 @@ class Reduces(Protocol):
 class UnitRuntime:
     """All units of one model."""
 
-    def __init__(self, units: Sequence[LiveUnit], position: Position, gradients: Reduces, ahead: int) -> None:
-        self.units = tuple(units)
+    def __init__(self, position: Position) -> None:
+        self.units: tuple[LiveUnit, ...] = ()
         self.position = position
-        self.gradients = gradients
+        self.gradients: list[Reduces] = []
         self.previous: Sequence[LiveUnit] = ()
         """The units of the last call that a backward may come back to."""
-        self.following = _following(self.units, ahead)
-        self.is_ahead = ahead > 0
+        self.following: dict[int, Sequence[LiveUnit]] = {}
+        self.is_ahead = False
         self.leaves_gradients = False
         """Whether the backward that runs leaves a gradient on some parameter, or is for inputs alone."""
         self.is_differentiated = False
@@ -97,7 +97,15 @@ class UnitRuntime:
         self._task = -1
         self._ends = False
         """Whether we are told of the end of the backward that runs."""
-        for unit in self.units:
+
+    def add(self, units: Sequence[LiveUnit], gradients: Reduces, ahead: int) -> None:
+        """Run these units too, which the same ranks share; a module may have units in several such sets."""
+        self.units = (*self.units, *units)
+        self.gradients.append(gradients)
+        self.following |= _following(units, ahead)
+        self.is_ahead |= ahead > 0
+        for unit in units:
+            unit.reduce = partial(gradients.reduce_unit, unit)
             calls = vars(unit.module).get(CALLS)
             if calls is None:
                 calls = vars(unit.module)[CALLS] = UnitCalls(self, [])
@@ -111,8 +119,8 @@ class UnitRuntime:
         is_outermost, is_model = not self.position.calls, units[0].is_root
         if is_model and is_outermost and not self.position.is_backward:
             self.previous = ()
-            if self.recover():
-                self.gradients.clear()  # what an exception has left is not half of a gradient
+            for each in self.gradients if self.recover() else ():
+                each.clear()  # what an exception has left is not half of a gradient
         if is_outermost:
             check_places(self.units if is_model else units)
         if is_model:
@@ -123,7 +131,8 @@ class UnitRuntime:
         if units[0].is_root:
             self.position.__exit__()
             if not torch.is_grad_enabled() and not self.position.calls:
-                units[0].free()  # nothing of it is needed in a backward
+                for unit in units:
+                    unit.free()  # nothing of it is needed in a backward
 
     # Gathering
 
@@ -180,7 +189,7 @@ class UnitRuntime:
     def leave(self, unit: LiveUnit) -> None:
         """A backward has left a unit: send its gradients, and free it."""
         if self.leaves_gradients:
-            self.gradients.reduce_unit(unit)
+            unit.reduce()
         unit.in_backward = False
         if not self.is_differentiated:
             unit.free()
@@ -192,7 +201,7 @@ class UnitRuntime:
         for unit in self.units:
             if unit.in_backward or self._has_gradients(unit):
                 if self.leaves_gradients:
-                    self.gradients.reduce_unit(unit)
+                    unit.reduce()
                 unit.in_backward = False
         if not self.is_differentiated:
             self.free()
@@ -255,7 +264,7 @@ def _arrives(parameter: Tensor) -> bool:
         return False
 
 
-def _following(units: Sequence[LiveUnit], ahead: int) -> Mapping[int, Sequence[LiveUnit]]:
+def _following(units: Sequence[LiveUnit], ahead: int) -> dict[int, Sequence[LiveUnit]]:
     """For each unit the next ones in the order of definition, up to so many elements."""
     root, *others = units
     found: dict[int, Sequence[LiveUnit]] = {}

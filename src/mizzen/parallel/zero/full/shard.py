@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import DATA_AXES, SHARD_AXES, Layout, Partition
 from mizzen.config.schema import Config
@@ -13,6 +15,7 @@ from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
 from mizzen.parallel.zero.full.assemble import FullHolding
 from mizzen.parallel.zero.full.division import Division, Unit, choose_owners, divide
 from mizzen.parallel.zero.full.quantized import Quantizing, is_packed, packed_bytes
+from mizzen.parallel.zero.full.runtime import UnitRuntime
 from mizzen.parallel.zero.full.shards import shard_dim, up
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.unit import UnitRanks
@@ -25,11 +28,21 @@ from mizzen.precision.policy import Policy, wider
 
 
 @dataclass(frozen=True, slots=True)
+class UnitSet:
+    """Units that the same ranks share."""
+
+    ranks: tuple[int, ...] | None
+    """These ranks, where they are some of the data-parallel ones, as those that hold the same experts are."""
+    division: Division
+    holding: FullHolding
+
+
+@dataclass(frozen=True, slots=True)
 class FullPart:
     """What one rank holds of one piece of a model."""
 
-    division: Division
-    holding: FullHolding
+    sets: tuple["UnitSet", ...]
+    """Units by the ranks that share them; the first set is shared by all data-parallel ranks."""
     families: tuple[Family, ...]
     """What stays whole, in flat buffers."""
     sites: Mapping[str, Site]
@@ -63,22 +76,19 @@ class FullChoice:
         local = draft.local(layout, rank)
         sharing, copies = layout.size(*SHARD_AXES), layout.dp_replicate
         data = layout.ranks_along(DATA_AXES, rank)
-        elsewhere = {p.name for p in local.parameters if p.home.adders(layout, rank) != data}
-        units = {p.name for p in local.parameters} - elsewhere
-        division = divide(local.having(units), self.zero, flat.policy, sharing)
-        _refuse_mixed(division, self.zero, flat.policy)
-        whole = elsewhere | {p.name for p in division.whole}
+        homes: dict[tuple[int, ...], list[str]] = {data: []}
+        for each in local.parameters:
+            adders = each.home.adders(layout, rank)
+            if adders == data or (each.is_trained and len(adders) > 1 and set(adders) < set(data)):
+                homes.setdefault(adders, []).append(each.name)
+        sets = [self._set(local.having(set(homes.pop(data))), None, sharing, copies, 1.0)]
+        for adders, names in homes.items():
+            divisor = next(p.home.divisor for p in local.parameters if p.name == names[0])
+            sets.append(self._set(local.having(set(names)), adders, len(adders), 1, len(adders) / divisor))
+        sharded = {p.name for each in sets for unit in each.division.units for p in unit.parameters}
+        whole = {p.name for p in local.parameters} - sharded
         return FullPart(
-            division=division,
-            holding=FullHolding(
-                flat.mean(sharing),
-                flat.mean(copies),
-                flat.policy,
-                self.ahead,
-                float(sharing * copies) if flat.is_sum else 1.0,
-                self.quantizing,
-                choose_owners((p for unit in division.units for p in unit.parameters), sharing),
-            ),
+            sets=tuple(sets),
             # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
             # would leave between the gathers of units, on each rank at another place.
             families=families(draft.having(whole), flat, layout, rank),
@@ -86,16 +96,34 @@ class FullChoice:
             uncounted=frozenset(p.name for p in local.parameters if not p.home.is_first(layout, rank)),
         )
 
+    def _set(self, sketch: Sketch, ranks: tuple[int, ...] | None, sharing: int, copies: int, weight: float) -> UnitSet:
+        flat = self.flat
+        division = divide(sketch, self.zero, flat.policy, sharing)
+        _refuse_mixed(division, self.zero, flat.policy)
+        holding = FullHolding(
+            flat.mean(sharing),
+            flat.mean(copies),
+            flat.policy,
+            self.ahead,
+            weight,
+            float(sharing * copies) if flat.is_sum else weight,
+            self.quantizing,
+            choose_owners((p for unit in division.units for p in unit.parameters), sharing),
+        )
+        return UnitSet(ranks, division, holding)
+
     def __str__(self) -> str:
         sharing, copies = self.layout.size(*SHARD_AXES), self.layout.dp_replicate
         dtype = self.flat.policy.wire or "float32"
         over = f"dp={sharing}" if copies == 1 else f"{sharing} ranks in {copies} copies"
-        part = next(self.parts(0))
-        named = part.division.units[0].parameters or len(part.division.units) > 1
-        units = f": {part.division}" if named else ""
+        first, *others = next(self.parts(0)).sets
+        named = first.division.units[0].parameters or len(first.division.units) > 1
+        units = f": {first.division}" if named else ""
+        units += "".join(f"; over {len(each.ranks or ())} ranks {each.division}" for each in others)
         quantized = f", {self.quantizing}" if self.quantizing != Quantizing() else ""
         second = f", a second copy over {self.second} ranks for backward" if self.second else ""
-        owned = f"; {len(part.holding.owners)} are stepped whole, each by one rank" if part.holding.owners else ""
+        whole = sum(len(each.holding.owners) for each in (first, *others))
+        owned = f"; {whole} are stepped whole, each by one rank" if whole else ""
         return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}"
 
 
@@ -149,7 +177,8 @@ class ZeroFull(Transform):
     def moved_by_apply(self, choice: FullChoice) -> Iterable[str]:
         """Whatever is sharded."""
         parts = (part for stage in range(choice.layout.pp) for part in choice.parts(choice.layout.rank(pp=stage)))
-        return (parameter.name for part in parts for unit in part.division.units for parameter in unit.parameters)
+        units = (unit for part in parts for each in part.sets for unit in each.division.units)
+        return (parameter.name for unit in units for parameter in unit.parameters)
 
     def apply(self, parts: Parts, choice: FullChoice, mesh: Mesh) -> Parts:
         """Shard the units of every part, and move what stays whole into flat buffers."""
@@ -166,17 +195,34 @@ class ZeroFull(Transform):
 
     def _apply(self, part: Part, held: FullPart, ranks: UnitRanks, mesh: Mesh) -> Part:
         stores: list[Store] = []
-        if any(unit.parameters for unit in held.division.units):
-            others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.other_axes}
-            sharded = {each.name for unit in held.division.units for each in unit.parameters if each.is_trained}
-            twins = twin_sums({name: site for name, site in held.sites.items() if name in sharded}, mesh)
-            store = FullStore(
-                part.module, held.division.units, held.holding, ranks, held.sites, held.uncounted, others, twins
-            )
-            stores.append(store)
-            part = replace(part, method_scope=store.position)
+        runtime: UnitRuntime | None = None
+        for each in held.sets:
+            if any(unit.parameters for unit in each.division.units):
+                store = self._store(part, held, each, ranks, mesh, runtime)
+                runtime = store.runtime
+                stores.append(store)
+                part = replace(part, method_scope=store.position)
         stores += [store_of(family, part.module, mesh) for family in held.families]
         return replace(part, stores=(*part.stores, *stores))
+
+    def _store(
+        self, part: Part, held: FullPart, each: UnitSet, ranks: UnitRanks, mesh: Mesh, runtime: UnitRuntime | None
+    ) -> FullStore:
+        others = {axis: mesh.group(axis) for site in held.sites.values() for axis in site.other_axes}
+        sharded = {p.name for unit in each.division.units for p in unit.parameters}
+        # What is frozen and in no unit has its site in the first store.
+        rest = set(held.sites) - {p.name for one in held.sets for unit in one.division.units for p in unit.parameters}
+        known = sharded | rest if runtime is None else sharded
+        sites = {name: site for name, site in held.sites.items() if name in known}
+        trained = {p.name for unit in each.division.units for p in unit.parameters if p.is_trained}
+        twins = twin_sums({name: site for name, site in sites.items() if name in trained}, mesh)
+        if each.ranks is not None:
+            group = mesh.group_of(each.ranks)
+            ranks = UnitRanks(DeviceMesh.from_group(group, ranks.mesh.device_type), group, None, group)
+        ranks = replace(ranks, others=others)
+        uncounted = held.uncounted & sharded
+        units = each.division.units
+        return FullStore(part.module, units, each.holding, ranks, sites, uncounted, twins, runtime)
 
 
 def _parts_of(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
@@ -276,10 +322,15 @@ def _padded(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def _price(part: FullPart, states: tuple[int, int]) -> Cost:
+    change = sum((_price_of_units(each, states) for each in part.sets), Cost())
+    return sum((price_of(family, states, at_rest=True) for family in part.families), change)
+
+
+def _price_of_units(part: UnitSet, states: tuple[int, int]) -> Cost:
     change = _transient(part) + _owned(part, states)
     for unit in part.division.units:
         change += _at_rest(unit, part.holding, states) - _all_of(unit, part.holding.policy, states)
-    return sum((price_of(family, states, at_rest=True) for family in part.families), change)
+    return change
 
 
 def _at_rest(unit: Unit, holding: FullHolding, states: tuple[int, int]) -> Cost:
@@ -316,7 +367,7 @@ def _all_of(unit: Unit, policy: Policy, states: tuple[int, int]) -> Cost:
     return cost
 
 
-def _owned(part: FullPart, states: tuple[int, int]) -> Cost:
+def _owned(part: UnitSet, states: tuple[int, int]) -> Cost:
     """The states of the whole parameters of the rank that owns most, and in a step their values and gradients."""
     policy, owners = part.holding.policy, dict(part.holding.owners)
     costs = [Cost()] * part.holding.reduction.ranks
@@ -328,7 +379,7 @@ def _owned(part: FullPart, states: tuple[int, int]) -> Cost:
     return max(costs, key=lambda cost: cost.total)
 
 
-def _transient(part: FullPart) -> Cost:
+def _transient(part: UnitSet) -> Cost:
     """Bytes at most of what comes and goes: the model's own unit and two others gathered, and two on their way.
 
     A unit that is reduced is held as it is sent and as it is received.

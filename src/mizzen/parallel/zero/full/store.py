@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import groups
@@ -44,8 +43,8 @@ class FullStore:
         ranks: UnitRanks,
         sites: Mapping[str, Site] | None = None,
         uncounted: Collection[str] = (),
-        others: Mapping[str, ProcessGroup] | None = None,
         twins: Mapping[str, GradientHook] | None = None,
+        runtime: UnitRuntime | None = None,
     ) -> None:
         self.holding = holding
         self.sites = sites or {}
@@ -58,11 +57,13 @@ class FullStore:
             reduce_group=ranks.everyone,
             shard_group=ranks.sharers,
             replica_group=ranks.copies,
-            cut_groups=others or {},
+            cut_groups=ranks.others,
+            mean_factor=holding.weight,
             step_factor=holding.gain,
         )
         self.model: Any = model
-        self.position = Position()
+        is_first, self.runtime = runtime is None, runtime or UnitRuntime(Position())
+        self.position = self.runtime.position
         self.parted: Tensor | None = None
         """On a device: whether the tags of some collective of this step have differed."""
         self.stock = Stock(torch.device(ranks.mesh.device_type))
@@ -78,8 +79,9 @@ class FullStore:
         lots = [ShareLot(unit, share) for unit in self.units for share in unit.shares if not share.is_whole]
         self.shares: Sequence[Share] = tuple(lot.share for lot in lots)
         """What the optimizer steps as it lies here, unit by unit."""
-        self.gradients = UnitGradients(self.units, reducer, copies, ranks.everyone, self.position)
-        self.runtime = UnitRuntime(self.units, self.position, self.gradients, holding.ahead)
+        group = ranks.everyone
+        self.gradients = UnitGradients(self.units, reducer, copies, group, self.position, is_first=is_first)
+        self.runtime.add(self.units, self.gradients, holding.ahead)
         self.gradients.finish_backward = self.runtime.finish
         for unit in self.units:
             for each in unit.parameters.values():
@@ -265,7 +267,8 @@ class FullStore:
                 each.parameter.data = whole.to(held)
                 del vars(each.parameter)[RECORD]
             let_go(unit.module)
-        self.units = self.gradients.units = self.runtime.units = self.shares = self.wholes.rounds = ()
+        self.runtime.units = tuple(unit for unit in self.runtime.units if unit not in self.units)
+        self.units = self.gradients.units = self.shares = self.wholes.rounds = ()
         self.contents = StoreContents()
         self.stock.clear()
 

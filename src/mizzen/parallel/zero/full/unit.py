@@ -4,7 +4,7 @@ A unit is gathered by one collective for each dtype, and freed again. The object
 same: their storage is filled and emptied, so that whatever autograd has saved of them is good again after a gather.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -277,6 +277,8 @@ class UnitRanks:
     """All over which gradients are averaged."""
     second: ProcessGroup | None = None
     """The ranks that share a second copy for backward; None where there is none."""
+    others: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    """For each axis that cuts some parameters, the ranks that have the rest of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -305,6 +307,8 @@ class LiveUnit:
     is_gathered: bool = False
     in_backward: bool = False
     """Whether a backward has reached it and not left it yet."""
+    reduce: Callable[[], None] = lambda: None
+    """Sends the gradients that lie on its parameters to their owners; set once there is a store."""
     fetch: Callable[[], None] | None = None
     """Brings the shards to where they are read from, before each gather; None where they are there always."""
     trained: list[UnitParameter] = field(init=False)
