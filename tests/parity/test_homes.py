@@ -515,3 +515,20 @@ def test_the_profiler_counts_what_a_rank_computes_of_a_cut_layer(world):
         assert found["head"] == alone["head"] > 0
         for cut in ("blocks.0.up", "blocks.2.down"):
             assert 2 * found[cut] == alone[cut] > 0
+
+
+def shares_of_experts(*case) -> list:
+    """Who shares the experts and the rest at stage 3, and bytes of whole parameters between two uses."""
+    engine = start(*case)
+    found = []
+    for store in engine.stores:
+        ranks = torch.distributed.get_world_size(store.ranks.shard_group)
+        kinds = {"experts" in name for name in store.contents.trained}
+        held = sum(parameter.untyped_storage().nbytes() for parameter in store.contents.held.values())
+        found.append((ranks, kinds, held))
+    return found
+
+
+def test_experts_are_units_of_the_ranks_that_hold_them(world):
+    for found in world(4).run(shares_of_experts, 3, "SGD", 0.0, 1, 1, 2):
+        assert found == [(4, {False}, 0), (2, {True}, 0)]

@@ -76,6 +76,8 @@ METHODS: Final = frozenset(
         "__dir__",
         "__len__",
         "storage_offset",
+        "untyped_storage",
+        "data_ptr",
         "is_inference",
         "is_shared",
         "is_pinned",
