@@ -6,7 +6,7 @@ collectives in `collectives.py`, groups in `groups.py`, the log in `report.py`.
 
 from torch.distributed import ReduceOp
 
-from mizzen.comm.backend import Backend, register_backend
+from mizzen.comm.backend import Backend, Tag, register_backend
 from mizzen.comm.collectives import (
     all_gather,
     all_gather_coalesced,
@@ -69,7 +69,6 @@ from mizzen.comm.report import (
     log_summary,
     reset_log,
 )
-from mizzen.comm.tags import Tag
 
 __all__ = [
     "Backend",

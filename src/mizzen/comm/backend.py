@@ -36,6 +36,18 @@ class Group:
         return self.title
 
 
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """Where a rank is when it comes to a collective."""
+
+    step: int
+    unit: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, unit {self.unit!r}, phase {self.phase!r}"
+
+
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0, 1`, or the ends of a long list."""
     if len(ranks) == 1:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from mizzen.ambient import AMBIENT
 from mizzen.comm.agreement import digest
-from mizzen.comm.backend import Backend, Group, Handle, Request
-from mizzen.comm.tags import Comparison, Tag, differ_on_device, words
+from mizzen.comm.backend import Backend, Group, Handle, Request, Tag
+from mizzen.comm.tags import Comparison, differ_on_device, words
 from mizzen.comm.timing import CommLog, Exposure, Lap, Timing
 from mizzen.comm.torch_backend import TorchBackend
 from mizzen.comm.watchdog import Call, Patience, Watchdog

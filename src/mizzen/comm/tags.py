@@ -8,13 +8,12 @@ reduction, and only a collective that is given a tag pays for it.
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from mizzen.comm.agreement import Gather, differing_texts
-from mizzen.comm.backend import Backend, Group, Request, ranks_in_words
+from mizzen.comm.backend import Backend, Group, Request, Tag, ranks_in_words
 from mizzen.comm.torch_backend import SideChannel, Threaded, TorchBackend
 from mizzen.comm.watchdog import Call, Watchdog
 from mizzen.errors import CommError
@@ -27,18 +26,6 @@ UNEVEN: Final = (*EXCHANGES, "gather", "scatter")
 """Collectives to which the ranks may bring messages of different sizes; gloo takes only exchanges of them."""
 REMEMBERED: Final = (1 << 16) - 1
 """Different calls, and places in their order, of a group; with more, the order is learnt anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """Where a rank is when it comes to a collective."""
-
-    step: int
-    unit: str
-    phase: str
-
-    def __str__(self) -> str:
-        return f"step {self.step}, unit {self.unit!r}, phase {self.phase!r}"
 
 
 def sizes(request: Request, *, is_tagged: bool = False, uneven: Sequence[str] = UNEVEN) -> tuple[Any, ...]:

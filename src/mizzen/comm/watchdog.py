@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from mizzen.comm.backend import Group, Handle, KeyValueStore, Request
+from mizzen.comm.backend import Group, Handle, KeyValueStore, Request, Tag
 from mizzen.comm.rank_status import (
     NAMED_PEERS,
     Case,
@@ -36,9 +36,6 @@ from mizzen.errors import CommError
 from mizzen.hang import find_hang
 from mizzen.log import get_logger
 from mizzen.progress import get_progress
-
-if TYPE_CHECKING:
-    from mizzen.comm.tags import Tag
 
 REMEMBERED: Final = 16
 """Calls of each group whose titles are published: more than a rank may be ahead of another one."""
@@ -108,7 +105,7 @@ class RankCalls:
         self._counts: dict[str, CallCount] = {}
         self._process = this_process()
 
-    def begin(self, request: Request, group: Group, title: str = "", tag: "Tag | None" = None) -> Call:
+    def begin(self, request: Request, group: Group, title: str = "", tag: Tag | None = None) -> Call:
         """Note an operation that is about to be issued; `title` is what others read of it."""
         count = self._counts.get(group.name)
         if count is None:
@@ -300,7 +297,7 @@ class Watchdog:
             self._status_thread.beat = patience.beat
             self._status_thread.publish_now()
 
-    def begin(self, request: Request, group: Group, title: str = "", tag: "Tag | None" = None) -> Call:
+    def begin(self, request: Request, group: Group, title: str = "", tag: Tag | None = None) -> Call:
         """Note an operation that is about to be issued."""
         return self._calls_made.begin(request, group, title, tag)
 

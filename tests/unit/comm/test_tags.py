@@ -5,18 +5,8 @@ import torch
 
 from mizzen.comm import tags
 from mizzen.comm.agreement import digest
-from mizzen.comm.backend import Request
-from mizzen.comm.tags import (
-    EXCHANGES,
-    TEXT,
-    CallOrder,
-    Tag,
-    compare,
-    compare_parts,
-    differ_on_device,
-    parts,
-    words,
-)
+from mizzen.comm.backend import Request, Tag
+from mizzen.comm.tags import EXCHANGES, TEXT, CallOrder, compare, compare_parts, differ_on_device, parts, words
 from mizzen.errors import CommError
 
 TAG = Tag(3, "layers.1", "forward")

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives, groups
+from mizzen.comm.backend import Tag
 from mizzen.comm.communicator import Work
-from mizzen.comm.tags import Tag
 from mizzen.parallel.zero.stock import Stock
 
 Finish = Callable[[], None]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from mizzen.comm.backend import Tag
 from mizzen.comm.communicator import meet
-from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives, groups
-from mizzen.comm.tags import Tag
+from mizzen.comm.backend import Tag
 from mizzen.model.piece import Piece, piece_of_whole
 from mizzen.optim.lamb import Portion
 from mizzen.parallel.zero.full.division import Owners

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mizzen.comm import collectives, groups
+from mizzen.comm.backend import Tag
 from mizzen.comm.communicator import Work
-from mizzen.comm.tags import Tag
 from mizzen.kernels.quantize import BLOCK, message_size, pack, unpack
 from mizzen.model.inputs import change_tensors
 from mizzen.model.sketch import ParameterSketch

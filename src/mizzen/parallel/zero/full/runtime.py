@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from mizzen.ambient import AMBIENT
-from mizzen.comm.tags import Tag
+from mizzen.comm.backend import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in

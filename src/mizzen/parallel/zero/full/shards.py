@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from mizzen.comm import collectives, groups
-from mizzen.comm.tags import Tag
+from mizzen.comm.backend import Tag
 
 MULTIPLE: Final = 32
 """Elements; what the optimizer steps has a multiple of it, so that no element is computed by another kind of kernel

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mizzen.comm import groups
+from mizzen.comm.backend import Tag
 from mizzen.comm.communicator import take_parted
-from mizzen.comm.tags import Tag
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mizzen.comm import groups
-from mizzen.comm.tags import Tag
+from mizzen.comm.backend import Tag
 from mizzen.errors import UsageError
 from mizzen.model.box import Box
 from mizzen.model.inputs import change_tensors, tensors_in
