@@ -135,7 +135,7 @@ def mizzen(work: Work) -> Step:
 
 
 def deepspeed(work: Work) -> Step:
-    """The same loop, the same JSON."""
+    """The open loop of a DeepSpeed user, with the JSON that mizzen gets."""
     import deepspeed as library
 
     engine, *_ = library.initialize(

@@ -60,7 +60,7 @@ FULL: Final = (
 )
 """Parameters sharded too; on one rank mizzen has nothing to shard, and wraps nothing."""
 COMPILED: Final = tuple(f"{name}+compile" for name in (*EAGER, *FULL))
-"""The same, with every decoder layer compiled on its own."""
+"""Systems with every decoder layer compiled on its own."""
 FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *FULL, *COMPILED) if name.startswith("mizzen"))
 """Ours with its fused operations; in a compiled layer the compiler has its own, and the head is left."""
 

@@ -29,7 +29,7 @@ class Ratio:
         return f"{self.value:.3f} ({self.low:.3f} - {self.high:.3f})"
 
     def as_overhead(self) -> str:
-        """The same as a difference in percent."""
+        """The ratio as a difference in percent."""
         value, low, high = (100 * (number - 1) for number in (self.value, self.low, self.high))
         return f"{value:+.1f} % ({low:+.1f} - {high:+.1f})"
 

@@ -20,7 +20,7 @@ class Result:
     turns: Turns
     """Seconds per step of every round; that of the slowest rank."""
     processor: Turns
-    """The same in processor time, mean of the ranks: what other programs on the machine hardly change."""
+    """Seconds of processor time, mean of the ranks: what other programs on the machine hardly change."""
     losses: tuple[float, ...]
     """Mean over the ranks, one for each step, warm-up included; of the last turn where every turn starts anew."""
     peak: int

@@ -31,5 +31,5 @@ def pictures(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def shape_data(count: int, seed: int = 0) -> TensorDataset:
-    """The same as a data set of (picture, kind)."""
+    """The shapes as a data set of (picture, kind)."""
     return TensorDataset(*pictures(count, seed))

@@ -28,7 +28,7 @@ from mizzen.engine.access import (
 from mizzen.engine.engine import Engine
 from mizzen.errors import UsageError, expect
 from mizzen.log import warn_once
-from mizzen.parallel.zero.full.init import Init as _Init
+from mizzen.parallel.zero.full.init import ShardedInit
 from mizzen.parallel.zero.full.registration import find, is_in_pinned, is_pinned, pin, register_use, unregister_use
 from mizzen.parallel.zero.full.sharded_parameter import facts_of
 from mizzen.rewrite.tiled import Tiled
@@ -65,7 +65,7 @@ def _data_group(mpu: Any) -> Any:
     return mpu.get_data_parallel_group()
 
 
-class Init(_Init):
+class Init(ShardedInit):
     """Inside, modules are sharded as they are built; `Init(module=model)` shards one that is there."""
 
     def __init__(
@@ -131,7 +131,7 @@ class TiledLinear(Tiled):
 
     @property
     def out_parts(self) -> list[int]:
-        """The same of the output."""
+        """Where the parts of the output begin, and where the last one ends."""
         return list(accumulate(self.out_sizes, initial=0))
 
     def copy_params_from(self, other: nn.Module) -> None:
@@ -142,7 +142,7 @@ class TiledLinear(Tiled):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same over layers that return (output, bias) and leave the addition to whoever has called them."""
+    """A `TiledLinear` over layers that return (output, bias) and leave the addition to whoever has called them."""
 
     returns_bias = True
 

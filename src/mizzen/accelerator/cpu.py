@@ -30,7 +30,7 @@ class Cpu:
         return None
 
     def device(self, index: int | None = None) -> torch.device:
-        """The same for every index: torch has one CPU."""
+        """One device for every index: torch has one CPU."""
         return torch.device("cpu")
 
     def device_count(self) -> int:

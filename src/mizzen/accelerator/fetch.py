@@ -20,6 +20,6 @@ class Fetch:
         self._event.record()
 
     def read(self) -> "Tensor":
-        """The same on the host, as soon as it is there."""
+        """The values on the host, as soon as they are there."""
         self._event.synchronize()
         return self._values

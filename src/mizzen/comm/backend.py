@@ -22,7 +22,7 @@ class Group:
     """Some ranks of the job, as one of them sees it."""
 
     name: str
-    """The same on every member and different for every group of the job."""
+    """One name for all members, and different for every group of the job."""
     ranks: tuple[int, ...]
     """Global ranks, in the order of the group."""
     rank: int

@@ -40,7 +40,7 @@ def _by(op: Any) -> str:
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **extras: Unpack[Extras]
 ) -> Work | None:
-    """The same as `all_reduce`; tensor-parallel inference calls it by this name."""
+    """`all_reduce`; tensor-parallel inference calls it by this name."""
     return all_reduce(tensor, op, group, async_op, **extras)
 
 
@@ -96,7 +96,7 @@ def all_gather_into_tensor(
 def allgather_fn(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: str = ""
 ) -> Work | None:
-    """The same as `all_gather_into_tensor`."""
+    """`all_gather_into_tensor`, under an older name."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, debug=debug)
 
 
@@ -171,7 +171,7 @@ def reduce_scatter_fn(
     async_op: bool = False,
     **extras: Unpack[Extras],
 ) -> Work | None:
-    """The same as `reduce_scatter_tensor`."""
+    """`reduce_scatter_tensor`, under an older name."""
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, **extras)
 
 

@@ -44,7 +44,7 @@ PRODUCTS: Final = (
 )
 """The products of axes that there are groups for, beside the axes themselves."""
 EXPERT_PRODUCTS: Final = (("dp_replicate", "edp"),)  # gradients of experts are averaged
-"""The same for the second view."""
+"""The products of axes that the second view, that of experts, has groups for."""
 
 
 @dataclass(slots=True)

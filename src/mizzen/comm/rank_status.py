@@ -27,7 +27,7 @@ NAMED_PEERS: Final = 64
 LASTING: Final = 3
 """Records in a row that show a peer in a call of torch's before it counts as waiting there: the first may be old."""
 LASTING_MESSAGE: Final = 30
-"""The same for a message: a large one may be under way for a while, from a rank that has gone on meanwhile."""
+"""Records in a row before a message counts as waiting: a large one may be under way while its sender goes on."""
 
 PARTED: Final = "the ranks have parted ways"
 MESSAGES: Final = {"send": "dst", "recv": "src"}

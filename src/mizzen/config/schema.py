@@ -291,7 +291,7 @@ class Config(Section):
         return tuple(sorted(paths, key=lambda path: (order[path.split(".")[0]], path)))
 
     def with_origins(self, origins: Mapping[str, Origin]) -> "Config":
-        """The same configuration with these origins added."""
+        """A copy of this configuration with these origins added."""
         copy = self.model_copy()
         copy._origins = {**self._origins, **origins}
         return copy

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, get_worker_info
 
 from mizzen.data.given import Likeness, check_sharing, likeness_of
-from mizzen.data.sampler import Ending, MicroBatches, Position, Share, derive_seed, epoch_order
+from mizzen.data.sampler import BatchShare, Ending, LoaderPosition, MicroBatches, derive_seed, epoch_order
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
 
@@ -58,7 +58,7 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        share: Share,
+        share: BatchShare,
         *,
         seed: int,
         shuffle: bool = True,
@@ -81,7 +81,7 @@ class Loader:
             "pin_memory": pin_memory,
         }
         """What torch's own loader, of which each iteration has one, is made with."""
-        self._position = self._next = Position()
+        self._position = self._next = LoaderPosition()
         self.before_batch: Callable[[], None] = _nothing
         """Called each time that a batch is asked for, before anything is read."""
         self._live: WeakSet[Generator[Any, None, None]] = WeakSet()
@@ -94,7 +94,7 @@ class Loader:
         return self.share.micro
 
     @property
-    def position(self) -> Position:
+    def position(self) -> LoaderPosition:
         """Where the last batch that was handed out has left all ranks; the end of an epoch is the start of the next."""
         return self._position
 
@@ -113,7 +113,7 @@ class Loader:
         """Make the next iteration this epoch, from its beginning or, if it was just loaded, from its position."""
         if epoch != self._next.epoch:
             is_idle = self._position == self._next
-            self._next = Position(epoch)
+            self._next = LoaderPosition(epoch)
             self._position = self._next if is_idle else self._position
 
     def state_dict(self) -> dict[str, int | None]:
@@ -134,7 +134,7 @@ class Loader:
                 f"epoch {epoch} goes on after {samples} samples, but in another order"
             )
         self._seed = seed
-        self._position = self._next = Position(epoch, samples)
+        self._position = self._next = LoaderPosition(epoch, samples)
 
     def close(self) -> None:
         """End every iteration that is still under way, and its workers."""
@@ -143,12 +143,12 @@ class Loader:
 
     def _batches(self) -> Generator[Any, None, None]:
         position = self._settled(self._next)
-        self._next = Position(position.epoch + 1)
+        self._next = LoaderPosition(position.epoch + 1)
         self.before_batch()
         batches = iter(self._torch_loader(position))
         try:
             for batch in batches:
-                position = Position(position.epoch, position.samples + self.share.round)
+                position = LoaderPosition(position.epoch, position.samples + self.share.round)
                 self._position = self._settled(position)
                 yield batch
                 self.before_batch()
@@ -156,22 +156,22 @@ class Loader:
             # torch's workers go with its iterator. Without a `finally` Python 3.12 would keep the frame of a closed
             # generator, and the iterator with it, until the generator itself goes.
             del batches
-        self._position = Position(position.epoch + 1)
+        self._position = LoaderPosition(position.epoch + 1)
 
-    def _settled(self, position: Position) -> Position:
+    def _settled(self, position: LoaderPosition) -> LoaderPosition:
         """The position, or the start of the next epoch if nothing is left of this one."""
         if self.size is None or self.share.micro_batches(self.size, position.samples, self.ending):
             return position
-        return Position(position.epoch + 1)
+        return LoaderPosition(position.epoch + 1)
 
-    def _torch_loader(self, position: Position) -> "DataLoader[Any]":
+    def _torch_loader(self, position: LoaderPosition) -> "DataLoader[Any]":
         if isinstance(self.dataset, Epochal):
             self.dataset.set_epoch(position.epoch)
         # A generator of our own: torch would take the seed of its workers from the global one, and so move it.
         seed = derive_seed("workers", self._seed, position.epoch, position.samples, self.share.rank)
         generator = torch.Generator().manual_seed(seed)
         if self.size is None:
-            stream = Stream(self.dataset, self.share, position.samples, drop_last=self.ending == "drop")
+            stream = IterableBatches(self.dataset, self.share, position.samples, drop_last=self.ending == "drop")
             return DataLoader(stream, batch_size=None, generator=generator, **self.torch_arguments)
         order = torch.arange(self.size)
         if self.shuffle:
@@ -180,10 +180,10 @@ class Loader:
         return DataLoader(self.dataset, batch_sampler=batches, generator=generator, **self.torch_arguments)
 
 
-class Stream(IterableDataset[list[Any]]):
+class IterableBatches(IterableDataset[list[Any]]):
     """One rank's micro-batches of an iterable, as lists of samples. It runs inside the workers, where there are any."""
 
-    def __init__(self, source: Iterable[Any], share: Share, start: int, *, drop_last: bool) -> None:
+    def __init__(self, source: Iterable[Any], share: BatchShare, start: int, *, drop_last: bool) -> None:
         self.source = source
         self.share = share
         self.start = start
@@ -195,7 +195,7 @@ class Stream(IterableDataset[list[Any]]):
             # torch takes batches from its workers in turn, so this is how many this one has given before.
             worker = get_worker_info()
             turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-            share, start = Share(share.micro), len(range(turn, start // share.round, workers)) * share.micro
+            share, start = BatchShare(share.micro), len(range(turn, start // share.round, workers)) * share.micro
         samples, ahead = iter(self.source), share.places(start, 0).start
         while True:
             batch = list(islice(samples, ahead, ahead + share.micro))
@@ -254,7 +254,7 @@ class LoaderFactory:
         trains = route == "train"
         return Loader(
             dataset,
-            Share(batch_size, self.rank, self.ranks, self.accumulation),
+            BatchShare(batch_size, self.rank, self.ranks, self.accumulation),
             seed=self.seed,
             shuffle=trains,
             ending="short" if not trains else "drop" if self.drop_last else "wrap",
@@ -266,7 +266,7 @@ class LoaderFactory:
     def _like(self, like: Likeness, collate_fn: Collate | None, *, is_training: bool) -> Loader:
         loader = Loader(
             like.dataset,
-            Share(like.batch_size, self.rank, self.ranks, self.accumulation),
+            BatchShare(like.batch_size, self.rank, self.ranks, self.accumulation),
             seed=self.seed,
             shuffle=like.shuffle,
             ending="drop" if like.drop_last else "wrap" if is_training else "short",
@@ -297,7 +297,7 @@ def _shards_itself(dataset: Any) -> bool:
     return isinstance(dataset, Sharding) and dataset.shards_itself
 
 
-def _check_size(size: int, share: Share, ending: Ending) -> None:
+def _check_size(size: int, share: BatchShare, ending: Ending) -> None:
     if ending == "short" or size >= share.step:
         return
     batch = f"{share.step} = micro {share.micro} * accumulation {share.accumulation} * dp {share.ranks}"

@@ -28,7 +28,7 @@ short   they are handed out as they are: some ranks get a shorter micro-batch, o
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class LoaderPosition:
     """Where a loader is, for all ranks together."""
 
     epoch: int = 0
@@ -37,7 +37,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchShare:
     """How a train batch is split, and which part of it is this rank's."""
 
     micro: int
@@ -91,7 +91,7 @@ def epoch_order(size: int, *, seed: int, epoch: int) -> Tensor:
 class MicroBatches(Sampler[list[int]]):
     """The indices of one rank's micro-batches, from a place in an epoch's order to its end."""
 
-    def __init__(self, order: Tensor, share: Share, *, start: int = 0, ending: Ending = "wrap") -> None:
+    def __init__(self, order: Tensor, share: BatchShare, *, start: int = 0, ending: Ending = "wrap") -> None:
         self.order = order
         self.share = share
         self.start = start

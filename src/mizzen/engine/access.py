@@ -23,7 +23,7 @@ from mizzen.parallel.zero.full.init import held
 from mizzen.parallel.zero.full.sharded_parameter import ShardedParameter
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
-from mizzen.rewrite.standing import restore
+from mizzen.rewrite.forward import restore
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

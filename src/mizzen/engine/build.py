@@ -16,7 +16,7 @@ from mizzen.engine.optimizer import use_masters
 from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
 from mizzen.engine.runner import Accumulate, RunnerContext
-from mizzen.engine.saving import Saving, folder_of, preflight, team_of
+from mizzen.engine.saving import Saving, folder_of, preflight, rank_group_of
 from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
@@ -83,7 +83,7 @@ def build_engine(
             changes=changes,
             stopping=stopping,
         )
-    saving = Saving(config.checkpoint, team_of(mesh), SaveThread(mesh.aside), told=observers)
+    saving = Saving(config.checkpoint, rank_group_of(mesh), SaveThread(mesh.aside), told=observers)
     followers = (observer for part in parts for observer in part.observers)
     observers = (*observers, *instruments.observers, *followers, saving)
     components = EngineComponents(run_state, runner, updater, phases, saving, stopping, observers, instruments.meters)

@@ -159,12 +159,12 @@ class Contents:
 
 
 def whole_state_dict(
-    module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], team: RankGroup, same_piece: Sequence[int]
+    module: nn.Module, stores: Sequence[Store], *, skip: frozenset[str], group: RankGroup, same_piece: Sequence[int]
 ) -> dict[str, Any] | None:
     """The whole model as a dict on the first rank, under every name; None on the others."""
     own = Own.of(module, stores, skip)
-    _, said = _Request.of("", skip, own, team, same_piece).agreed(team, "Warn", "gathering the model")
-    return _gathered(Contents(own, [each.offers for each in said], team.rank), said, module)
+    _, said = _Request.of("", skip, own, group, same_piece).agreed(group, "Warn", "gathering the model")
+    return _gathered(Contents(own, [each.offers for each in said], group.rank), said, module)
 
 
 def _gathered(contents: Contents, said: Sequence["_Request"], module: nn.Module) -> dict[str, Any] | None:
@@ -195,26 +195,26 @@ class _Request:
         path: str,
         skip: frozenset[str],
         own: Own,
-        team: RankGroup,
+        group: RankGroup,
         same_piece: Sequence[int],
         failure: str | None = None,
     ) -> "_Request":
         """What this rank has to say."""
         names = "\n".join(sorted({*own.plain, *(name for _, bundle in own.bundles for name in bundle), *skip}))
         digest = hashlib.blake2b(names.encode(), digest_size=16).hexdigest()
-        offers = own.offers(team.rank, same_piece)
+        offers = own.offers(group.rank, same_piece)
         return cls(path, skip, digest, offers, own.aliases if offers else {}, failure)
 
-    def agreed(self, team: RankGroup, validation: Validation, call: str) -> tuple[str, list["_Request"]]:
+    def agreed(self, group: RankGroup, validation: Validation, call: str) -> tuple[str, list["_Request"]]:
         """The path of the first rank, who alone writes, and what all say; an error where one cannot take part."""
-        said: list[_Request] = team.all_gather(self, call)
+        said: list[_Request] = group.all_gather(self, call)
         if failures := {rank: each.failure for rank, each in enumerate(said) if each.failure}:
             raise UsageError(in_words(failures))
         for names in dict.fromkeys(each.names for each in said):
             alike = [each for each in said if each.names == names]
             refuse_unequal([{"which frozen parameters are left out": sorted(each.skip)} for each in alike], call)
         is_quiet = validation == "Ignore"
-        team.take_first("files", {rank: each.path for rank, each in enumerate(said)}, "Ignore" if is_quiet else "Warn")
+        group.take_first("files", {rank: each.path for rank, each in enumerate(said)}, "Ignore" if is_quiet else "Warn")
         return said[0].path, said
 
 
@@ -232,26 +232,26 @@ def save(
 
     The first rank writes. What keeps it from that is told to all of them, who would wait for it.
     """
-    team, call = saving.team.on_job_group(), f"saving {name}"
+    group, call = saving.group.on_job_group(), f"saving {name}"
     asked, unusable = attempt(lambda: Path(place_of(folder_of(saving.settings, folder))) / name)
     own = Own.of(module, stores, skip)
-    request = _Request.of(str(asked), skip, own, team, same_piece, unusable)
-    agreed, said = request.agreed(team, saving.settings.tag_validation, call)
+    request = _Request.of(str(asked), skip, own, group, same_piece, unusable)
+    agreed, said = request.agreed(group, saving.settings.tag_validation, call)
     path = Path(agreed)
-    team.run_on_first(lambda: _make_place(path), call)
-    contents, failure = Contents(own, [each.offers for each in said], team.rank), None
+    group.run_on_first(lambda: _make_place(path), call)
+    contents, failure = Contents(own, [each.offers for each in said], group.rank), None
     if path.suffix != SAFETENSORS:
         found = _gathered(contents, said, module)
         if found is not None:
             _, failure = attempt(lambda: save_torch(found, path))
     else:
         walk = iter(contents)
-        if team.is_first:
+        if group.is_first:
             chunks = (chunk for _, value in walk for chunk in bytes_of(value))
             _, failure = attempt(lambda: commit_chunks(path, chain([header_of(contents.facts())], chunks)))
         for _ in walk:
             pass
-    team.raise_failures(failure, call)
+    group.raise_failures(failure, call)
 
 
 def _make_place(path: Path) -> None:

@@ -23,7 +23,7 @@ from mizzen.errors import NotBuilt, UsageError
 from mizzen.profiler.step import tree_of
 from mizzen.profiler.tree import Branch
 from mizzen.rewrite.compile import compile_blocks
-from mizzen.rewrite.standing import restore
+from mizzen.rewrite.forward import restore
 
 
 class EngineInterface(EngineStatus):
@@ -109,8 +109,8 @@ class EngineInterface(EngineStatus):
         """The whole model in the dtype it computes with, on rank 0; None elsewhere. Every rank calls this."""
         self._allow_gathering("_consolidated_16bit_state_dict")
         skip = self._frozen() if exclude_frozen_parameters else frozenset[str]()
-        team, same = self.saving.team.on_job_group(), self.mesh.same_piece
-        return whole_state_dict(self.module, self.stores, skip=skip, team=team, same_piece=same)
+        group, same = self.saving.group.on_job_group(), self.mesh.same_piece
+        return whole_state_dict(self.module, self.stores, skip=skip, group=group, same_piece=same)
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

@@ -125,11 +125,11 @@ class Match:
         unexpected = [name for name in stored if name not in known]
         return cls(weights, names, LoadReport(tuple(missing), tuple(unexpected), tuple(misshaped)))
 
-    def of_all(self, team: RankGroup) -> "Match":
+    def of_all(self, group: RankGroup) -> "Match":
         """This match with a report that holds for all ranks. They may have different parts of the model: a name that
         one of them knows is not unexpected.
         """
-        said: list[LoadReport] = team.all_gather(self.report, CALL)
+        said: list[LoadReport] = group.all_gather(self.report, CALL)
         unexpected = set(self.report.unexpected).intersection(*(each.unexpected for each in said))
         return replace(
             self,
@@ -168,12 +168,12 @@ def load_checkpoint(
 ) -> Loaded | None:
     """Load one, or an older one where the configuration says so; None when there is none."""
     run.changes.adopt()
-    team, settings = saving.team, run.settings.checkpoint
+    group, settings = saving.group, run.settings.checkpoint
     _, unsaved = attempt(saving.background.wait)
     if unsaved:
         get_logger().error("%s", unsaved)
     asked = _ask(saving, given, tag, options)
-    tried = candidates_together(asked, team, with_older=settings.on_corrupt == "previous")
+    tried = candidates_together(asked, group, with_older=settings.on_corrupt == "previous")
     if not tried:
         tag = asked.tag
         what = f"there is no checkpoint '{tag}' in {asked.root}" if tag else f"there is no checkpoint in {asked.root}"
@@ -182,16 +182,16 @@ def load_checkpoint(
         return None
     for number, chosen in enumerate(tried):
         try:
-            with open_together(asked, chosen, team) as reader:
+            with open_together(asked, chosen, group) as reader:
                 folder = reader.folder
-                match = Match.of(Weights.of(run.module, run.stores), reader).of_all(team)
+                match = Match.of(Weights.of(run.module, run.stores), reader).of_all(group)
                 if options.strict and not match.report.is_exact and options.custom is None:
                     raise Unfit(
                         f"{folder} does not fit the model: {match.report}. load_module_strict=False loads the rest"
                     )
                 if has_pickles(reader.manifest.facts) and not settings.pickled_client_state:
                     raise Unfit(f"{folder}: {PICKLED}")
-                client, report = _load(run, team, reader, match, options)
+                client, report = _load(run, group, reader, match, options)
                 if options.continues:
                     saving.run = reader.manifest.run
         except Unfit as error:
@@ -216,7 +216,7 @@ def _ask(saving: Saving, given: Given, tag: str | None, options: LoadOptions) ->
         return ask_together(
             root or Path(),
             tag,
-            saving.team,
+            saving.group,
             validation=settings.tag_validation,
             is_local=settings.use_node_local_storage,
             failure=unusable,
@@ -231,7 +231,7 @@ class Unfit(CheckpointError):
 
 
 def _load(
-    run: RunState, team: RankGroup, reader: Reader, match: Match, options: LoadOptions
+    run: RunState, group: RankGroup, reader: Reader, match: Match, options: LoadOptions
 ) -> tuple[dict[str, Any], LoadReport]:
     """Read everything on every rank, then set what is no tensor; where one rank fails, all do."""
     optimizer = run.optimizer
@@ -240,7 +240,7 @@ def _load(
     if wants_states and has_states and optimizer is not None and not (optimizer.state and has_stepped(optimizer)):
         create_states(optimizer, run.stores)
     read, failure = attempt(lambda: _read(run, reader, match, options, wants_states and has_states))
-    said = team.all_gather((failure, read[2] if read else []), CALL)
+    said = group.all_gather((failure, read[2] if read else []), CALL)
     failures = {rank: words for rank, (words, _) in enumerate(said) if words}
     missing = list(dict.fromkeys(name for _, names in said for name in names))
     if failures:

@@ -14,7 +14,7 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm.fingerprint import compare, sum_of_bits
 from mizzen.errors import CommError, UsageError
 from mizzen.model.tree import ModelTree, every_name, joined_module
-from mizzen.optim.guard import Members, Sides
+from mizzen.optim.guard import ParameterGuard, Sides
 from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.plan.parts import Store
 
@@ -27,7 +27,7 @@ class ModelChanges:
         self.stores = tuple(stores)
         self.trees = [ModelTree(module) for module in modules]
         self.sides = Sides(model)
-        self.members = Members(optimizer, model)
+        self.members = ParameterGuard(optimizer, model)
 
     @property
     def has_new_values(self) -> bool:

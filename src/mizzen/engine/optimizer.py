@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
-from mizzen.optim.guard import Members
+from mizzen.optim.guard import ParameterGuard
 from mizzen.optim.lamb import Lamb
 from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.plan.parts import Store
@@ -30,7 +30,7 @@ class EngineOptimizer(Optimizer):
         step: Callable[[], Any],
         clear: Callable[[], None],
         scaler: LossScaler,
-        members: Members,
+        members: ParameterGuard,
     ) -> None:
         super().__init__([torch.zeros(0)], dict(inner.defaults))
         self.optimizer = inner

@@ -42,7 +42,7 @@ class Saving(Observer):
     """What an engine needs to save; as an observer it brings the error of a save beside training to the next step."""
 
     settings: CheckpointConfig
-    team: RankGroup
+    group: RankGroup
     background: SaveThread
     told: tuple[Observer, ...] = ()
     """Who hears of each checkpoint that is committed."""
@@ -82,7 +82,7 @@ class Saving(Observer):
         )
 
 
-def team_of(mesh: Mesh) -> RankGroup:
+def rank_group_of(mesh: Mesh) -> RankGroup:
     """All ranks, on the group that training does not use."""
     return RankGroup(mesh.rank, mesh.layout.world, mesh.aside.group)
 
@@ -127,7 +127,7 @@ def save_checkpoint(
     run.changes.adopt()
     try:
         if saving.settings.async_policy == "refuse":
-            saving.background.refuse_another(saving.team)
+            saving.background.refuse_another(saving.group)
         collected = _collected(run, client_state, exclude_frozen)
         arguments = {"exclude_frozen_parameters": bool(exclude_frozen)}
         return _save(saving, given, tag, collected, saving.terms(save_latest), arguments, beside)
@@ -156,27 +156,27 @@ def _save(
     arguments: Mapping[str, object],
     beside: bool,
 ) -> bool:
-    team, started = saving.team, time.perf_counter()
+    group, started = saving.group, time.perf_counter()
     _, unsaved = attempt(lambda: saving.report_failure(saving.background.wait))  # others may know it already
     root, unusable = attempt(lambda: folder_of(saving.settings, given))
     found, failure = collected
     found = found or CollectedState((), {}, {})
-    needed = sum(item.nbytes for item in items_to_write(found.held, team.rank, ()))
+    needed = sum(item.nbytes for item in items_to_write(found.held, group.rank, ()))
     failure = unusable or unsaved or failure
     try:
-        ticket = protocol.begin(root or Path(), tag, team, terms, needed=needed, failure=failure, arguments=arguments)
+        ticket = protocol.begin(root or Path(), tag, group, terms, needed=needed, failure=failure, arguments=arguments)
     except CheckpointError as error:
         raise UsageError(str(error)) if unusable else error from None
-    mine = items_to_write(found.held, team.rank, ticket.nodes)
+    mine = items_to_write(found.held, group.rank, ticket.nodes)
     known = [each.item.entry for each in found.held if not each.is_joint]
     items, uncopied = attempt(lambda: saving.background.staging.copies(mine)) if beside else (mine, None)
 
     def finish() -> None:
         written, failure = (
-            attempt(lambda: protocol.write(ticket, items, team, known)) if items is not None else (None, uncopied)
+            attempt(lambda: protocol.write(ticket, items, group, known)) if items is not None else (None, uncopied)
         )
-        manifest = protocol.commit(ticket, written, failure, found.facts, team, terms, own=found.own)
-        if manifest is not None and team.is_first:
+        manifest = protocol.commit(ticket, written, failure, found.facts, group, terms, own=found.own)
+        if manifest is not None and group.is_first:
             seconds = time.perf_counter() - started
             speed = manifest.nbytes / max(seconds, 1e-9) / 1e9
             log_dist(f"saved {ticket.folder}: {manifest.nbytes:,} bytes in {seconds:.2f} s ({speed:.2f} GB/s)")

@@ -201,7 +201,7 @@ def _slopes(logits: Tensor, labels: Tensor, losses: Tensor, work: _Work) -> Tens
 
 
 def plain_slopes(logits: Tensor, labels: Tensor, losses: Tensor, *, ignore_index: int, writes: bool) -> Tensor:
-    """The same in plain torch, with one wide copy of the logits."""
+    """The losses and the gradient by the logits in plain torch, with one wide copy of the logits."""
     wide = logits.to(losses.dtype, copy=True)
     counts = (labels != ignore_index).unsqueeze(1)
     places = labels.unsqueeze(1).masked_fill(~counts, 0)

@@ -17,6 +17,6 @@ def plain_rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same, rounded once. torch's kernel takes one dtype, so the narrower of two is widened."""
+    """`plain_rms_norm`, rounded once. torch's kernel takes one dtype, so the narrower of two is widened."""
     dtype = torch.promote_types(inputs.dtype, weight.dtype)
     return functional.rms_norm(inputs.to(dtype), weight.shape, weight.to(dtype), eps).to(dtype)

@@ -73,7 +73,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ElementRange:
     """A run of elements of what a rank holds that it counts for all, or that another one counts."""
 
     boxes: tuple[Box, ...]
@@ -301,19 +301,19 @@ class Site:
         left = {each.box for each in self.shared if self.rank != min(each.ranks)}
         return tuple(box for box, _ in self.parts if box not in left)
 
-    def stretches(self, boxes: Sequence[Box]) -> list[Stretch]:
+    def ranges(self, boxes: Sequence[Box]) -> list[ElementRange]:
         """Boxes of what the rank holds, one after the other: which of their elements it counts, and saves.
 
         What several ranks of an axis hold is counted by the first of them.
         """
         left = [each.box for each in self.shared if self.rank != min(each.ranks)]
-        found: list[Stretch] = []
+        found: list[ElementRange] = []
         place = 0
         flags = ((box, not any(each.contains(box) for each in left)) for box in boxes)
         for is_counted, together in groupby(flags, key=lambda each: each[1]):
             those = tuple(box for box, _ in together)
             size = sum(box.numel for box in those)
-            found.append(Stretch(those, place, place + size, is_counted))
+            found.append(ElementRange(those, place, place + size, is_counted))
             place += size
         return found
 

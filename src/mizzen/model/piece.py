@@ -156,7 +156,7 @@ def counted(piece: Piece, site: Site | None) -> Iterator[tuple[Piece, bool]]:
         yield piece, True
         return
     flat = piece.data.reshape(-1)
-    for each in site.stretches(piece.boxes):
+    for each in site.ranges(piece.boxes):
         yield piece_of_boxes(piece.name, piece.shape, flat[each.start : each.stop], each.boxes), each.is_counted
 
 

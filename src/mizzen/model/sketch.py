@@ -162,7 +162,7 @@ class Sketch:
         return replace(self, parameters=tuple(parameters))
 
     def unsplit(self, ranks: int) -> "Sketch":
-        """The same model with the shapes of whole parameters, where it was read from one that comes split."""
+        """This model with the shapes of whole parameters, where it was read from one that comes split."""
         if ranks == 1:
             return replace(self, parameters=tuple(replace(p, split=None) for p in self.parameters))
         return replace(self, parameters=tuple(_unsplit(p, ranks) for p in self.parameters))

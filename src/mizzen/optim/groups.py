@@ -28,7 +28,7 @@ def param_groups(
         for place, parameter in enumerate(_parameters_of(given, number)):
             name = names.get(id(parameter))
             if name is None:
-                raise _stranger(model, parameter, number, place)
+                raise _not_in_the_model(model, parameter, number, place)
             if not parameter.requires_grad or placed.get(name) == number:
                 continue
             if name in placed:
@@ -84,7 +84,7 @@ def _parameters_of(group: Mapping[str, Any], number: int) -> Iterator[Tensor]:
         yield parameter
 
 
-def _stranger(model: nn.Module, parameter: Tensor, number: int, place: int) -> UsageError:
+def _not_in_the_model(model: nn.Module, parameter: Tensor, number: int, place: int) -> UsageError:
     shape = list(parameter.shape)
     alike = [name for name, own in model.named_parameters() if list(own.shape) == shape]
     hint = f"; of that shape the model has {', '.join(alike[:3])}" if alike else ""

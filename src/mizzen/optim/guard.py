@@ -29,7 +29,7 @@ class Guard:
                 )
 
 
-class Members:
+class ParameterGuard:
     """Refuse a step after parameters have joined an optimizer: nobody would sum their gradients over the ranks."""
 
     def __init__(self, optimizer: Optimizer | None, model: nn.Module) -> None:

@@ -64,7 +64,7 @@ class Schedule(ABC):
         return self.lr_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The same, under the name that torch gives it."""
+        """The learning rate of every group now, under the name that torch gives it."""
         return self.get_lr()
 
     def state_dict(self) -> dict[str, int]:

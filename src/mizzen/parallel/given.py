@@ -53,7 +53,7 @@ class GivenSplit(Transform):
         return GivenChoice(ranks, cut, len(parameters) - len(cut))
 
     def redraw(self, choice: GivenChoice, drafts: Drafts) -> Drafts:
-        """The same pieces with these homes."""
+        """These pieces with the homes that are given."""
         return tuple(
             replace(draft, parameters=tuple(replace(p, home=_home(p, choice.ranks)) for p in draft.parameters))
             for draft in drafts

@@ -20,9 +20,9 @@ from mizzen.model.blocks import Block
 from mizzen.model.sketch import Drafts, Sketch, joined
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
+from mizzen.rewrite.forward import restore
 from mizzen.rewrite.inside import Inside
 from mizzen.rewrite.replay import Keeping, Recomputed
-from mizzen.rewrite.standing import restore
 from mizzen.rewrite.units import called_blocks, in_words
 
 REPEATING_BACKENDS: Final = ("inductor", "aot_eager")

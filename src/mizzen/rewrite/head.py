@@ -20,8 +20,8 @@ from mizzen.accelerator import get_accelerator
 from mizzen.accelerator.fetch import Fetch
 from mizzen.errors import PlanError, UsageError
 from mizzen.kernels.head_loss import head_loss
-from mizzen.rewrite.late import LateLogits
-from mizzen.rewrite.standing import Standing
+from mizzen.rewrite.forward import ReplacedForward
+from mizzen.rewrite.late_logits import LateLogits
 
 LOSS: Final = "ForCausalLMLoss"
 """The loss of transformers that is computed here: the next token's cross entropy, per token or per `num_items`."""
@@ -65,7 +65,7 @@ class _Call:
     is_over: bool = False
 
 
-class HeadLoss(Standing):
+class HeadLoss(ReplacedForward):
     """Stands in the place of the model's `forward`. Without labels it only calls it."""
 
     def __init__(self, model: nn.Module, head: nn.Linear, rows: int, *, labelled_only: bool, calls_loss: bool) -> None:

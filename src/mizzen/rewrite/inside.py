@@ -18,13 +18,13 @@ from mizzen.kernels.rms_norm import plain_rms_norm, rms_norm
 from mizzen.kernels.rotary import plain_rotary, rotary
 from mizzen.kernels.swiglu import plain_swiglu, swiglu
 from mizzen.model.sketch import ROTARY, ModuleSketch
-from mizzen.rewrite.standing import Standing
+from mizzen.rewrite.forward import ReplacedForward
 
 EPSILONS: Final = ("variance_epsilon", "eps")
 """Names under which norms keep what they add to the mean square."""
 
 
-class Inside(Standing):
+class Inside(ReplacedForward):
     """A module inside of a block that is computed by our operations. A compiler would do as well, and wants none."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -113,7 +113,7 @@ def check(modules: Iterable[ModuleSketch], trouble_of: Callable[[Any, ModuleSket
             raise PlanError(f"fused: {module.kind} {trouble}")
 
 
-def replace(modules: Iterable[nn.Module], kind: Callable[[Any], Standing]) -> None:
+def replace(modules: Iterable[nn.Module], kind: Callable[[Any], ReplacedForward]) -> None:
     """Put one of a kind in the place of each module's `forward`."""
     for module in modules:
         vars(module)["forward"] = kind(module)

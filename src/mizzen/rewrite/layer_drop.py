@@ -19,7 +19,7 @@ from mizzen.model.sketch import Drafts, ModuleSketch
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
-from mizzen.rewrite.standing import Standing, restore
+from mizzen.rewrite.forward import ReplacedForward, restore
 
 KEYWORDS: Final = ("progressive_layer_drop", "pld_theta")
 """The arguments that a model's forward gets: True, and the probability."""
@@ -40,7 +40,7 @@ class LayerDropChoice:
         return (1 - self.theta) * math.exp(-self.gamma * step) + self.theta
 
 
-class Dropping(Standing, Observer):
+class Dropping(ReplacedForward, Observer):
     """Stands in the place of a model's forward and adds the two arguments; as an observer it follows the steps."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], choice: LayerDropChoice) -> None:

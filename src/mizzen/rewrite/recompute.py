@@ -11,8 +11,8 @@ from mizzen.model.sketch import Drafts, joined
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.checkpointing import Checkpointing
+from mizzen.rewrite.forward import restore
 from mizzen.rewrite.replay import Keeping, Recomputed
-from mizzen.rewrite.standing import restore
 from mizzen.rewrite.units import called_blocks, in_words
 
 

@@ -25,7 +25,7 @@ from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
 from mizzen.kernels.untraced import untraced
-from mizzen.rewrite.standing import Standing
+from mizzen.rewrite.forward import ReplacedForward
 from mizzen.rewrite.streams import RandomStreams
 
 PRODUCTS: Final = frozenset(
@@ -60,7 +60,7 @@ class Keeping:
     """The inputs rest in host memory."""
 
 
-class Recomputed(Standing):
+class Recomputed(ReplacedForward):
     """Stands in the place of a module's `forward` and calls it so that backward computes it again."""
 
     def __init__(self, forward: Callable[..., Any], keeping: Keeping) -> None:

@@ -14,7 +14,7 @@ from ranks.checkpoint.programs import Case, build, differences, train, warnings_
 
 def different_tags_on_nodes(root, validation):
     engine = build(Case(checkpoint={"tag_validation": validation, "use_node_local_storage": True}))
-    engine.saving.team.node = node = f"node{engine.global_rank}"
+    engine.saving.group.node = node = f"node{engine.global_rank}"
     folder = Path(root) / node
     try:
         engine.save_checkpoint(folder, tag=f"tag{engine.global_rank}")
@@ -34,13 +34,13 @@ def test_nodes_that_save_under_different_tags(world, tmp_path):
 def on_nodes(root, stage, lose):
     engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
     node = f"node{engine.global_rank // 2}"
-    engine.saving.team.node = node
+    engine.saving.group.node = node
     folder = Path(root) / node
     train(engine, 1)
     engine.save_checkpoint(folder)
     held = whole(engine)
     fresh = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}), seed=3)
-    fresh.saving.team.node = node
+    fresh.saving.group.node = node
     if lose and engine.global_rank == 2:
         os.unlink(folder / "global_step1" / "manifest.json")
     mizzen.comm.barrier()
@@ -65,7 +65,7 @@ def test_a_node_without_its_part_is_named(world, tmp_path):
 def node_without_folder(root, lost):
     case = Case(stage=1, checkpoint={"use_node_local_storage": True})
     engine = build(case)
-    engine.saving.team.node = node = f"node{engine.global_rank}"
+    engine.saving.group.node = node = f"node{engine.global_rank}"
     folder = Path(root) / node
     engine.save_checkpoint(folder)
     if node in lost:
@@ -86,7 +86,7 @@ def test_a_node_without_its_folder_is_named(world, tmp_path):
 
 def node_without_its_newest(root, lost):
     engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True}))
-    engine.saving.team.node = node = f"node{engine.global_rank}"
+    engine.saving.group.node = node = f"node{engine.global_rank}"
     folder = Path(root) / node
     engine.save_checkpoint(folder, tag="one")
     engine.save_checkpoint(folder, tag="two")
@@ -110,7 +110,7 @@ def other_layout(root, stage, turned):
     """Saved by ranks 0 and 1 on one node, 2 and 3 on the other; loaded by 0 and 2, 1 and 3."""
     engine = build(Case(stage=stage, checkpoint={"use_node_local_storage": True}))
     places = [f"node{rank % 2 if turned else rank // 2}" for rank in range(4)]
-    engine.saving.team.node = node = places[engine.global_rank]
+    engine.saving.group.node = node = places[engine.global_rank]
     if not turned:
         train(engine, 1)
         return engine.save_checkpoint(Path(root) / node)
@@ -129,7 +129,7 @@ def test_another_layout_without_a_shared_filesystem_is_named(world, tmp_path):
 def commit_fails_on_a_node(root, is_first):
     """On one node the manifest of a save cannot be put into place."""
     engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True, "keep_last": 1}))
-    engine.saving.team.node = node = f"node{engine.global_rank}"
+    engine.saving.group.node = node = f"node{engine.global_rank}"
     folder, said = Path(root) / node, ""
     train(engine, 1)
     if not is_first:
@@ -160,7 +160,7 @@ def test_what_is_older_goes_once_a_save_is_on_every_node(world, tmp_path):
 
 def one_folder_for_all(root):
     engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True}))
-    engine.saving.team.node = f"node{engine.global_rank}"
+    engine.saving.group.node = f"node{engine.global_rank}"
     try:
         engine.save_checkpoint(root)
     except CheckpointError as error:

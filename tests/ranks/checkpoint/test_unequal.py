@@ -104,7 +104,7 @@ def test_nodes_that_share_no_folder_save_nothing(world, tmp_path, name):
 
 def on_one_node(root):
     engine = build(Case(stage=1, checkpoint={"use_node_local_storage": True}))
-    engine.saving.team.node = f"node{engine.global_rank // 2}"
+    engine.saving.group.node = f"node{engine.global_rank // 2}"
     return save_and_say(engine, f"{root}/rank{engine.global_rank}")
 
 

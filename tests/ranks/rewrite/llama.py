@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import mizzen
-from mizzen.rewrite.late import LateLogits
-from mizzen.rewrite.standing import Standing
+from mizzen.rewrite.forward import ReplacedForward
+from mizzen.rewrite.late_logits import LateLogits
 from ranks.rewrite.programs import config_of
 
 transformers = pytest.importorskip("transformers")
@@ -55,5 +55,5 @@ def train(stage: int, tied: bool = False, frozen: bool = False, **sections) -> t
         name: mizzen.zero.safe_get_full_fp32_param(p).clone() for name, p in model.named_parameters() if p.requires_grad
     }
     engine.destroy()
-    assert not any(isinstance(vars(module).get("forward"), Standing) for module in model.modules())
+    assert not any(isinstance(vars(module).get("forward"), ReplacedForward) for module in model.modules())
     return losses, norms, values

@@ -6,7 +6,7 @@ import torch
 import mizzen
 from breadth import FULL, chosen
 from mizzen.errors import UsageError
-from mizzen.rewrite.standing import Standing
+from mizzen.rewrite.forward import ReplacedForward
 from ranks.rewrite.llama import ALL, batch_of, build, train
 from ranks.rewrite.programs import config_of
 
@@ -101,8 +101,8 @@ def give_to_a_later_engine() -> list[int]:
     for section in (ALL, HEAD, {}):
         engine, *_ = mizzen.initialize(model=model, config=config_of(1, 2, fused=section))
         standing = [vars(module).get("forward") for module in model.modules()]
-        standing = [each for each in standing if isinstance(each, Standing)]
-        assert not any(isinstance(each.__wrapped__, Standing) for each in standing)
+        standing = [each for each in standing if isinstance(each, ReplacedForward)]
+        assert not any(isinstance(each.__wrapped__, ReplacedForward) for each in standing)
         counts.append(len(standing))
         for half in range(2):
             engine.backward(engine(**batch_of(half, engine.global_rank)).loss)

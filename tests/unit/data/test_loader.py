@@ -26,12 +26,12 @@ from torch.utils.data import (
 
 from mizzen.ambient import AMBIENT
 from mizzen.data.loader import Loader, LoaderFactory
-from mizzen.data.sampler import Position, Share
+from mizzen.data.sampler import BatchShare, LoaderPosition
 from mizzen.errors import CheckpointError, UsageError
 
 
 def loader_of(dataset, micro=2, rank=0, ranks=1, accumulation=1, **arguments):
-    return Loader(dataset, Share(micro, rank, ranks, accumulation), **({"seed": 5} | arguments))
+    return Loader(dataset, BatchShare(micro, rank, ranks, accumulation), **({"seed": 5} | arguments))
 
 
 def numbers(batches):
@@ -96,7 +96,7 @@ class TestEpochs:
         loader, other = loader_of(range(20)), loader_of(range(20))
         epochs = [flat(loader) for _ in range(4)]
         other.set_epoch(2)
-        assert other.position == Position(2, 0)
+        assert other.position == LoaderPosition(2, 0)
         assert [flat(other), flat(other)] == epochs[2:]
         other.set_epoch(1)
         assert flat(other) == epochs[1]
@@ -150,8 +150,14 @@ class TestPosition:
         seen = [loader.position]
         for _ in loader:
             seen.append(loader.position)
-        assert seen == [Position(0, 0), Position(0, 6), Position(0, 12), Position(0, 18), Position(1, 0)]
-        assert loader.position == Position(1, 0)
+        assert seen == [
+            LoaderPosition(0, 0),
+            LoaderPosition(0, 6),
+            LoaderPosition(0, 12),
+            LoaderPosition(0, 18),
+            LoaderPosition(1, 0),
+        ]
+        assert loader.position == LoaderPosition(1, 0)
 
     @given(data=st.data(), size=st.integers(8, 40), ending=st.sampled_from(["wrap", "drop"]))
     @settings(max_examples=40)
@@ -202,7 +208,7 @@ class TestPosition:
         loader.set_epoch(1)
         for _ in loader:
             loader.set_epoch(4)
-            assert loader.position == Position(1, 2)
+            assert loader.position == LoaderPosition(1, 2)
             break
         assert flat(loader) == epochs[4]
 
@@ -215,7 +221,7 @@ class TestPosition:
         loaded = loader_of(range(4))
         loaded.load_state_dict(state | {"epoch": 0, "samples": 4})
         assert len(list(loaded)) == 2
-        assert loaded.position == Position(2, 0)
+        assert loaded.position == LoaderPosition(2, 0)
 
     def test_a_data_set_that_has_changed_is_told(self):
         AMBIENT.warned.clear()
@@ -261,7 +267,7 @@ class TestIterable:
         dataset = Counting(4)
         loader = loader_of(dataset)
         list(loader), list(loader)
-        assert dataset.epochs == [0, 1] and loader.position == Position(2, 0)
+        assert dataset.epochs == [0, 1] and loader.position == LoaderPosition(2, 0)
 
     def test_no_more_is_read_than_is_needed(self):
         dataset = Counting(1000)
@@ -308,7 +314,7 @@ class TestWorkers:
         loader = loader_of(range(40), workers=2)
         iterator = iter(loader)
         handed_out = flat([next(iterator), next(iterator)])
-        assert loader.position == Position(0, 4)
+        assert loader.position == LoaderPosition(0, 4)
         loaded = loader_of(range(40), workers=0)
         loaded.load_state_dict(loader.state_dict())
         assert sorted(handed_out + flat(loaded)) == list(range(40))
@@ -368,7 +374,7 @@ class TestWorkers:
 class TestFactory:
     def test_training_data_is_shuffled_and_wraps(self):
         loader = LoaderFactory(seed=3, rank=1, ranks=2, accumulation=2)(range(10), batch_size=2)
-        assert (loader.share, loader.shuffle, loader.ending) == (Share(2, 1, 2, 2), True, "wrap")
+        assert (loader.share, loader.shuffle, loader.ending) == (BatchShare(2, 1, 2, 2), True, "wrap")
         assert loader.batch_size == 2 and loader.state_dict()["seed"] == 3
 
     def test_or_drops(self):
@@ -394,7 +400,7 @@ class TestFactory:
     )
     def test_workers(self, device, asked, workers):
         loader = LoaderFactory(seed=3, device_type=device)(range(8), batch_size=2, workers=asked)
-        assert loader._torch_loader(Position()).num_workers == workers
+        assert loader._torch_loader(LoaderPosition()).num_workers == workers
 
     @pytest.mark.parametrize(
         ("device", "asked", "pinned"),
@@ -402,7 +408,7 @@ class TestFactory:
     )
     def test_pinning(self, device, asked, pinned):
         factory = LoaderFactory(seed=3, device_type=device)
-        assert factory(range(8), batch_size=2, pin_memory=asked)._torch_loader(Position()).pin_memory == pinned
+        assert factory(range(8), batch_size=2, pin_memory=asked)._torch_loader(LoaderPosition()).pin_memory == pinned
         own = factory(range(8), batch_size=2, pin_memory=asked, sampler=SequentialSampler(range(8)))
         assert own.pin_memory == pinned
 
@@ -445,7 +451,7 @@ class TestGiven:
         given = DataLoader(range(12), batch_size=3, collate_fn=tuple, num_workers=1, prefetch_factor=4)
         loader = LoaderFactory(seed=3, rank=1, ranks=2)(given, batch_size=2)
         assert list(loader) == [(3, 4, 5), (9, 10, 11)]
-        made = loader._torch_loader(Position())
+        made = loader._torch_loader(LoaderPosition())
         assert (made.num_workers, made.prefetch_factor) == (1, 4)
         assert any("has batches of 3" in words and "= 2" in words for words in AMBIENT.warned)
 

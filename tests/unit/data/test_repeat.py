@@ -8,11 +8,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from mizzen.data.loader import Loader
 from mizzen.data.repeat import RepeatingLoader
-from mizzen.data.sampler import Position, Share
+from mizzen.data.sampler import BatchShare, LoaderPosition
 
 
 def ours(dataset=range(6), **arguments):
-    return Loader(dataset, Share(2), seed=1, **arguments)
+    return Loader(dataset, BatchShare(2), seed=1, **arguments)
 
 
 def flat(batches):
@@ -37,7 +37,7 @@ def test_the_position_is_that_of_the_loader():
     repeating = RepeatingLoader(loader)
     for _ in range(4):
         next(repeating)
-    assert loader.position == Position(1, 2)
+    assert loader.position == LoaderPosition(1, 2)
     loaded = ours()
     loaded.load_state_dict(loader.state_dict())
     assert flat(islice(RepeatingLoader(loaded), 5)) == flat(islice(repeating, 5))

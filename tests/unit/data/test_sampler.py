@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mizzen.data.sampler import MicroBatches, Share, derive_seed, epoch_order
+from mizzen.data.sampler import BatchShare, MicroBatches, derive_seed, epoch_order
 from mizzen.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def splits(train):
 def steps_of(order, split, *, start=0, ending="wrap"):
     """The samples of each step in global order, put together from what every rank gets."""
     micro, ranks, accumulation = split
-    shares = [Share(micro, rank, ranks, accumulation) for rank in range(ranks)]
+    shares = [BatchShare(micro, rank, ranks, accumulation) for rank in range(ranks)]
     by_rank = [list(MicroBatches(order, share, start=start, ending=ending)) for share in shares]
     assert len({len(batches) for batches in by_rank}) == 1, "ranks get a different number of micro-batches"
     rounds = [[sample for batches in by_rank for sample in batches[number]] for number in range(len(by_rank[0]))]
@@ -75,7 +75,7 @@ class TestSteps:
     def test_the_same_split_goes_on_inside_a_step(self, size, split, data):
         order = epoch_order(size, seed=3, epoch=1)
         micro, ranks, accumulation = split
-        share = Share(micro, ranks - 1, ranks, accumulation)
+        share = BatchShare(micro, ranks - 1, ranks, accumulation)
         whole = list(MicroBatches(order, share))
         done = data.draw(st.integers(0, len(whole)))
         assert list(MicroBatches(order, share, start=done * share.round)) == whole[done:]
@@ -88,7 +88,7 @@ class TestSteps:
         assert sum(steps_of(order, (2, 3, 2), start=2, ending="drop"), []) == [*range(2, 20)]
 
     def test_how_a_step_is_split(self):
-        order, split = torch.arange(16), Share(micro=2, rank=1, ranks=2, accumulation=2)
+        order, split = torch.arange(16), BatchShare(micro=2, rank=1, ranks=2, accumulation=2)
         assert list(MicroBatches(order, split)) == [[2, 3], [6, 7], [10, 11], [14, 15]]
         assert (split.round, split.step) == (4, 8)
 
@@ -106,7 +106,7 @@ class TestEnding:
     def test_short_hands_out_each_sample_once(self, size, micro, ranks, data):
         start = micro * ranks * data.draw(st.integers(0, 3))
         samplers = [
-            MicroBatches(torch.arange(size), Share(micro, rank, ranks), start=start, ending="short")
+            MicroBatches(torch.arange(size), BatchShare(micro, rank, ranks), start=start, ending="short")
             for rank in range(ranks)
         ]
         by_rank = [list(sampler) for sampler in samplers]
@@ -117,7 +117,7 @@ class TestEnding:
 
     @pytest.mark.parametrize("ending", ["wrap", "drop", "short"])
     def test_nothing_is_left_after_the_end(self, ending):
-        share = Share(2, 1, 2, 2)
+        share = BatchShare(2, 1, 2, 2)
         assert share.micro_batches(10, 16, ending) == share.micro_batches(10, 99, ending) == 0
         assert share.micro_batches(0, 0, ending) == 0
 
@@ -125,4 +125,4 @@ class TestEnding:
 @pytest.mark.parametrize("share", [(0,), (2, 2, 2), (2, -1, 2), (2, 0, 1, 0)])
 def test_what_is_no_share(share):
     with pytest.raises(UsageError, match="is no share of a batch"):
-        Share(*share)
+        BatchShare(*share)

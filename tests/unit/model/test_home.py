@@ -172,8 +172,8 @@ def test_what_several_ranks_of_a_cut_axis_hold_is_found_in_their_tensors_and_cou
             assert rank in each.ranks
             for other in each.ranks:
                 assert each.box in home.boxes(shape, layout, other)
-        stretches = site.stretches(site.boxes_of_range(0, local.numel()))
-        assert [stretch.stop for stretch in stretches[:-1]] == [stretch.start for stretch in stretches[1:]]
-        assert sum(stretch.stop - stretch.start for stretch in stretches) == local.numel()
-        counted += [box for stretch in stretches if stretch.is_counted for box in stretch.boxes]
+        ranges = site.ranges(site.boxes_of_range(0, local.numel()))
+        assert [each.stop for each in ranges[:-1]] == [each.start for each in ranges[1:]]
+        assert sum(each.stop - each.start for each in ranges) == local.numel()
+        counted += [box for each in ranges if each.is_counted for box in each.boxes]
     assert coverage(counted, shape).is_exact

@@ -16,9 +16,9 @@ from mizzen.model.head import HeadSketch
 from mizzen.model.sketch import Sketch
 from mizzen.plan.cost import Cost
 from mizzen.rewrite.compile import compile_blocks
+from mizzen.rewrite.forward import ReplacedForward, restore
 from mizzen.rewrite.fused import Fused
 from mizzen.rewrite.inside import Gated, Inside, Norm, Turning
-from mizzen.rewrite.standing import Standing, restore
 from unit.rewrite.llamas import ALL, FAMILIES, KEYS, build, choose, fuse, gradients
 
 
@@ -198,4 +198,4 @@ def test_copies_stand_on_their_own(make):
             parameter.zero_()
     assert gradients(other)[0] == expected[0]
     restore(other)
-    assert not any(isinstance(vars(module).get("forward"), Standing) for module in other.modules())
+    assert not any(isinstance(vars(module).get("forward"), ReplacedForward) for module in other.modules())

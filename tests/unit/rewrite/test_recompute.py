@@ -16,9 +16,9 @@ from mizzen.plan.cost import Cost
 from mizzen.plan.explain import explain
 from mizzen.plan.parts import Part
 from mizzen.rewrite.checkpointing import Checkpointing
+from mizzen.rewrite.forward import restore
 from mizzen.rewrite.recompute import Recompute, RecomputeChoice
 from mizzen.rewrite.replay import Keeping, Recomputed
-from mizzen.rewrite.standing import restore
 
 
 class Layer(nn.Module):

@@ -24,7 +24,7 @@ class Target:
     shape: tuple[int, ...]
 
     def place(self, owned: Tensor) -> Tensor:
-        """The same place in a tensor that holds the owned chunk."""
+        """The range of this tensor in a tensor that holds the owned chunk."""
         return owned[self.start : self.stop].view(self.shape)
 
 
@@ -211,7 +211,7 @@ def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:
 
 
 def alone(view: Tensor) -> Tensor:
-    """The same memory under a storage that ends where the view ends: saving a tensor writes all of its storage."""
+    """The memory of a view under a storage that ends where the view ends: saving a tensor writes all of its storage."""
     if type(view) is not Tensor or view.device.type not in ("cpu", "cuda", "xpu"):
         return view  # without memory of its own, as in a simulation, or without addresses to share
     return from_dlpack(view)

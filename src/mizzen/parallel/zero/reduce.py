@@ -133,7 +133,7 @@ class Reducer:
         return received, list(received.view(ranks, -1)), work
 
     def _swapped(self, sent: Tensor, tag: Tag | None) -> tuple[Tensor, list[Tensor], Work | None]:
-        """The same between two ranks, where what is sent lies in one piece without the share that stays here."""
+        """An exchange between two ranks, where what is sent lies in one piece without the share that stays here."""
         rows = list(sent.chunk(2))
         other = 1 - groups.get_rank(self.group)
         sizes = [0, 0]

@@ -255,7 +255,7 @@ def price_of(family: Family, states: Sequence[int], *, at_rest: bool = False) ->
 
 
 def _change(family: Family, states: Sequence[int], place: int, *, at_rest: bool) -> Cost:
-    """The same for one of its ranks."""
+    """What sharing out changes on one rank of a family."""
     holding = family.holding
     change = Cost(gradients=_in_flight(family) if holding.stage == 2 and not at_rest else 0)
     for buffer in family.buffers:

@@ -102,7 +102,7 @@ class FlatStore:
                         bucket.plan.slots[number].name,
                         low - target.start,
                         high - target.start,
-                        _stretches(self.sites, bucket, number, low, high, target.start),
+                        _own_ranges(self.sites, bucket, number, low, high, target.start),
                     )
                     for number, low, high in bucket.owned_slots(target.start, target.stop)
                 ]
@@ -309,12 +309,12 @@ def _counted(bucket: LiveBucket, sites: Mapping[str, Site], rank: int, holding: 
         return [(start, stop)]
     ranges: list[tuple[int, int]] = []
     for number, low, high in bucket.owned_slots(start, stop):
-        found = _stretches(sites, bucket, number, low, high)
+        found = _own_ranges(sites, bucket, number, low, high)
         ranges += ((low, high),) if found is None else found
     return ranges
 
 
-def _stretches(
+def _own_ranges(
     sites: Mapping[str, Site], bucket: LiveBucket, number: int, low: int, high: int, start: int = 0
 ) -> tuple[tuple[int, int], ...] | None:
     """What a rank counts of a slot between two places of the owned chunk, from `start` on; None is all of it."""
@@ -322,7 +322,7 @@ def _stretches(
     site, first = sites.get(slot.name), bucket.start - slot.start
     if site is None or not site.is_shared:
         return None
-    found = site.stretches(site.boxes_of_range(low + first, high + first))
+    found = site.ranges(site.boxes_of_range(low + first, high + first))
     return tuple((low - start + each.start, low - start + each.stop) for each in found if each.is_counted)
 
 

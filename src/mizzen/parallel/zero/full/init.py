@@ -316,7 +316,7 @@ def early_shard(early: EarlyShard, mesh: DeviceMesh) -> Tensor:
     return part_of(whole, shard_dim(whole.shape, mesh.size()), mesh)
 
 
-class Init:
+class ShardedInit:
     """A context in which modules are sharded as they are built, or, with a module, what shards it at once.
 
     Nested contexts are one. A configuration of another stage than 3, or one rank, leaves modules as they are; `dtype`
@@ -361,7 +361,7 @@ class Init:
                 if self.building is not None:
                     self.building.finish(module)
 
-    def __enter__(self) -> "Init":
+    def __enter__(self) -> "ShardedInit":
         """Modules that are built from here on are sharded."""
         self.depth += 1
         if self.is_wanted and AMBIENT.building is None:

@@ -196,7 +196,7 @@ def as_dtensor(record: ShardRecord) -> DTensor:
 
 
 def with_dtensors(values: Any) -> Any:
-    """The same arguments with DTensors for sharded parameters."""
+    """A copy of these arguments with DTensors for sharded parameters."""
     return change_tensors(
         values, lambda each: as_dtensor(record_of(each)) if isinstance(each, ShardedParameter) else each
     )

@@ -152,7 +152,7 @@ class FullStore:
             for each in unit.trained:
                 if each.name not in self.uncounted:
                     flat = each.gradient(unit.gradient).reshape(-1)
-                    found = _stretches(each, self.sites)
+                    found = _own_ranges(each, self.sites)
                     counted += [flat] if found is None else [flat[start:stop] for start, stop in found]
         total = sum_of_squares(counted, device=self.device)
         self.parted = take_parted()
@@ -275,7 +275,7 @@ class FullStore:
 
 def _portions(share: Share, sites: Mapping[str, Site]) -> list[Portion]:
     return [
-        Portion(each.name, each.offset, each.offset + each.shard.numel(), _stretches(each, sites, each.offset))
+        Portion(each.name, each.offset, each.offset + each.shard.numel(), _own_ranges(each, sites, each.offset))
         for each in share.trained
     ]
 
@@ -285,13 +285,13 @@ def _are_shared(unit: LiveUnit, sites: Mapping[str, Site]) -> bool:
     return any(sites[each.name].is_shared for each in unit.trained if each.name in sites)
 
 
-def _stretches(each: UnitParameter, sites: Mapping[str, Site], offset: int = 0) -> tuple[tuple[int, int], ...] | None:
+def _own_ranges(each: UnitParameter, sites: Mapping[str, Site], offset: int = 0) -> tuple[tuple[int, int], ...] | None:
     """What a rank counts of a shard that lies at an offset; None is all of it."""
     site = sites.get(each.name)
     if site is None or not site.is_shared:
         return None
     boxes = [found for box in each.boxes for found in site.boxes_of(box)]
-    return tuple((offset + part.start, offset + part.stop) for part in site.stretches(boxes) if part.is_counted)
+    return tuple((offset + part.start, offset + part.stop) for part in site.ranges(boxes) if part.is_counted)
 
 
 def _entrances(units: Sequence[LiveUnit], runtime: UnitRuntime) -> list[RemovableHandle]:

@@ -163,7 +163,7 @@ class UnitParameter:
 
 
 def _another_object(func: Any, args: tuple[Any, ...]) -> Any:
-    """The same shard as another object, guarded alike: a plain DTensor would give the number of one rank."""
+    """A shard as another object, guarded alike: a plain DTensor would give the number of one rank."""
     if len(args) == 2:
         raise write_refusal(record_of(args[0]).name, "data")
     with torch._C.DisableTorchFunctionSubclass():

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from mizzen.rewrite.forward import ReplacedForward, restore
 from mizzen.rewrite.inside import Gated
 from mizzen.rewrite.replay import Keeping, Recomputed
-from mizzen.rewrite.standing import Standing, restore
 
 
 class Mlp(nn.Module):
@@ -53,6 +53,6 @@ def test_one_kind_goes():
 def test_somebody_elses_stays():
     module = Mlp()
     vars(module)["forward"] = mine = lambda x: x
-    vars(module)["forward"] = Standing(mine)
+    vars(module)["forward"] = ReplacedForward(mine)
     restore(nn.ModuleList([module]))
     assert vars(module)["forward"] is mine

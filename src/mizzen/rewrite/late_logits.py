@@ -91,7 +91,7 @@ class LateLogits(Tensor):
         return self._computed
 
     def _reshaped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "LateLogits | None":
-        """The same logits in another shape, still late; None when the logits of a token would be torn apart."""
+        """These logits in another shape, still late; None when the logits of a token would be torn apart."""
         shape = func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape
         if shape[-1:] != self.shape[-1:]:
             return None
