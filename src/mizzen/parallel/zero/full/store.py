@@ -87,8 +87,11 @@ class FullStore:
             for each in unit.parameters.values():
                 each.touch = UseOutside(unit, self.gradients)
         self.handles = self._register_hooks(twins or {})
+        self.contents = self._contents(lots)
+
+    def _contents(self, lots: Sequence[ShareLot]) -> StoreContents:
         trained: dict[str, Any] = {each.name: each.parameter for unit in self.units for each in unit.trained}
-        self.contents = StoreContents(
+        return StoreContents(
             trained=trained,
             held={name: each.parameter for unit in self.units for name, each in unit.parameters.items()},
             units=[tuple(unit.parameters) for unit in self.units],
