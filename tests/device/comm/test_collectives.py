@@ -6,8 +6,9 @@ import torch.distributed as torch_dist
 
 import mizzen.comm as dist
 from mizzen.ambient import AMBIENT
+from mizzen.comm.agreement import digest
 from mizzen.comm.backend import Request, Tag
-from mizzen.comm.tags import differ_on_device, digest
+from mizzen.comm.tags import differ_on_device
 from mizzen.comm.torch_backend import Sliced, Streamed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -91,7 +91,7 @@ METHODS: Final = frozenset(
     ]
 )
 """Methods that can be answered without the values."""
-SHARD_WISE: Final = frozenset(("to", "clone", "zeros_like", "ones_like", "empty_like", "full_like", "cpu"))
+SHARD_WISE: Final = frozenset(("clone", "zeros_like", "ones_like", "empty_like", "full_like"))
 """What gives another tensor that is sharded alike."""
 SHAPES: Final[Mapping[str, Callable[..., Tensor]]] = {
     "view_as": Tensor.view,

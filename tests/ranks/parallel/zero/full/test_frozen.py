@@ -11,6 +11,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.quantized import Packed
 from mizzen.parallel.zero.full.sharded_parameter import record_of
+from mizzen.parallel.zero.full.shards import MULTIPLE
 from mizzen.plan.build import build
 from ranks.parallel.zero.full.models import Base, config, rows, start, train
 
@@ -94,7 +95,8 @@ def test_memory_is_that_of_the_blocks(world):
         blocks = {"up": -(-27 * 8 // BLOCK), "down": -(-4 * WIDE // BLOCK)}
         for name in packed:
             assert sizes[name] == blocks[name.split(".")[2]] * (BLOCK + 4)
-        assert saved == 3 * (4 * 27 * 8 + 4 * 4 * WIDE) - sum(sizes[name] for name in packed)
+        expected = 3 * (4 * 27 * 8 + 4 * 4 * WIDE) - sum(sizes[name] for name in packed)
+        assert 0 <= saved - expected < 3 * 4 * MULTIPLE  # the padding of a unit's plain shards
 
 
 def in_bf16():

@@ -47,10 +47,10 @@ def touched(kind):
     return set(gathers), said
 
 
-def test_what_code_names_is_gathered_once_and_the_rest_is_said(world):
+def test_what_is_used_outside_of_its_unit_is_gathered_there_and_said(world):
     gathers, said = world(2).run(touched, "Outside")[0]
-    assert gathers == {"blocks.0.down.weight", "blocks.0.down.bias"}  # reached through a variable
-    assert "'blocks.0.down.weight' is used outside of its unit 'blocks.0'" in said[0]
+    assert gathers == {f"blocks.{block}.{kind}" for block in ("0.down", "1.up") for kind in ("weight", "bias")}
+    assert "'blocks.1.up.weight' is used outside of its unit 'blocks.1'" in said[0]
     assert world(2).run(touched, "Base")[0] == (set(), [])
 
 
