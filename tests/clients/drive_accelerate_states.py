@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import kl_div, log_softmax
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 from clients.small import RATE, VOCABULARY, configuration, forget, leave, llama, norms
+from mizzen.parallel.zero.full.sharded_parameter import find_record
 
 MICRO, STEPS, MIDDLE, CLIP = 4, 20, 10, 0.5
 
@@ -124,7 +124,7 @@ def pretrained(plugin, place: Path) -> dict:
     accelerator.wait_for_everyone()
     is_built = plugin is not None and not plugin.zero3_init_flag
     model = llama(5) if is_built else LlamaForCausalLM.from_pretrained(place)
-    held = sum(each.to_local().numel() if isinstance(each, DTensor) else each.numel() for each in model.parameters())
+    held = sum(each.to_local().numel() if find_record(each) else each.numel() for each in model.parameters())
     tools = prepared(accelerator, model)
     found = {"held": held, "losses": loop(accelerator, tools, 0, STEPS)}
     found["norms"] = norms(accelerator.unwrap_model(tools[0]), plugin is not None)

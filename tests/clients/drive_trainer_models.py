@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     Seq2SeqTrainer,
@@ -30,6 +29,7 @@ from clients.small import (
     llama_shape,
     norms,
 )
+from mizzen.parallel.zero.full.sharded_parameter import find_record
 
 STEPS = 20
 FP16 = {"enabled": "auto", "initial_scale_power": 20, "loss_scale_window": 5, "hysteresis": 1}
@@ -86,9 +86,7 @@ def simple(folder: Path, build, config: dict | None, *, resumed: Path | None = N
     """Train what `build` makes; its arguments are there before the model is."""
     arguments = arguments_of(folder, config, **more)
     model = build()
-    held = sum(
-        value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in model.parameters()
-    )
+    held = sum(value.to_local().numel() if find_record(value) else value.numel() for value in model.parameters())
     trainer = Recording(model=model, args=arguments, train_dataset=Tokens(48), eval_dataset=Tokens(24))
     found = train(trainer, config is not None, resumed)
     found["held at first"] = held
