@@ -60,3 +60,9 @@ def test_what_is_broken(tmp_path):
         "page.md: there.md#none has no such heading",
         "page.md: src/mizzen/gone.py",
     ]
+
+
+def test_every_decision_has_a_number_of_its_own():
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [int(page.name[:4]) for page in pages] == list(range(1, len(pages) + 1))
+    assert [int(page.read_text().split()[1].rstrip(".")) for page in pages] == list(range(1, len(pages) + 1))
