@@ -1,12 +1,18 @@
-"""Counts that guard against decay: lines of a file and a function, parameters, methods, and the library as a whole."""
+"""Counts that guard against decay: lines of files and functions, parameters, methods, and the library as a whole."""
 
 import ast
+import warnings
 from collections.abc import Iterable
 
 from house.tree import FACES, Module, made_up, modules
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
+"""Longer functions are warned of, unless they are in `LONG`: one that reads well in one go is not cut for a count."""
+LONG = {
+    "api.py initialize": "the signature that users know, then one call after the other",
+}
+"""`file function` -> why it is long."""
 PARAMETERS = 8
 METHODS = 20
 TOTAL_LINES = 45_000
@@ -28,8 +34,6 @@ def oversized(files: Iterable[Module]) -> list[str]:
         if (lines := len(module.text.splitlines())) > FILE_LINES:
             found.append(f"{module.name}:1 the file has {lines} lines")
         for function in module.functions() if module.unit != "kernels" else ():
-            if (lines := function.end_lineno - function.lineno + 1) > FUNCTION_LINES:
-                found.append(f"{module.name}:{function.lineno} {function.name} has {lines} lines")
             if (count := parameters(function)) > PARAMETERS:
                 found.append(f"{module.name}:{function.lineno} {function.name} has {count} parameters")
         for owner in module.classes():
@@ -37,6 +41,24 @@ def oversized(files: Iterable[Module]) -> list[str]:
             if count > METHODS:
                 found.append(f"{module.name}:{owner.lineno} {owner.name} has {count} methods")
     return found
+
+
+def long_functions(files: Iterable[Module]) -> dict[str, int]:
+    """`engine/engine.py step` -> lines, of functions that are longer than most should be."""
+    return {
+        f"{module.name} {function.name}": lines
+        for module in files
+        if module.unit != "kernels"
+        for function in module.functions()
+        if (lines := function.end_lineno - function.lineno + 1) > FUNCTION_LINES
+    }
+
+
+def test_long_functions_are_warned_of():
+    found = long_functions(modules())
+    assert set(LONG) <= set(found), "a function of the list is short now, or gone: take it from the list"
+    for name in sorted(set(found) - set(LONG)):
+        warnings.warn(f"{name} has {found[name]} lines: shorten it, or say in LONG why not", stacklevel=1)
 
 
 def test_nothing_is_too_large():
@@ -53,19 +75,17 @@ def test_what_is_counted(tmp_path):
     big_class = "class Big:\n" + "".join(
         f"    def m{number}(self, a, b, c, d, e, f, g, h): ...\n" for number in range(21)
     )
-    found = oversized(
-        made_up(
-            tmp_path,
-            {
-                "a.py": long_function + wide_function + big_class,
-                "b.py": "x = 1\n" * 501,
-                "zero.py": "x = 1\n" * 501 + long_function + wide_function + big_class,
-                "kernels/fused.py": long_function + wide_function,
-            },
-        )
+    made = made_up(
+        tmp_path,
+        {
+            "a.py": long_function + wide_function + big_class,
+            "b.py": "x = 1\n" * 501,
+            "zero.py": "x = 1\n" * 501 + long_function + wide_function + big_class,
+            "kernels/fused.py": long_function + wide_function,
+        },
     )
-    assert found == [
-        "a.py:1 long has 61 lines",
+    assert long_functions(made) == {"a.py long": 61, "zero.py long": 61}
+    assert oversized(made) == [
         "a.py:62 wide has 9 parameters",
         "a.py:64 Big has 21 methods",
         "b.py:1 the file has 501 lines",

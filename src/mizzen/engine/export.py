@@ -34,7 +34,7 @@ SAFETENSORS: Final = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class HeldPart:
     """A tensor that a rank holds something of, and what it gives of it to the rank that writes."""
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Own:
             {name: site for store in stores for name, site in store.contents.sites.items()},
         )
 
-    def offers(self, rank: int, same_piece: Sequence[int]) -> dict[str, Offer]:
+    def offers(self, rank: int, same_piece: Sequence[int]) -> dict[str, HeldPart]:
         """What this rank gives. What lives nowhere else than on `same_piece`, the first of these ranks gives."""
         facts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, value in self.plain.items():
@@ -84,10 +84,10 @@ class Own:
         found = {}
         for name, (dtype, shape) in facts.items():
             if (site := self.sites.get(name)) is not None:
-                offer = Offer(dtype, site.shape, site.given)
+                offer = HeldPart(dtype, site.shape, site.given)
             else:
                 is_given = rank == min(same_piece) and not Box.whole(shape).is_empty
-                offer = Offer(dtype, shape, (Box.whole(shape),) if is_given else ())
+                offer = HeldPart(dtype, shape, (Box.whole(shape),) if is_given else ())
             if offer.boxes or (rank == min(same_piece) and Box.whole(shape).is_empty):
                 found[name] = offer
         return found
@@ -106,10 +106,10 @@ class Own:
 class Contents:
     """The whole model, tensor by tensor: each is put together on the first rank, of boxes that others send."""
 
-    def __init__(self, own: Own, said: Sequence[Mapping[str, Offer]], rank: int) -> None:
+    def __init__(self, own: Own, said: Sequence[Mapping[str, HeldPart]], rank: int) -> None:
         self.own = own
         self.rank = rank
-        self.offers: dict[str, Offer] = {}
+        self.offers: dict[str, HeldPart] = {}
         """What each tensor is like, in the order in which they come."""
         self.givers: dict[str, list[tuple[int, Box]]] = {}
         for giver, offers in enumerate(said):
@@ -185,7 +185,7 @@ class _Request:
     skip: frozenset[str]
     names: str
     """A hash of the names that the rank has: those that have the same leave out the same."""
-    offers: Mapping[str, Offer]
+    offers: Mapping[str, HeldPart]
     aliases: Mapping[str, str]
     failure: str | None = None
 

@@ -38,7 +38,7 @@ def bytes_per_element(dtype: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ParameterSplit:
     """How a layer says that it holds a part of a parameter, in Megatron's attributes."""
 
     dim: int | None
@@ -68,7 +68,7 @@ class ParameterSketch:
     """Whether a module that does not hold it has registered that it uses it."""
     is_whole: bool = False
     """Whether the update rule of that group needs it whole."""
-    split: Split | None = None
+    split: ParameterSplit | None = None
     """How it comes cut already, where its own layer has cut it."""
     home: Home = Home()
     """Where it lives. The shape here is that of the whole, wherever that is cut."""
@@ -380,14 +380,14 @@ def _unsplit(parameter: ParameterSketch, ranks: int) -> ParameterSketch:
     return replace(parameter, shape=whole)
 
 
-def _split_of(tensor: "Tensor") -> Split | None:
+def _split_of(tensor: "Tensor") -> ParameterSplit | None:
     """What Megatron's layers write on a parameter that they have cut."""
     said = vars(tensor)
     if not (said.get("tensor_model_parallel") or said.get("model_parallel")):
-        return Split(None, is_summed=True) if said.get("sequence_parallel") else None
+        return ParameterSplit(None, is_summed=True) if said.get("sequence_parallel") else None
     dim, stride = said.get("partition_dim"), said.get("partition_stride", 1)
     is_said = type(dim) is int and dim >= 0
-    return Split(dim if is_said else None, stride if type(stride) is int else 1)
+    return ParameterSplit(dim if is_said else None, stride if type(stride) is int else 1)
 
 
 def _meet(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:

@@ -100,7 +100,7 @@ def open_dcp(folder: Folder, inert: tuple[str, ...]) -> ForeignSource:
         if about.name.endswith(".BytesStorageMetadata"):
             values[name] = read.value(places, name)
         elif about.name.endswith(".TensorStorageMetadata"):
-            recipe = _boxed(name, about, places, inert, where)
+            recipe = _chunked_tensor(name, about, places, inert, where)
             if (found := _kind(name, paths, wrapped)) is None:
                 values[name] = recipe
             else:
@@ -133,7 +133,7 @@ def _places(folder: Folder, metadata: Inert, where: str) -> Places:
     return found
 
 
-def _boxed(name: str, about: Inert, places: Places, inert: tuple[str, ...], where: str) -> ChunkedTensor:
+def _chunked_tensor(name: str, about: Inert, places: Places, inert: tuple[str, ...], where: str) -> ChunkedTensor:
     shape = shape_of(about.get("size"), f"{where}: the size of {name!r}")
     properties = expect(about.get("properties"), Inert, f"{where}: properties of {name!r}")
     dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else properties.get("dtype")
