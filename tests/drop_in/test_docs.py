@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_the_commands_print_what_the_page_shows(python, folder):
+def test_the_commands_print_what_the_page_shows_and_leave_what_clients_look_for(python, folder):
     for line, shown in COMMANDS:
         program, *words = shlex.split(line)
         assert program == "mizzen"
@@ -34,9 +34,6 @@ def test_the_commands_print_what_the_page_shows(python, folder):
             assert is_as_shown(f"...\n{shown}", ran.stdout + ran.stderr), ran.stderr
         else:
             assert is_as_shown(shown, ran.stdout), ran.stdout
-
-
-def test_the_script_has_left_what_clients_look_for(folder):
     assert {path.name for path in (folder / "checkpoints" / "global_step20").glob("*.pt")} == {
         "zero_pp_rank_0_mp_rank_00_model_states.pt",
         "zero_pp_rank_0_mp_rank_00_optim_states.pt",

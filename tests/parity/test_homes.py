@@ -186,7 +186,7 @@ def on_its_way(plan, rank: int) -> Cost:
     """What a plan counts for tensors that come and go, at most."""
     choice = plan.steps[-1].choice
     if isinstance(choice, FullChoice):
-        return sum((_transient(part) for part in choice.parts(rank)), Cost())
+        return sum((_transient(each) for part in choice.parts(rank) for each in part.sets), Cost())
     families = [family for piece in choice.families(rank) for family in piece if family.holding.stage == 2]
     return Cost(gradients=sum(_in_flight(family) for family in families))
 

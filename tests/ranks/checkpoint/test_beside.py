@@ -263,7 +263,7 @@ def leaving(folder, policy, breaks):
         engine.save_checkpoint(tag="before", async_save=True)
         threading.Timer(0.5, gate.set).start()
         try:
-            engine.stopping._leave(engine.run_state, engine._save_before_stop)
+            engine.stopping._save_and_exit(engine.run_state, engine._save_before_stop)
         except SystemExit as error:
             return error.code
 

@@ -4,6 +4,7 @@ import copy
 import shutil
 
 import pytest
+import setuptools  # noqa: F401  inductor wants its distutils, and finds Python's own if that was loaded first
 import torch
 from torch import nn
 from torch._dynamo.utils import counters

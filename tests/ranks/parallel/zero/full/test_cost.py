@@ -51,7 +51,7 @@ def held(kind, keys):
         )
     names = {name for store in engine.stores for name in store.contents.held}
     rest = [p for name, p in engine.module.named_parameters() if name not in names]
-    return plan.cost - _transient(next(choice.parts(0))), found + Cost(parameters=size(rest)), len(masters)
+    return plan.cost - _transient(next(choice.parts(0)).sets[0]), found + Cost(parameters=size(rest)), len(masters)
 
 
 @pytest.mark.parametrize(("kind", "keys"), CASES)
