@@ -13,7 +13,7 @@ CLIENTS := .venv-clients/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-house test-all test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
+.PHONY: help demo test test-house test-all test-ci test-examples test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
   faults-launcher faults-engines bench bench-cpu bench-checkpoint clean
 
 help: ## list the targets
@@ -54,22 +54,27 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 demo: .venv/ready ## train a small language model on two ranks of this machine, in about two minutes
 	$(BIN)/python examples/demo.py
 
-# What `make test` promises in ten minutes; ARGS='tests/unit/config -x' takes the place of these.
+# What `make test` has; ARGS='tests/unit/config -x' takes the place of these.
 SHORT := tests/house tests/unit tests/ranks tests/parity tests/drop_in tests/device
 PYTEST = -m pytest -n $(JOBS) --dist loadgroup
 
-test: .venv/ready ## the tests of every promise, in at most ten minutes on two cores; see docs/testing.md
+test: .venv/ready ## the tests of every promise, in about twelve minutes on two cores; see docs/testing.md
 	$(BIN)/python $(PYTEST) $(or $(ARGS),$(SHORT))
 
 test-house: .venv/ready ## the architecture itself, in seconds
 	$(BIN)/python -m pytest -x tests/house
 
-test-all: ## test, and all there is beyond it, in at most 40 minutes on two cores; FULL=1 for every combination, in hours
-	@bash tests/all.sh test test-rest test-clients test-cluster test-browser test-faults test-mutants
+test-all: ## test, and all there is beyond it, in about an hour on two cores; FULL=1 for every combination, in hours
+	@bash tests/all.sh test test-rest test-examples test-clients test-cluster test-browser test-faults test-mutants
 
-test-rest: .venv/ready ## the crosses that test leaves out, and the examples
-	BREADTH=rest $(BIN)/python $(PYTEST) $(SHORT)
+test-ci: ## what `.ci/run` has after lint and house: all but faults and mutants
+	@bash tests/all.sh test test-rest test-examples test-clients test-cluster test-browser
+
+test-examples: .venv/ready ## the examples, and the code of the documents that they belong to
 	BREADTH=all $(BIN)/python $(PYTEST) tests/examples
+
+test-rest: .venv/ready ## the crosses that test leaves out
+	BREADTH=rest $(BIN)/python $(PYTEST) $(SHORT)
 
 test-mutants: .venv/ready ## break a dozen lines of the core, one by one, and see the tests of `make test` notice
 	$(BIN)/python tests/mutate.py $(ARGS)
