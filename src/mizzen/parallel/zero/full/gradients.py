@@ -14,7 +14,7 @@ from mizzen.comm.communicator import meet
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
-from mizzen.parallel.zero.full.runtime import Position, explained
+from mizzen.parallel.zero.full.runtime import Position, explained, refuse_transforms
 from mizzen.parallel.zero.full.sharded_parameter import use_refusal
 from mizzen.parallel.zero.full.shards import gather_shards, rows_of
 from mizzen.parallel.zero.full.unit import LiveUnit, UnitParameter
@@ -224,6 +224,7 @@ class UseOutside:
 
     def __call__(self, one: UnitParameter, operation: str) -> Tensor:
         """The whole parameter, as its unit would have it."""
+        refuse_transforms()
         position = self.gradients.position
         if not position.calls and not position.is_backward:
             raise use_refusal(one.name, operation)

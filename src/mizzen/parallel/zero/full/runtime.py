@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mizzen.ambient import AMBIENT
 from mizzen.comm.backend import Tag
-from mizzen.errors import CommError, UsageError
+from mizzen.errors import CommError, NotBuilt, UsageError
 from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in
 from mizzen.parallel.zero.full.unit import LiveUnit
@@ -116,6 +116,7 @@ class UnitRuntime:
 
     def enter(self, units: Sequence[LiveUnit]) -> None:
         """The model, or a unit by itself, is called."""
+        refuse_transforms()
         is_outermost, is_model = not self.position.calls, units[0].is_root
         if is_model and is_outermost and not self.position.is_backward:
             self.previous = ()
@@ -233,6 +234,15 @@ class UnitRuntime:
     def _some_arrive(self) -> bool:
         """Whether the backward that runs will add to the gradient of some parameter."""
         return any(_arrives(each.parameter) for unit in self.units for each in unit.trained)
+
+
+def refuse_transforms() -> None:
+    """Refuse to gather inside of a transform, whose tensors have no memory of their own."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotBuilt(
+            "torch.func (grad, vmap, jvp and others) over a model at ZeRO stage 3, whose parameters are gathered unit by "
+            "unit: use torch.autograd.grad, with create_graph=True where it is differentiated again, or stage 2"
+        )
 
 
 def check_places(units: Sequence[LiveUnit]) -> None:

@@ -50,7 +50,6 @@ class FullStore:
         self.sites = sites or {}
         self.uncounted = frozenset(uncounted)
         """Parameters that ranks elsewhere count, because they hold the same."""
-        self.sharing = ranks.sharers
         self.counts = ranks.copies is None or groups.get_rank(ranks.copies) == 0
         """Whether this rank's shards count in a norm, of which each is counted once."""
         self.ranks = StoreRanks(
@@ -61,7 +60,6 @@ class FullStore:
             mean_factor=holding.weight,
             step_factor=holding.gain,
         )
-        self.model: Any = model
         is_first, self.runtime = runtime is None, runtime or UnitRuntime(Position())
         self.position = self.runtime.position
         self.parted: Tensor | None = None

@@ -120,6 +120,7 @@ def refusals() -> dict[str, bool]:
     model, data = engine.module, rows(0, engine.global_rank).requires_grad_()
     weights = {name: torch.zeros(each.shape) for name, each in model.blocks[0].named_parameters()}
     found = {
+        "torch.func": "torch.autograd.grad, with create_graph=True" in touched(lambda: torch.func.grad(engine)(data)),
         "of parameters": "grad() for 'blocks.0.up.weight'"
         in touched(lambda: torch.autograd.grad(engine(data), [model.blocks[0].up.weight])),
         "into parameters": "backward() for 'blocks.0.up.weight'"
