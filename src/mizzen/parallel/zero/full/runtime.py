@@ -240,7 +240,7 @@ def refuse_transforms() -> None:
     """Refuse to gather inside of a transform, whose tensors have no memory of their own."""
     if torch._C._are_functorch_transforms_active():
         raise NotBuilt(
-            "torch.func (grad, vmap, jvp) over a model at ZeRO stage 3, whose parameters are gathered unit by unit: use "
+            "torch.func (grad, vmap, jvp) of a model at ZeRO stage 3, whose parameters are gathered unit by unit: use "
             "torch.autograd.grad, with create_graph=True where it is differentiated again, or stage 2"
         )
 
