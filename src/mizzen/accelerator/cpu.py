@@ -85,6 +85,9 @@ class Cpu:
         """The tensor itself: there is no transfer to speed up."""
         return tensor
 
+    def lock_pages(self, tensor: torch.Tensor) -> None:
+        """Nothing to lock for: there is no transfer to speed up."""
+
     def stream(self, *, priority: int = 0) -> InOrderStream:
         """The one queue: calls run in order."""
         return self._stream

@@ -3,6 +3,8 @@
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +13,8 @@ import torch
 from mizzen.accelerator.device import TorchDevice, module_of, selection
 from mizzen.accelerator.dtypes import is_float8
 from mizzen.accelerator.protocol import DeviceInfo
+from mizzen.errors import DeviceError
+from mizzen.wording import byte_size
 
 PROC: Final = Path("/proc/driver/nvidia/version")
 GET_TORCH: Final = "install a build for your driver from https://pytorch.org/get-started/locally"
@@ -59,6 +63,17 @@ class Cuda(TorchDevice):
         if dtype not in self._supported and is_float8(dtype):
             self._supported[dtype] = dtype in _float8(*_architecture(self.device()))
         return super().supports(dtype)
+
+    def lock_pages(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Tell the driver of the memory, for every device of this process."""
+        runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
+        size = tensor.numel() * tensor.element_size()
+        if error := int(runtime.cudaHostRegister(address, size, 0)):
+            raise DeviceError(
+                f"{byte_size(size)} of host memory cannot be page-locked (CUDA error {error}): raise `ulimit -l`, or "
+                "set pin_memory to false in the offload sections"
+            )
+        return partial(runtime.cudaHostUnregister, address)
 
     def describe(self, index: int | None = None) -> DeviceInfo:
         """The device, its compute capability, and the versions of what drives it."""

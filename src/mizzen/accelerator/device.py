@@ -3,6 +3,7 @@
 What one vendor does differently is in that vendor's file.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,10 @@ class TorchDevice:
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A page-locked copy, unless the tensor is page-locked or rests in shared memory already."""
         return tensor if self.shares_host_memory else tensor.pin_memory()
+
+    def lock_pages(self, tensor: torch.Tensor) -> Callable[[], None] | None:
+        """None: torch has no common way to lock memory where it lies."""
+        return None
 
     def stream(self, *, priority: int = 0) -> Stream:
         """A new stream of the current device."""

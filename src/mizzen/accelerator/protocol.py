@@ -4,6 +4,7 @@ No implementation and no torch at run time. Kernels, graphs, compilers and profi
 them under names that do not depend on the device, or their own rows of the library do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -186,6 +187,13 @@ class Accelerator(Protocol):
 
     def pin_memory(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """A copy in page-locked memory, from which transfers overlap; the tensor itself where that gains nothing."""
+        ...
+
+    def lock_pages(self, tensor: "torch.Tensor") -> Callable[[], None] | None:
+        """Page-lock the memory of a host tensor where it lies; returns what unlocks it, None where that gains nothing.
+
+        The memory is the caller's: it is unlocked before it is given back.
+        """
         ...
 
     def stream(self, *, priority: int = 0) -> Stream:

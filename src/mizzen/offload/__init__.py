@@ -1,0 +1,1 @@
+"""Where tensors rest outside the device, and the way there and back."""
