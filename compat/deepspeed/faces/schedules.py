@@ -4,10 +4,10 @@ from dataclasses import fields
 from typing import Any, Final
 
 from mizzen.optim import schedules
-from mizzen.optim.schedules import Schedule
+from mizzen.optim.schedules import LRSchedule
 
 
-class _Placed(Schedule):
+class _Placed(LRSchedule):
     """A schedule whose `last_batch_iteration` may be given by its place."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ class WarmupCosineLR(_Placed, schedules.WarmupCosineLR):
         return self._ratio(self.last_batch_iteration)
 
 
-KINDS: Final[dict[type[Schedule], type[Schedule]]] = {
+KINDS: Final[dict[type[LRSchedule], type[LRSchedule]]] = {
     schedules.LRRangeTest: LRRangeTest,
     schedules.OneCycle: OneCycle,
     schedules.WarmupLR: WarmupLR,

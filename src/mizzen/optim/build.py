@@ -17,7 +17,7 @@ from mizzen.optim.lamb import Lamb
 from mizzen.optim.muon import Muon, split_groups
 from mizzen.optim.names import check_arguments, check_values
 from mizzen.optim.rules import ELEMENTWISE
-from mizzen.optim.schedules import SCHEDULES, Schedule
+from mizzen.optim.schedules import SCHEDULES, LRSchedule
 
 OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {
     kind.__name__.lower(): kind for kind in (*ELEMENTWISE, Adafactor, Lamb, Muon)
@@ -123,7 +123,7 @@ def _taken(given: dict[str, Any], key: str, default: bool) -> bool:
 
 def build_scheduler(
     name: str, arguments: Mapping[str, Any], optimizer: Optimizer
-) -> Schedule | lr_scheduler.LRScheduler:
+) -> LRSchedule | lr_scheduler.LRScheduler:
     """The schedule called `name` in any case, ours or a class of torch.optim.lr_scheduler."""
     known = {**_TORCH_SCHEDULES, **{kind.__name__.lower(): kind for kind in SCHEDULES}}
     if name.lower() not in known:
@@ -133,7 +133,7 @@ def build_scheduler(
     if kind not in SCHEDULES:
         check_values("scheduler", kind, arguments)
     _rehearse(kind, arguments, optimizer)
-    made: Schedule | lr_scheduler.LRScheduler = kind(optimizer, **arguments)
+    made: LRSchedule | lr_scheduler.LRScheduler = kind(optimizer, **arguments)
     return made
 
 

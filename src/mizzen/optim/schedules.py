@@ -22,7 +22,7 @@ PerGroup = float | Sequence[float]
 
 
 @dataclass(eq=False)
-class Schedule(ABC):
+class LRSchedule(ABC):
     """What all schedules share; each has its arguments as fields, and `lr_at`."""
 
     optimizer: Optimizer = field(repr=False)
@@ -103,7 +103,7 @@ class Schedule(ABC):
 
 
 @dataclass(eq=False)
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """Raise the rate steadily, to see how far it can go: min * (1 + rate * intervals)."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
@@ -129,7 +129,7 @@ class LRRangeTest(Schedule):
 
 
 @dataclass(eq=False)
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """Up from `cycle_min_lr` to `cycle_max_lr` and down again, then decay. The first beta goes the other way round.
 
     While momentum is cycled the second beta is 0.99. An optimizer without betas keeps its momentum.
@@ -217,7 +217,7 @@ class OneCycle(Schedule):
 
 
 @dataclass(eq=False)
-class WarmupLR(Schedule):
+class WarmupLR(LRSchedule):
     """Warm up from `warmup_min_lr` to `warmup_max_lr`, and stay there."""
 
     warmup_min_lr: PerGroup = 0.0
@@ -241,7 +241,7 @@ class WarmupLR(Schedule):
 
 
 @dataclass(eq=False)
-class WarmupDecayLR(Schedule):
+class WarmupDecayLR(LRSchedule):
     """Warm up from `warmup_min_lr` to `warmup_max_lr`, then go back in a straight line until `total_num_steps`."""
 
     total_num_steps: int
@@ -270,7 +270,7 @@ class WarmupDecayLR(Schedule):
 
 
 @dataclass(eq=False)
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRSchedule):
     """Warm up to the optimizer's own rates, then follow half a cosine down to `cos_min_ratio` of them."""
 
     total_num_steps: int
@@ -304,7 +304,7 @@ class WarmupCosineLR(Schedule):
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
 
 
-SCHEDULES: Final[tuple[type[Schedule], ...]] = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+SCHEDULES: Final[tuple[type[LRSchedule], ...]] = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 VALID_LR_SCHEDULES: Final = tuple(kind.__name__ for kind in SCHEDULES)
 
 
@@ -333,7 +333,7 @@ def _check_warmup(schedule: WarmupLR | WarmupDecayLR | WarmupCosineLR) -> None:
         raise _refusal("warmup_type", f'{shown(schedule.warmup_type)} is not one of ["log", "linear"]')
 
 
-def _check_total(schedule: Schedule, total: int, warmup: int) -> None:
+def _check_total(schedule: LRSchedule, total: int, warmup: int) -> None:
     _at_least(schedule, 1, "total_num_steps")
     if total < warmup:
         warn_once(
@@ -342,7 +342,7 @@ def _check_total(schedule: Schedule, total: int, warmup: int) -> None:
         )
 
 
-def _at_least(schedule: Schedule, least: int, *names: str) -> None:
+def _at_least(schedule: LRSchedule, least: int, *names: str) -> None:
     for name in names:
         value = getattr(schedule, name)
         if value is not None and value < least:

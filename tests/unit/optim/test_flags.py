@@ -8,7 +8,7 @@ import torch
 
 from mizzen.optim.build import build_scheduler
 from mizzen.optim.flags import FLAGS, add_tuning_arguments
-from mizzen.optim.schedules import SCHEDULES, OneCycle, Schedule
+from mizzen.optim.schedules import SCHEDULES, LRSchedule, OneCycle
 
 
 def parse(*words):
@@ -18,7 +18,7 @@ def parse(*words):
 
 
 def test_every_argument_of_a_schedule_has_a_flag():
-    shared = {one.name for one in fields(Schedule)}
+    shared = {one.name for one in fields(LRSchedule)}
     arguments = {one.name for kind in SCHEDULES for one in fields(kind)} - shared
     # How long a run is comes from the run, not from a flag.
     assert {name for name, *_ in FLAGS} == arguments - {"total_num_steps"}
