@@ -1,17 +1,17 @@
 """A pipeline's schedule as data: who computes what in which order, and the transfers that follow from it. No torch.
 
-A model is cut into chunks, numbered along the forward. `placement[chunk]` is the stage that holds a chunk: a stage is a
-rank along the pipeline, and holds one chunk or several. `rows[stage]` is what the stage computes, in order. Nothing else
-is said, because everything else follows: the output of a chunk's forward goes to the stage of the next chunk, the
+A model is cut into chunks, numbered along the forward. `placement[chunk]` is the stage that holds a chunk: a stage is
+a rank along the pipeline, and holds one chunk or several. `rows[stage]` is what the stage computes, in order. Nothing
+else is said, because everything else follows: the output of a chunk's forward goes to the stage of the next chunk, the
 gradient of its input to the stage of the chunk before; between two chunks of one stage nothing is sent.
 
-A `Schedule` cannot be made unless it can be run: `check` is part of making one. Tables by name are in `tables.py`, times
-and the bubble in `timeline.py`.
+A `Schedule` cannot be made unless it can be run: `check` is part of making one. Tables by name are in `tables.py`,
+times and the bubble in `timeline.py`.
 
 [Note: how transfers meet]
-`transfers` is what a stage does, in order. A send is posted after the instruction that makes its value, and nobody waits
-for it before the end of the batch. A receive is posted ahead of the instruction that uses its value, and that
-instruction waits for it. The transfers from one stage to another are a channel of their own, apart from those of the
+`transfers` is what a stage does, in order. A send is posted after the instruction that makes its value, and nobody
+waits for it before the end of the batch. A receive is posted ahead of the instruction that uses its value, and that
+instruction waits for it. The messages from one stage to another are a channel of their own, apart from those of the
 opposite direction: the n-th send of a channel is met by the n-th receive, so both ends post them in one order, the one
 in which the sender makes the values. Where a stage uses them in another order, it has posted those before as well.
 That is enough for back ends that look at the order alone (NCCL) and for those that look at tags (gloo).
@@ -71,7 +71,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class StageMessage:
     """One value that goes from a stage to another: the input of `chunk`'s forward, or the gradient of its output."""
 
     payload: Literal["activation", "gradient"]
@@ -87,16 +87,16 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Post a transfer to another stage, and go on."""
+    """Post a message to another stage, and go on."""
 
-    transfer: Transfer
+    message: StageMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Post a transfer from another stage, and go on; the instruction that uses its value waits for it."""
+    """Post a message from another stage, and go on; the instruction that uses its value waits for it."""
 
-    transfer: Transfer
+    message: StageMessage
 
 
 Action: TypeAlias = Instruction | Send | Receive
@@ -195,7 +195,7 @@ def transfers(schedule: Schedule, *, ahead: int = 1) -> tuple[tuple[Action, ...]
 
     A receive is posted `ahead` instructions before the one that uses it, so that it comes in while the stage computes.
     """
-    channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    channels: dict[tuple[int, int], list[StageMessage]] = defaultdict(list)
     for row in schedule.rows:
         for one in row:
             if sent := output_of(one, schedule.placement):
@@ -203,7 +203,7 @@ def transfers(schedule: Schedule, *, ahead: int = 1) -> tuple[tuple[Action, ...]
     return tuple(_merged(schedule, stage, channels, ahead) for stage in range(schedule.stages))
 
 
-def input_of(one: Instruction, placement: Sequence[int]) -> Transfer | None:
+def input_of(one: Instruction, placement: Sequence[int]) -> StageMessage | None:
     """What an instruction waits for from another stage; None where it has everything."""
     if one.kind is FORWARD and one.chunk > 0:
         payload: Literal["activation", "gradient"] = "activation"
@@ -213,10 +213,10 @@ def input_of(one: Instruction, placement: Sequence[int]) -> Transfer | None:
     else:
         return None
     target = placement[one.chunk]
-    return None if source == target else Transfer(payload, one.chunk, one.micro, source, target)
+    return None if source == target else StageMessage(payload, one.chunk, one.micro, source, target)
 
 
-def output_of(one: Instruction, placement: Sequence[int]) -> Transfer | None:
+def output_of(one: Instruction, placement: Sequence[int]) -> StageMessage | None:
     """What an instruction makes for another stage; None where the next chunk is at hand, or nobody waits."""
     if one.kind is FORWARD:
         follower = Instruction(FORWARD, one.chunk + 1, one.micro)
@@ -230,11 +230,11 @@ def output_of(one: Instruction, placement: Sequence[int]) -> Transfer | None:
 def follow(schedule: Schedule, told: Callable[[int, Action], None]) -> None:
     """Let all stages go through their actions as far as they come, telling of each; refuse a table that stops.
 
-    A transfer arrives when both ends have posted it and those before it on its channel have arrived.
+    A message arrives when both ends have posted it and those before it on its channel have arrived.
     """
     actions = transfers(schedule)
     places = [0] * schedule.stages
-    posted: Counter[tuple[type, Transfer]] = Counter()
+    posted: Counter[tuple[type, StageMessage]] = Counter()
     waiting: deque[int] = deque(range(schedule.stages))
     while waiting:
         stage = waiting.popleft()
@@ -245,9 +245,9 @@ def follow(schedule: Schedule, told: Callable[[int, Action], None]) -> None:
                 if needed and not (posted[Send, needed] and posted[Receive, needed]):
                     break
             else:
-                posted[type(action), action.transfer] += 1
+                posted[type(action), action.message] += 1
                 if isinstance(action, Send):
-                    waiting.append(action.transfer.target)
+                    waiting.append(action.message.target)
             told(stage, action)
             places[stage] += 1
     if stuck := [stage for stage in range(schedule.stages) if places[stage] < len(actions[stage])]:
@@ -286,14 +286,14 @@ def _kept(row: Iterable[Instruction], is_forward_only: bool) -> Iterator[int]:
 
 
 def _merged(
-    schedule: Schedule, stage: int, channels: Mapping[tuple[int, int], Sequence[Transfer]], ahead: int
+    schedule: Schedule, stage: int, channels: Mapping[tuple[int, int], Sequence[StageMessage]], ahead: int
 ) -> tuple[Action, ...]:
     row, places = schedule.rows[stage], schedule.placement
     orders = {source: iter(sent) for (source, target), sent in channels.items() if target == stage}
     actions: list[Action] = []
-    posted: set[Transfer] = set()
+    posted: set[StageMessage] = set()
 
-    def post(needed: Transfer) -> None:
+    def post(needed: StageMessage) -> None:
         for earlier in orders.get(needed.source, iter(())):
             actions.append(Receive(earlier))
             posted.add(earlier)
@@ -329,8 +329,8 @@ def _check_shape(schedule: Schedule) -> None:
     held = Counter(schedule.placement)
     if sorted(held) != list(range(stages)) or set(held.values()) != {per_stage}:
         raise PlanError(
-            f"{named}: placement {list(schedule.placement)} does not give {per_stage} of {stages * per_stage} chunks to "
-            f"each of the stages 0 to {stages - 1}"
+            f"{named}: placement {list(schedule.placement)} does not give {per_stage} of {stages * per_stage} chunks "
+            f"to each of the stages 0 to {stages - 1}"
         )
 
 
@@ -345,10 +345,8 @@ def _check_row(schedule: Schedule, stage: int) -> set[bool]:
                 f"{named}: {one} is out of range: there are {schedule.chunks} chunks and {schedule.micro_batches} "
                 "micro-batches, numbered from 0"
             )
-        if schedule.placement[one.chunk] != stage:
-            raise PlanError(
-                f"{named}: {one} is of chunk {one.chunk}, which stage {schedule.placement[one.chunk]} holds"
-            )
+        if (owner := schedule.placement[one.chunk]) != stage:
+            raise PlanError(f"{named}: {one} is of chunk {one.chunk}, which stage {owner} holds")
         if one in seen:
             raise PlanError(f"{named}: {one} is there twice")
         seen[one] = number
@@ -358,8 +356,8 @@ def _check_row(schedule: Schedule, stage: int) -> set[bool]:
             kinds = {kind for kind in InstructionKind if Instruction(kind, chunk, micro) in seen}
             if kinds not in WHOLE:
                 raise PlanError(
-                    f"{named}: chunk {chunk} has {_letters(kinds)} of micro-batch {micro}; a micro-batch has F and B, or F, "
-                    "I and W, or in an evaluation F alone, each once"
+                    f"{named}: chunk {chunk} has {_letters(kinds)} of micro-batch {micro}; a micro-batch has F and B, "
+                    "or F, I and W, or in an evaluation F alone, each once"
                 )
             order = [seen[Instruction(kind, chunk, micro)] for kind in InstructionKind if kind in kinds]
             if order != sorted(order):
@@ -377,9 +375,9 @@ def _local_needs(one: Instruction, placement: Sequence[int]) -> Iterator[tuple[I
     """What of the same stage has to come before an instruction: one of each tuple."""
     if one.kind is FORWARD and one.chunk > 0 and placement[one.chunk - 1] == placement[one.chunk]:
         yield (Instruction(FORWARD, one.chunk - 1, one.micro),)
-    if one.kind in (BACKWARD, BACKWARD_INPUT) and one.chunk + 1 < len(placement):
-        if placement[one.chunk + 1] == placement[one.chunk]:
-            yield tuple(Instruction(kind, one.chunk + 1, one.micro) for kind in (BACKWARD, BACKWARD_INPUT))
+    has_next = one.kind in (BACKWARD, BACKWARD_INPUT) and one.chunk + 1 < len(placement)
+    if has_next and placement[one.chunk + 1] == placement[one.chunk]:
+        yield tuple(Instruction(kind, one.chunk + 1, one.micro) for kind in (BACKWARD, BACKWARD_INPUT))
 
 
 WHOLE: Final = ({FORWARD}, {FORWARD, BACKWARD}, {FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
@@ -398,6 +396,7 @@ def _words_of_deadlock(schedule: Schedule, stuck: Mapping[int, Action]) -> str:
             raise AssertionError(f"stage {stage} stops at {action}, which waits for nobody")
         waits.append(f"stage {stage} at {action} for the {needed.payload} from stage {needed.source}")
     return (
-        f"schedule '{schedule.name}' would stop half-way, every stage waiting for another: {and_more(waits, 4, separator='; ')}. "
+        f"schedule '{schedule.name}' would stop half-way, with stages that wait for each other: "
+        f"{and_more(waits, 4, separator='; ')}. "
         "A stage has to come to what others wait for before it waits itself"
     )

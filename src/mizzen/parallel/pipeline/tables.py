@@ -24,7 +24,6 @@ from mizzen.parallel.pipeline.schedule import (
     loop_placement,
     v_placement,
 )
-from mizzen.wording import counted
 
 Row: TypeAlias = list[Instruction]
 
@@ -77,8 +76,8 @@ def _check_chunks(name: str, table: Table, chunks: int) -> None:
     if table.most_chunks is not None and chunks > table.most_chunks:
         wider = ", ".join(other for other, each in TABLES.items() if each.most_chunks is None)
         raise PlanError(
-            f"pipeline.virtual_stages is {chunks}, but schedule '{name}' gives every stage {counted(1, 'chunk')}: set it "
-            f"to 1, or use one of {wider}"
+            f"pipeline.virtual_stages is {chunks}, but schedule '{name}' gives every stage 1 chunk: set it to 1, or "
+            f"use one of {wider}"
         )
 
 
