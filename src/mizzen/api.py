@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from mizzen.accelerator import get_accelerator
 from mizzen.comm.join import init_distributed
-from mizzen.comm.mesh import Mesh
-from mizzen.comm.mpu import check_groups, layout_from_mpu
+from mizzen.comm.mesh import Mesh, check_groups, layout_from_mpu
 from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.schema import Config
 from mizzen.engine.access import release_model

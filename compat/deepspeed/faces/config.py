@@ -13,7 +13,7 @@ from deepspeed.faces.errors import also, elastic
 from deepspeed.faces.facts import DEEPSPEED_OPTIMIZERS
 from deepspeed.faces.getters import KEYS
 from mizzen.comm import groups
-from mizzen.comm.mpu import layout_from_mpu
+from mizzen.comm.mesh import layout_from_mpu
 from mizzen.config.elasticity import compute_elastic
 from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.migrate import drop_ignored

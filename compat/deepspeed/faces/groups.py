@@ -5,8 +5,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from mizzen.comm import groups
-from mizzen.comm.mesh import Mesh
-from mizzen.comm.mpu import Mpu
+from mizzen.comm.mesh import Mesh, Mpu
 from mizzen.errors import NotBuilt
 
 

@@ -19,9 +19,8 @@ from mizzen.accelerator.registry import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.comm.backend import registered_backend
 from mizzen.comm.communicator import set_patience, use
-from mizzen.comm.discover import find_world, with_store_address
+from mizzen.comm.discover import find_world, interface_problem, with_store_address
 from mizzen.comm.groups import get_rank, get_world_size, is_initialized
-from mizzen.comm.interface import interface_problem
 from mizzen.comm.rendezvous import TIMEOUT, JoinOptions, Members, StoreLost, reach_store, store_address, wait_for_ranks
 from mizzen.comm.report import configure
 from mizzen.comm.torch_backend import TorchBackend, check_name

@@ -30,8 +30,15 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from mizzen.comm.agreement import Ballot, wait_until
 from mizzen.comm.backend import SignedStore
-from mizzen.comm.discover import LOOPBACK, MPI_SOURCES, Mpi, with_store_address
-from mizzen.comm.interface import address_towards, choose_interface, is_here
+from mizzen.comm.discover import (
+    LOOPBACK,
+    MPI_SOURCES,
+    Mpi,
+    address_towards,
+    choose_interface,
+    is_here,
+    with_store_address,
+)
 from mizzen.environment import World, environ, ranks_key
 from mizzen.errors import CommError, MissingExtra
 from mizzen.log import get_logger

@@ -6,8 +6,8 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from mizzen.comm import interface
-from mizzen.comm.interface import (
+from mizzen.comm import discover
+from mizzen.comm.discover import (
     address_towards,
     choose_interface,
     default_interface,
@@ -39,8 +39,8 @@ def host(monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: State(name != "eth1") for name in addresses})
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
-    monkeypatch.setattr(interface, "resolve", resolved)
-    monkeypatch.setattr(interface, "address_towards", lambda host: routes.get(next((a for _, a in resolved(host)), "")))
+    monkeypatch.setattr(discover, "resolve", resolved)
+    monkeypatch.setattr(discover, "address_towards", lambda host: routes.get(next((a for _, a in resolved(host)), "")))
     return names
 
 

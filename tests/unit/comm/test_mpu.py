@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from mizzen.comm import mpu as module
-from mizzen.comm.mesh import Mesh
-from mizzen.comm.mpu import Mpu, layout_from_mpu, mesh_from_mpu
+from mizzen.comm import mesh as module
+from mizzen.comm.mesh import Mesh, Mpu, layout_from_mpu, mesh_from_mpu
 from mizzen.config.layout import Layout
 from mizzen.errors import LayoutError, UsageError
 
