@@ -33,7 +33,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "runtime.precision_config",
         "DeepSpeedFP16Config=Fp16Config DeepSpeedBF16Config=Bf16Config",
-        "mizzen.config.precision",
+        "mizzen.config.execution",
     ),
     Row("runtime.precision_config", "get_float16_config get_bfloat16_config", ".readers"),
     Row(
@@ -61,7 +61,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "mizzen.config.execution",
     ),
     Row("nebula.config", "DeepSpeedNebulaConfig=NebulaConfig", "mizzen.config.checkpoint"),
-    Row("autotuning.config", "DeepSpeedAutotuningConfig=AutotuningConfig", "mizzen.config.autotuning"),
+    Row("autotuning.config", "DeepSpeedAutotuningConfig=AutotuningConfig", "mizzen.config.execution"),
     Row("runtime.swap_tensor.aio_config", "get_aio_config", ".readers"),
     Row("runtime.config", "DeepSpeedConfig DeepSpeedConfigError DeepSpeedConfigWriter", ".config"),
     Row("runtime.config_utils", "DeepSpeedConfigModel=Section", "mizzen.config.section"),

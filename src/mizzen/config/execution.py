@@ -1,11 +1,32 @@
-"""How a step is executed: `compile`, `fused`, `activation_checkpointing`, `aio` for an NVMe drive, and `hybrid_engine`.
+"""How a step is executed: number formats, `compile`, `fused`, recomputation, an NVMe drive; and the search for the best.
 
-`sparse_attention` is a section of old files that nothing reads.
+The formats in which a model computes, accumulates and communicates are `fp16`, `bf16`, `torch_autocast` and `amp`. The
+search is `autotuning`; what is tried, and how, is the tuner's business. `sparse_attention` is a section of old files
+that nothing reads.
 """
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from mizzen.config.section import Count, Flag, Name, Section, Whole, deprecated, no_effect, refused
+from pydantic import BeforeValidator, Field
+
+from mizzen.config.section import (
+    Arguments,
+    Count,
+    Dtype,
+    Flag,
+    Name,
+    NotNegative,
+    OpenSection,
+    Positive,
+    Section,
+    Whole,
+    Words,
+    deprecated,
+    lower,
+    no_effect,
+    refused,
+    whole,
+)
 
 _PASSES: Final = "a switch of deepcompile, which does not exist here"
 
@@ -173,3 +194,137 @@ class SparseAttentionConfig(Section):
     """Ends of the global ranges; absent means single blocks."""
     num_sliding_window_blocks: Count = 3
     """Blocks in a sliding window."""
+
+
+_Power = Annotated[int, Field(ge=0, le=126), BeforeValidator(whole), Words("whole number 0..126")]
+
+
+class Fp16Config(Section):
+    """Half precision with fp32 masters and loss scaling."""
+
+    enabled: Flag = False
+    """Hold parameters and compute in fp16."""
+    auto_cast: Flag = False
+    """Cast floating-point inputs of the model to fp16."""
+    loss_scale: NotNegative = 0.0
+    """A fixed loss scale; 0 means a dynamic one."""
+    initial_scale_power: _Power = 16
+    """The dynamic scale starts at 2 to this power."""
+    loss_scale_window: Count = 1000
+    """Steps without overflow after which the dynamic scale is doubled."""
+    hysteresis: Count = 2
+    """Overflows after which the dynamic scale is halved."""
+    consecutive_hysteresis: Flag = False
+    """Count only overflows in a row; otherwise the count starts again when the scale is raised."""
+    min_loss_scale: Positive = 1.0
+    """Least dynamic scale; an overflow at this scale is an error."""
+    fp16_master_weights_and_grads: Flag = False
+    """Keep masters and gradients in fp16 as well, for sharded optimizer states, which stay in fp32."""
+    fused_mode: Flag = no_effect(True, "the optimizer step is fused wherever the device can do it")
+    """Use the fused fp16 optimizer."""
+
+
+class Bf16Config(Section):
+    """Brain floating point with fp32 masters; it needs no loss scaling."""
+
+    enabled: Flag = False
+    """Hold parameters and compute in bf16."""
+    check_grad_overflow: Flag = no_effect(True, "a step whose gradients are not finite is always skipped, and said")
+    """Whether to look for gradients that are not finite."""
+    bf16_master_weights_and_grads: Flag = False
+    """Keep masters and gradients in bf16 as well, for sharded optimizer states."""
+    bf16_optimizer_states: Flag = False
+    """Keep the moments in bf16 as well; needs bf16 masters."""
+    immediate_grad_update: Flag = no_effect(False, "gradients are added to the fp32 sum as soon as they appear")
+    """Add each gradient to its fp32 sum inside the backward pass."""
+
+
+class AmpConfig(OpenSection):
+    """Mixed precision by NVIDIA apex; further keys were arguments of `apex.amp.initialize`."""
+
+    enabled: Flag = refused(False, "apex has been replaced by torch itself; use torch_autocast, bf16 or fp16")
+    """Hand the model to apex."""
+
+
+class AutocastConfig(Section):
+    """torch's own mixed precision: parameters stay as they are, operations choose their format."""
+
+    enabled: Flag = False
+    """Run the model under `torch.autocast`."""
+    dtype: Dtype = "bf16"
+    """Format of the operations that may be lower; with fp16, losses are scaled as section fp16 says."""
+    lower_precision_safe_modules: tuple[Name, ...] | None = no_effect(
+        None, "torch chooses by operation, and gradients travel in communication_data_type"
+    )
+    """Classes whose gradients travel in the lower format."""
+
+
+class DataTypesConfig(Section):
+    """Formats that differ from the one the model computes in."""
+
+    grad_accum_dtype: Dtype | None = None
+    """Format in which gradients accumulate over micro-steps; absent means fp32."""
+    param_dtype: Dtype | None = no_effect(None, "it can only repeat the enabled precision, and is checked against it")
+    """Format of the parameters."""
+    buffer_dtype: Dtype | None = None
+    """Format of the model's buffers; absent leaves them as they are."""
+
+
+class ModelInfoConfig(Section):
+    """What is known of the model beforehand."""
+
+    profile: Flag = False
+    """Measure the model first."""
+    num_params: Count | None = None
+    """Parameters of the model."""
+    hidden_size: Count | None = None
+    """Width of the model."""
+    num_layers: Count | None = None
+    """Depth of the model."""
+
+
+class AutotuningConfig(Section):
+    """A search over configurations, each tried in a short run."""
+
+    enabled: Flag = False
+    """Search instead of training."""
+    fast: Flag = True
+    """Try micro-batch sizes only; false also tries bucket sizes and the like."""
+    metric: Annotated[Literal["throughput", "latency", "flops"], BeforeValidator(lower)] = "throughput"
+    """What is to be best."""
+    metric_path: Name | None = None
+    """File to which a trial writes its result; absent uses the engine's own."""
+    tuner_type: Literal["gridsearch", "random", "model_based"] = "gridsearch"
+    """In which order configurations are tried."""
+    tuner_early_stopping: Whole = 5
+    """Trials without improvement after which the search ends; 0 never ends it early."""
+    tuner_num_trials: Count = 50
+    """Most trials in one space."""
+    start_profile_step: Count = 3
+    """First step of a trial that is measured."""
+    end_profile_step: Count = 5
+    """Step after which a trial ends."""
+    min_train_batch_size: Count = 1
+    """Smallest batch size to try."""
+    max_train_batch_size: Count | None = None
+    """Largest batch size to try; absent sets no limit."""
+    min_train_micro_batch_size_per_gpu: Count = 1
+    """Smallest micro-batch to try."""
+    max_train_micro_batch_size_per_gpu: Count = 1024
+    """Largest micro-batch to try."""
+    num_tuning_micro_batch_sizes: Count = 3
+    """Micro-batch sizes to try."""
+    mp_size: Count = 1
+    """Ranks that share one copy of the model."""
+    model_info: ModelInfoConfig | None = None
+    """What is known of the model; absent measures it."""
+    model_info_path: Name | None = None
+    """File with what is known of the model."""
+    arg_mappings: Arguments | None = None
+    """Key of the configuration -> flag of the training script that must follow it."""
+    results_dir: Name = "autotuning_results"
+    """Folder for the results."""
+    exps_dir: Name = "autotuning_exps"
+    """Folder for the configurations that are tried."""
+    overwrite: Flag = True
+    """Try again what an earlier search has tried."""

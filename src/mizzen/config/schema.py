@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, PrivateAttr
 
-from mizzen.config.autotuning import AutotuningConfig
 from mizzen.config.checkpoint import CheckpointConfig, NebulaConfig
 from mizzen.config.compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantizationConfig
 from mizzen.config.data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
@@ -18,7 +17,13 @@ from mizzen.config.elasticity import ElasticityConfig
 from mizzen.config.execution import (
     ActivationCheckpointingConfig,
     AioConfig,
+    AmpConfig,
+    AutocastConfig,
+    AutotuningConfig,
+    Bf16Config,
     CompileConfig,
+    DataTypesConfig,
+    Fp16Config,
     FusedConfig,
     HybridEngineConfig,
     SparseAttentionConfig,
@@ -37,7 +42,6 @@ from mizzen.config.observe import (
 )
 from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
 from mizzen.config.parallel import ExpertParallelConfig, PipelineConfig, TensorParallelConfig
-from mizzen.config.precision import AmpConfig, AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
 from mizzen.config.section import (
     AnyValue,
     Count,
