@@ -19,7 +19,7 @@ KEYS = list(schema_keys(Config))
 KNOWN = (Path(__file__).parent / "known_keys.txt").read_text().split()
 """Every key of the files that users bring along, as a path."""
 
-ARITHMETIC = frozenset({"config/batch.py", "config/elasticity.py", "config/resolve.py"})
+ARITHMETIC = frozenset({"config/elasticity.py", "config/resolve.py"})
 """The files of config/ that use keys; the others only carry them."""
 
 

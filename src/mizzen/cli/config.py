@@ -10,8 +10,8 @@ from typing import Any
 from mizzen.cli.config_file import add_source, batch_words, read
 from mizzen.cli.parser import Parser, add_help, examples, is_terminal, write, write_json, write_table
 from mizzen.config.describe import examine, explain, json_schema, render_markdown, wrong_names
-from mizzen.config.dump import as_dict, as_lines, as_table, values
 from mizzen.config.resolve import resolve, with_batch
+from mizzen.config.schema import as_dict, as_lines, as_table, values
 from mizzen.errors import ConfigError, LayoutError
 from mizzen.log import LOGGER
 from mizzen.plan.unbuilt import refusals

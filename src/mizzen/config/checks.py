@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from mizzen.config.batch import check_batch
 from mizzen.config.compression import CompressionConfig
 from mizzen.config.data import CurriculumMetricConfig, LegacyCurriculumConfig
 from mizzen.config.migrate import GivenKey
+from mizzen.config.resolve import check_batch
 from mizzen.config.schema import Config
 from mizzen.config.section import Section, nest_in
 from mizzen.errors import ConfigError

@@ -13,10 +13,9 @@ from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare, flatten, sum_of_bits
 from mizzen.comm.mesh import Mesh
-from mizzen.config.dump import plain
 from mizzen.config.optimizer import UNBUILT
 from mizzen.config.resolve import check_filled_in
-from mizzen.config.schema import Config
+from mizzen.config.schema import Config, plain
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.randomness import RandomStream
 from mizzen.environment import World

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mizzen.comm.mesh import Mesh
-from mizzen.config.batch import Batch
+from mizzen.config.resolve import Batch
 from mizzen.config.schema import Config
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.randomness import RandomStream

@@ -19,7 +19,7 @@ from mizzen.checkpoint.tagged_json import Encoder, pack
 from mizzen.checkpoint.write import Item
 from mizzen.comm.mesh import Mesh
 from mizzen.config.checkpoint import CheckpointConfig
-from mizzen.config.dump import plain
+from mizzen.config.schema import plain
 from mizzen.data.loader import Loader
 from mizzen.engine.optimizer_states import groups_of, held_states
 from mizzen.engine.prepare import version_of

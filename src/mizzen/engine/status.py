@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from mizzen.comm import collectives, groups
 from mizzen.comm.mesh import Mesh
-from mizzen.config.batch import Batch
-from mizzen.config.resolve import Resolved
+from mizzen.config.resolve import Batch, Resolved
 from mizzen.config.schema import Config
 from mizzen.config.section import real, whole
 from mizzen.engine.loading import LoadReport

@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from mizzen.accelerator import Memory
-from mizzen.config.dump import as_lines, values
-from mizzen.config.schema import Config
+from mizzen.config.schema import Config, as_lines, values
 from mizzen.environment import World
 from mizzen.log import get_logger
 from mizzen.monitor.output import OutputGuard

@@ -3,8 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from mizzen.config.batch import TRIAD
-from mizzen.config.resolve import OPEN_BATCH, is_batch_open
+from mizzen.config.resolve import OPEN_BATCH, TRIAD, is_batch_open
 from mizzen.model.sketch import count_of
 from mizzen.plan.build import Plan
 from mizzen.plan.cost import Cost

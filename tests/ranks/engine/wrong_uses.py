@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import mizzen
-from mizzen.config.batch import Batch
 from mizzen.config.layout import Layout
+from mizzen.config.resolve import Batch
 
 GOOD = {
     "train_batch_size": 4,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mizzen.config import load
-from mizzen.config.batch import ACCUMULATION, MICRO, TRAIN, Batch
+from mizzen.config.resolve import ACCUMULATION, MICRO, TRAIN, Batch
 from mizzen.errors import ConfigError, LayoutError
 
 sizes = st.integers(min_value=1, max_value=10_000)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mizzen.config import load
-from mizzen.config.dump import as_dict, as_lines, as_table, display, plain, values
 from mizzen.config.resolve import resolve
+from mizzen.config.schema import as_dict, as_lines, as_table, display, plain, values
 
 GIVEN = {
     "train_batch_size": 64,

@@ -15,11 +15,10 @@ import pytest
 
 from mizzen.config import load
 from mizzen.config.describe import examine
-from mizzen.config.dump import values
 from mizzen.config.load import read_source
 from mizzen.config.migrate import is_auto, name_keys, spread_paths, walk
 from mizzen.config.resolve import resolve
-from mizzen.config.schema import Config
+from mizzen.config.schema import Config, values
 from mizzen.config.section import OpenSection, keys_of, nest_in
 from mizzen.errors import ConfigError, MizzenError
 

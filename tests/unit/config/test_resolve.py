@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from mizzen.config import load
-from mizzen.config.batch import Batch
 from mizzen.config.layout import Layout
-from mizzen.config.resolve import resolve
+from mizzen.config.resolve import Batch, resolve
 from mizzen.errors import ConfigError, LayoutError
 
 ELASTIC = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "version": 0.1}

@@ -2,9 +2,8 @@
 
 import pytest
 
-from mizzen.config.batch import ACCUMULATION, MICRO, TRAIN
 from mizzen.config.load import load
-from mizzen.config.resolve import check_filled_in, is_batch_open, resolve, with_batch
+from mizzen.config.resolve import ACCUMULATION, MICRO, TRAIN, check_filled_in, is_batch_open, resolve, with_batch
 from mizzen.errors import ConfigError, UsageError
 
 OPEN = {TRAIN: "auto", MICRO: "auto", ACCUMULATION: "auto"}
