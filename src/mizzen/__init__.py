@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mizzen.errors import StepError as StepError
     from mizzen.errors import UsageError as UsageError
     from mizzen.monitor.report import StepReport as StepReport
-    from mizzen.optim.flags import add_tuning_arguments as add_tuning_arguments
+    from mizzen.optim.schedules import add_tuning_arguments as add_tuning_arguments
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ _HOMES: Final = {
     "StepReport": "mizzen.monitor.report",
     "UsageError": "mizzen.errors",
     "add_config_arguments": "mizzen.api",
-    "add_tuning_arguments": "mizzen.optim.flags",
+    "add_tuning_arguments": "mizzen.optim.schedules",
     "checkpoint": "mizzen.checkpoint",
     "checkpointing": "mizzen.checkpointing",
     "comm": "mizzen.comm",

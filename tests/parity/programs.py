@@ -11,9 +11,7 @@ from torch.nn import functional
 
 import mizzen
 from mizzen.model.sketch import Sketch
-from mizzen.optim.lamb import Lamb
-from mizzen.optim.lion import Lion
-from mizzen.optim.muon import Muon, split_groups
+from mizzen.optim.own_rules import Lamb, Lion, Muon, split_groups
 
 VOCABULARY = 48
 LENGTH = 12

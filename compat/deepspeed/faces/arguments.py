@@ -8,8 +8,7 @@ from typing import Any, Final
 from deepspeed.faces.errors import also
 from mizzen.errors import UsageError
 from mizzen.launcher.launch import HOSTFILE
-from mizzen.optim.flags import FLAGS, add_tuning_arguments
-from mizzen.optim.schedules import SCHEDULES, VALID_LR_SCHEDULES
+from mizzen.optim.schedules import FLAGS, SCHEDULES, VALID_LR_SCHEDULES, add_tuning_arguments
 
 DEEPSPEED_ENVIRONMENT_PATHS: Final = [str(Path.home()), "."]
 """Where a file of variables for the ranks is looked for."""

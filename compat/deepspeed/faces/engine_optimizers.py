@@ -23,9 +23,7 @@ from deepspeed.faces.optimizers import (
 from mizzen.engine.engine import Engine
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.errors import NotBuilt
-from mizzen.optim.lamb import Lamb
-from mizzen.optim.lion import Lion
-from mizzen.optim.muon import Muon
+from mizzen.optim.own_rules import Lamb, Lion, Muon
 
 DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[[Any], Any]
 """What makes an optimizer from parameter groups, or a schedule from an optimizer."""

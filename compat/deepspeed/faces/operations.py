@@ -10,7 +10,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 
 from mizzen.errors import NotBuilt, UsageError
-from mizzen.optim.lion import Lion
+from mizzen.optim.own_rules import Lion
 
 
 class Utils:

@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.optim import Adagrad, Adam
 
 from mizzen.errors import NotBuilt, UsageError
-from mizzen.optim.lamb import Lamb
-from mizzen.optim.lion import Lion
-from mizzen.optim.muon import Muon
+from mizzen.optim.own_rules import Lamb, Lion, Muon
 
 
 class FusedAdam(Adam):

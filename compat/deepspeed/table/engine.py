@@ -17,7 +17,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.dataloader", "RepeatingLoader", "mizzen.data.repeat"),
     Row("runtime.lr_schedules", "VALID_LR_SCHEDULES", "mizzen.optim.schedules"),
     Row("runtime.lr_schedules", "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR", ".schedules"),
-    Row("runtime.lr_schedules", "add_tuning_arguments", "mizzen.optim.flags"),
+    Row("runtime.lr_schedules", "add_tuning_arguments", "mizzen.optim.schedules"),
     Row(
         "runtime.lr_schedules",
         "parse_arguments get_config_from_args get_lr_from_config override_params override_lr_range_test_params "

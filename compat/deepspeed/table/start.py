@@ -8,7 +8,7 @@ ROWS: Final[tuple[Row, ...]] = (
     # The way in
     Row("deepspeed", "initialize add_config_arguments tp_model_init is_compile_supported", ".start"),
     Row("deepspeed", "init_distributed", "mizzen.comm"),
-    Row("deepspeed", "add_tuning_arguments", "mizzen.optim.flags"),
+    Row("deepspeed", "add_tuning_arguments", "mizzen.optim.schedules"),
     Row("deepspeed runtime.engine", "DeepSpeedEngine", ".engine"),
     Row("deepspeed", "get_accelerator", ".accelerator"),
     Row("deepspeed", "comm=. dist=.", "deepspeed.comm"),

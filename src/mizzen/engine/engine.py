@@ -22,7 +22,7 @@ from mizzen.errors import StepError, UsageError
 from mizzen.log import warn_once
 from mizzen.monitor.report import ACCUMULATING, Meter, Observer, StepReport
 from mizzen.monitor.sinks import monitor_of
-from mizzen.optim.stepping import Stepper
+from mizzen.optim.schedules import Stepper
 from mizzen.precision.scaler import LossScaler
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
 from mizzen.optim.guard import ParameterGuard
-from mizzen.optim.lamb import Lamb
+from mizzen.optim.own_rules import Lamb
 from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler

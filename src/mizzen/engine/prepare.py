@@ -24,8 +24,7 @@ from mizzen.log import warn_once
 from mizzen.model.sketch import Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.report import Observer
-from mizzen.optim.build import build_optimizer, build_scheduler
-from mizzen.optim.groups import param_groups, tell_slips
+from mizzen.optim.build import build_optimizer, build_scheduler, param_groups, tell_slips
 from mizzen.optim.rules import is_known, whole_groups
 from mizzen.parallel.zero.full.init import make_whole
 from mizzen.parallel.zero.full.runtime import UnitModule

@@ -1,21 +1,25 @@
-"""From a name and arguments in the configuration to a torch optimizer or a schedule."""
+"""From what a configuration and a user give to an optimizer or a schedule: parameter groups, a name, and its arguments.
 
+In the groups every parameter has a name and one place; an argument that the class does not take is an error.
+"""
+
+import difflib
 import importlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from warnings import catch_warnings, simplefilter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, lr_scheduler
 
-from mizzen.config.optimizer import LOW_BIT, NOT_FROM_JSON, check_optimizer, check_scheduler, rule_of
-from mizzen.config.section import flag, shown
-from mizzen.errors import ConfigError, MissingExtra
+from mizzen.config.optimizer import LOW_BIT, NOT_FROM_JSON, check_optimizer, check_scheduler, rule_of, unknown
+from mizzen.config.section import flag, real, shown
+from mizzen.errors import ConfigError, MissingExtra, UsageError
+from mizzen.log import warn_once
 from mizzen.model.sketch import ParameterSketch
-from mizzen.optim.lamb import Lamb
-from mizzen.optim.muon import Muon, split_groups
-from mizzen.optim.names import check_arguments, check_values
+from mizzen.optim.own_rules import Lamb, Muon, split_groups
 from mizzen.optim.rules import ELEMENTWISE
 from mizzen.optim.schedules import SCHEDULES, LRSchedule
 
@@ -155,3 +159,131 @@ def _rehearse(kind: type[Any], arguments: Mapping[str, Any], optimizer: Optimize
         raise
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError("scheduler.params", f"{kind.__name__} cannot be built: {error}") from error
+
+
+def check_arguments(section: str, kind: type, given: Mapping[str, Any]) -> None:
+    """Refuse an argument that a class does not take, and a missing one that it needs; the first is ours to give."""
+    _, *taken = inspect.signature(kind).parameters.values()
+    known = {parameter.name: parameter for parameter in taken}
+    for name in given:
+        if name not in known:
+            raise unknown(f"{section}.params.{name}", f"unknown argument of {kind.__name__}", name, known)
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in given:
+            raise ConfigError(f"{section}.params.{name}", f"{kind.__name__} needs it")
+
+
+def check_values(section: str, kind: type, given: Mapping[str, Any]) -> None:
+    """Compare arguments with a class's defaults: a flag is no number, and a pair has two of them."""
+    parameters = inspect.signature(kind).parameters
+    for name, value in given.items():
+        path, default = f"{section}.params.{name}", parameters[name].default
+        if isinstance(default, tuple):
+            _check_row(path, value, len(default))
+        elif isinstance(default, bool):
+            _check(flag, path, value)
+        elif isinstance(default, int | float):
+            _check_number(path, value)
+
+
+def _check_row(path: str, value: Any, length: int) -> None:
+    if not isinstance(value, list | tuple) or len(value) != length:
+        raise ConfigError(path, f"{shown(value)} is not a list of {length} numbers")
+    for number, each in enumerate(value):
+        if each is not None:
+            _check_number(f"{path}.{number}", each)
+
+
+def _check_number(path: str, value: Any) -> None:
+    if not isinstance(value, Tensor):  # some rules take a tensor for a number
+        _check(real, path, value)
+
+
+def _check(read: Callable[[Any], Any], path: str, value: Any) -> None:
+    try:
+        read(value)
+    except ValueError as error:
+        raise ConfigError(path, str(error)) from None
+
+
+def param_groups(
+    model: nn.Module, model_parameters: Iterable[Any] | None = None
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """(groups for an optimizer, parameter name -> its group). Parameters that are not trained are left out.
+
+    Absent means all parameters of the model. Given are parameters, (name, parameter) pairs, or groups of either as
+    dicts whose further keys are kept. A group without trained parameters stays, so that numbers and rates of the others
+    do not shift; there is always one. A parameter that is reached by several paths is there once, under the first.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    placed: dict[str, int] = {}
+    groups: list[dict[str, Any]] = []
+    for number, given in enumerate(_as_groups(model, model_parameters)):
+        kept: list[Tensor] = []
+        for place, parameter in enumerate(_parameters_of(given, number)):
+            name = names.get(id(parameter))
+            if name is None:
+                raise _not_in_the_model(model, parameter, number, place)
+            if not parameter.requires_grad or placed.get(name) == number:
+                continue
+            if name in placed:
+                raise UsageError(f"model_parameters: {name} is in group {placed[name]} and in group {number}: keep one")
+            placed[name] = number
+            kept.append(parameter)
+        # Names that torch keeps beside the parameters would no longer match them.
+        groups.append({key: value for key, value in given.items() if key != "param_names"} | {"params": kept})
+    return groups, placed
+
+
+def tell_slips(optimizer: Optimizer) -> None:
+    """Warn of keys in groups that nobody reads and that look like an option of the optimizer. Others are the user's."""
+    known = sorted(optimizer.defaults)
+    for number, group in enumerate(optimizer.param_groups):
+        for key in [key for key in group if key not in ("params", *known)]:
+            if near := difflib.get_close_matches(str(key), known, n=1, cutoff=0.85):
+                warn_once(
+                    f"parameter group {number} has a key {key!r}, which {type(optimizer).__name__} does not read: "
+                    f"did you mean '{near[0]}'?"
+                )
+
+
+def _as_groups(model: nn.Module, given: Iterable[Any] | None) -> list[Mapping[str, Any]]:
+    if given is None:
+        return [{"params": model.parameters()}]
+    if isinstance(given, Tensor | Mapping) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"model_parameters is one {type(given).__name__}; give an iterable of parameters or of groups, in a list"
+        )
+    entries = list(given)
+    dicts = sum(isinstance(entry, Mapping) for entry in entries)
+    if not dicts:
+        return [{"params": entries}]
+    if dicts < len(entries):
+        raise UsageError(f"model_parameters mixes {dicts} groups with {len(entries) - dicts} single parameters")
+    for number, entry in enumerate(entries):
+        if "params" not in entry:
+            raise UsageError(f"model_parameters: group {number} has no 'params', only {', '.join(map(str, entry))}")
+    return entries
+
+
+def _parameters_of(group: Mapping[str, Any], number: int) -> Iterator[Tensor]:
+    params = group["params"]
+    for place, entry in enumerate(
+        [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else params
+    ):
+        parameter = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+        if not isinstance(parameter, Tensor):
+            raise UsageError(
+                f"model_parameters: entry {place} of group {number} is a {type(parameter).__name__}, no parameter"
+            )
+        yield parameter
+
+
+def _not_in_the_model(model: nn.Module, parameter: Tensor, number: int, place: int) -> UsageError:
+    shape = list(parameter.shape)
+    alike = [name for name, own in model.named_parameters() if list(own.shape) == shape]
+    hint = f"; of that shape the model has {', '.join(alike[:3])}" if alike else ""
+    return UsageError(
+        f"model_parameters: entry {place} of group {number}, of shape {shape}, is no parameter of the model{hint}. "
+        "Take the parameters from the model after its last change"
+    )

@@ -31,9 +31,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from mizzen.config.optimizer import LOW_BIT
 from mizzen.optim.guard import Guard
-from mizzen.optim.lamb import Lamb
-from mizzen.optim.lion import Lion
-from mizzen.optim.muon import Muon
+from mizzen.optim.own_rules import Lamb, Lion, Muon
 
 ELEMENTWISE: Final = (Adam, AdamW, SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop, ASGD, Lion)
 

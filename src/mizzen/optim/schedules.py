@@ -1,13 +1,16 @@
 """Learning-rate schedules. Each is a pure function of the step; the object around it writes its values into groups.
 
 A schedule is made before the first step, at step -1, and sets the rates with which that step is taken. After the i-th
-applied step, counted from 0, it is at step i. Who steps it, and when, is the engine's business.
+applied step, counted from 0, it is at step i. `Stepper` is how an engine steps one. The command-line flags at the end
+are for scripts that choose a schedule there; nothing in the library reads them.
 """
 
 import math
 from abc import ABC, abstractmethod
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import signature
 from typing import Any, Final
 
 from torch import Tensor
@@ -366,3 +369,107 @@ _CONVERT: Final[Mapping[Any, Callable[[Any], Any]]] = {
     PerGroup | None: _per_group_values,
 }
 """The type of an argument -> what makes a value of it out of JSON, or raises a ValueError."""
+
+
+class Stepper:
+    """Steps a schedule once per applied step, and refuses to go on when its position has moved in between.
+
+    It looks at the position only, so it works for any schedule and also when the user holds the very object. Who sets
+    `engine.lr_scheduler = None` takes the schedule over.
+    """
+
+    def __init__(self) -> None:
+        self._scheduler: Any = None
+        self._position: Any = None
+
+    def check(self, scheduler: Any, arguments: Mapping[str, Any]) -> None:
+        """Refuse a step that the schedule could not follow, before anything has changed."""
+        if scheduler is None:
+            return
+        found = _position(scheduler)
+        if scheduler is self._scheduler and found != self._position:
+            raise UsageError(
+                f"the learning-rate schedule {type(scheduler).__name__} was left at {self._position} and is now at "
+                f"{found}: the engine steps it after every applied step, so remove the other scheduler.step(), or set "
+                "engine.lr_scheduler = None and step it yourself"
+            )
+        if scheduler is self._scheduler and not arguments:
+            return
+        try:
+            signature(scheduler.step).bind(**arguments)
+        except TypeError as error:
+            raise UsageError(
+                f"{type(scheduler).__name__}.step(): {error}; the arguments of a schedule's own step are given as "
+                "engine.step(lr_kwargs={...})"
+            ) from None
+
+    def advance(self, scheduler: Any, arguments: Mapping[str, Any]) -> None:
+        """One step. `arguments` are those of the schedule's own `step`."""
+        if scheduler is None:
+            return
+        try:
+            scheduler.step(**arguments)
+        except Exception as error:  # noqa: BLE001  it may be anybody's schedule
+            raise UsageError(
+                f"the learning-rate schedule {type(scheduler).__name__} cannot go on: {type(error).__name__}: {error}"
+            ) from error
+        self._scheduler, self._position = scheduler, _position(scheduler)
+
+    def forget(self) -> None:
+        """The schedule was moved on purpose, by loading a state."""
+        self._scheduler = self._position = None
+
+
+def _position(scheduler: Any) -> Any:
+    """Where a schedule is; None for one that does not say."""
+    for name in ("last_batch_iteration", "last_epoch"):
+        position = getattr(scheduler, name, None)
+        if position is not None:
+            return position
+    return None
+
+
+FLAGS: Final[tuple[tuple[str, type, Any, str], ...]] = (
+    ("lr_range_test_min_lr", float, 0.001, "LRRangeTest: rate to start from"),
+    ("lr_range_test_step_rate", float, 1.0, "LRRangeTest: what one interval adds, as a multiple of the start"),
+    ("lr_range_test_step_size", int, 1000, "LRRangeTest: steps of one interval"),
+    ("lr_range_test_staircase", bool, False, "LRRangeTest: raise the rate once per interval"),
+    ("cycle_first_step_size", int, 1000, "OneCycle: steps of the way up"),
+    ("cycle_first_stair_count", int, -1, "OneCycle: stairs of the way up; -1 is none"),
+    ("cycle_second_step_size", int, -1, "OneCycle: steps of the way down; -1 is as many"),
+    ("cycle_second_stair_count", int, -1, "OneCycle: stairs of the way down; -1 is none"),
+    ("decay_step_size", int, 1000, "OneCycle: steps of one interval of decay after the cycle"),
+    ("cycle_min_lr", float, 0.01, "OneCycle: rate at both ends of the cycle"),
+    ("cycle_max_lr", float, 0.1, "OneCycle: rate at its top"),
+    ("decay_lr_rate", float, 0.0, "OneCycle: decay of the rate per interval"),
+    ("cycle_momentum", bool, False, "OneCycle: cycle the momentum too"),
+    ("cycle_min_mom", float, 0.8, "OneCycle: momentum at the top of the cycle"),
+    ("cycle_max_mom", float, 0.9, "OneCycle: momentum at both ends"),
+    ("decay_mom_rate", float, 0.0, "OneCycle: growth of the momentum per interval of decay"),
+    ("warmup_min_lr", float, 0, "warm-up: rate to start from"),
+    ("warmup_max_lr", float, 0.001, "warm-up: rate to reach"),
+    ("warmup_num_steps", int, 1000, "warm-up: its steps"),
+    ("warmup_type", str, "log", "warm-up: log or linear"),
+    ("warmup_min_ratio", float, 0.01, "WarmupCosineLR: part of each rate to start from"),
+    ("cos_min_ratio", float, 0.01, "WarmupCosineLR: part of each rate at the end"),
+)
+"""Name, type, default and meaning. Names and defaults are those that scripts already rely on."""
+
+
+def _flag(word: str) -> bool:
+    """The word after a flag, which may have none: scripts write `--cycle_momentum true` as well."""
+    if word.lower() not in ("true", "false", "1", "0"):
+        raise ArgumentTypeError(f"'{word}' is not true or false")
+    return word.lower() in ("true", "1")
+
+
+def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--lr_schedule` and one flag for every argument of the schedules; returns the parser."""
+    group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
+    group.add_argument("--lr_schedule", type=str, default=None, help=f"schedule: {', '.join(VALID_LR_SCHEDULES)}")
+    for name, kind, default, text in FLAGS:
+        if kind is bool:
+            group.add_argument(f"--{name}", default=default, nargs="?", const=True, type=_flag, help=text)
+        else:
+            group.add_argument(f"--{name}", type=kind, default=default, help=text)
+    return parser

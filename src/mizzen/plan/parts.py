@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece
 from mizzen.monitor.report import Observer
-from mizzen.optim.lamb import Portion
+from mizzen.optim.own_rules import Portion
 
 
 class Lot(Protocol):

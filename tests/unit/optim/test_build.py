@@ -9,9 +9,7 @@ from mizzen.config import optimizer as names
 from mizzen.config.optimizer import UNBUILT
 from mizzen.errors import ConfigError
 from mizzen.optim.build import OPTIMIZERS, build_optimizer, build_scheduler
-from mizzen.optim.lamb import Lamb
-from mizzen.optim.lion import Lion
-from mizzen.optim.muon import Muon
+from mizzen.optim.own_rules import Lamb, Lion, Muon
 from mizzen.optim.rules import ELEMENTWISE
 from mizzen.optim.schedules import VALID_LR_SCHEDULES, WarmupLR
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mizzen.optim.build import build_scheduler
-from mizzen.optim.flags import FLAGS, add_tuning_arguments
-from mizzen.optim.schedules import SCHEDULES, LRSchedule, OneCycle
+from mizzen.optim.schedules import FLAGS, SCHEDULES, LRSchedule, OneCycle, add_tuning_arguments
 
 
 def parse(*words):

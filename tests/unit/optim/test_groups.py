@@ -6,8 +6,7 @@ from torch import nn
 
 from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
-from mizzen.optim.build import build_optimizer
-from mizzen.optim.groups import param_groups, tell_slips
+from mizzen.optim.build import build_optimizer, param_groups, tell_slips
 
 
 class Tied(nn.Module):

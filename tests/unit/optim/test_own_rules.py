@@ -10,9 +10,7 @@ from torch.optim import AdamW
 from mizzen.errors import ConfigError
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer
-from mizzen.optim.lamb import Lamb, Portion
-from mizzen.optim.lion import Lion
-from mizzen.optim.muon import Muon, orthogonal, split_groups
+from mizzen.optim.own_rules import Lamb, Lion, Muon, Portion, orthogonal, split_groups
 
 STEPS = 4
 

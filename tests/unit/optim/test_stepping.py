@@ -6,8 +6,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from mizzen.errors import UsageError
-from mizzen.optim.schedules import WarmupLR
-from mizzen.optim.stepping import Stepper
+from mizzen.optim.schedules import Stepper, WarmupLR
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mizzen.comm.communicator import Work
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes, piece_of_range
-from mizzen.optim.lamb import Portion
+from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.addresses import ParameterAddresses
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
 from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all

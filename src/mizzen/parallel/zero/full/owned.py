@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from mizzen.comm import collectives, groups
 from mizzen.comm.backend import Tag
 from mizzen.model.piece import Piece, piece_of_whole
-from mizzen.optim.lamb import Portion
+from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.full.division import Owners
 from mizzen.parallel.zero.full.shards import joined, rows_of, shard_dim
 from mizzen.parallel.zero.full.unit import LiveUnit, Share, UnitParameter

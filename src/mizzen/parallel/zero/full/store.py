@@ -15,7 +15,7 @@ from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes
-from mizzen.optim.lamb import Portion
+from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, assemble
 from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.gradients import UnitGradients, UseOutside
