@@ -1,4 +1,4 @@
-"""A layout laid over the ranks of this job: named axes, every process group that their products need, and `mpu` objects.
+"""A layout laid over the ranks of this job: named axes, all process groups of their products, and `mpu` objects.
 
 Which ranks belong together is arithmetic and lives in `config/layout.py`; here are the groups and the DeviceMesh. This
 is the only file that may call `DeviceMesh._flatten` (docs/borrowed.md). A Megatron-style `mpu` is served both ways: one

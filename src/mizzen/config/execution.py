@@ -1,4 +1,4 @@
-"""How a step is executed: number formats, `compile`, `fused`, recomputation, an NVMe drive; and the search for the best.
+"""How a step is executed: number formats, `compile`, `fused`, recomputation, an NVMe drive, and a search for the best.
 
 The formats in which a model computes, accumulates and communicates are `fp16`, `bf16`, `torch_autocast` and `amp`. The
 search is `autotuning`; what is tried, and how, is the tuner's business. `sparse_attention` is a section of old files
