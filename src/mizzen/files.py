@@ -1,8 +1,8 @@
 """Every file operation that must not lose data: durable new files, one-rename commits, folders that survive a crash.
 
 Nothing here overwrites: a new file is refused where one exists, and only `replace` and `commit_*` take the place of an
-old file, by a rename after the new bytes are on disk. Each operation passes through `_do`, so that a test can fail it
-or kill the process right before it (`watched`). What the files mean is the business of those who call.
+old file, by a rename after the new bytes are on disk. Each operation passes through `perform`, so that a test can fail
+it or kill the process right before it (`watched`). What the files mean is the business of those who call.
 """
 
 import errno
@@ -20,7 +20,20 @@ from mizzen.ambient import AMBIENT
 from mizzen.errors import FileError
 
 Operation = Literal[
-    "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "mkdir", "listdir", "read", "statfs"
+    "open",
+    "write",
+    "fsync",
+    "close",
+    "rename",
+    "unlink",
+    "rmdir",
+    "mkdir",
+    "listdir",
+    "read",
+    "stat",
+    "statfs",
+    "allocate",
+    "lock",
 ]
 Hook = Callable[[Operation, Path], None]
 Chunk = bytes | bytearray | memoryview
@@ -43,17 +56,29 @@ def watched(hook: Hook) -> Iterator[None]:
         AMBIENT.file_hook = before
 
 
-def _do(operation: Operation, path: Path, call: Callable[[*Given], Result], *given: *Given, needed: int = 0) -> Result:
+def perform(
+    operation: Operation,
+    path: Path,
+    call: Callable[[*Given], Result],
+    *given: *Given,
+    needed: int = 0,
+    offset: int | None = None,
+) -> Result:
+    """Make one call to the system. Where it fails, the error names operation, file, cause and, if given, the place.
+
+    `needed` is how many bytes were still to be written, for the words about a disk that is full.
+    """
     try:
         if AMBIENT.file_hook is not None:
             AMBIENT.file_hook(operation, path)
         return call(*given)
     except OSError as error:
-        raise _failure(operation, path, error, needed) from error
+        raise _failure(operation, path, error, needed, offset) from error
 
 
-def _failure(operation: Operation, path: Path, error: OSError, needed: int) -> FileError:
-    text = f"{operation} {path}: {error.strerror or error}"
+def _failure(operation: Operation, path: Path, error: OSError, needed: int, offset: int | None) -> FileError:
+    place = "" if offset is None else f" at byte {offset:,}"
+    text = f"{operation} {path}{place}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f"; {needed:,} bytes were still to be written and the filesystem has {_room(path):,} free"
     failure = FileError(text)
@@ -67,7 +92,7 @@ def write_chunks(path: str | Path, chunks: Iterable[Chunk], *, fsync: bool = Tru
     The file's name is durable only after `fsync_folder` of its folder: once for all the files that were written there.
     """
     path = Path(path)
-    file = _do("open", path, _create, path)
+    file = perform("open", path, _create, path)
     try:
         with file:
             size = 0
@@ -75,9 +100,9 @@ def write_chunks(path: str | Path, chunks: Iterable[Chunk], *, fsync: bool = Tru
                 size += _write(file, path, memoryview(chunk))
                 del chunk  # what it belongs to may go before the next is read
             if fsync:
-                _do("fsync", path, os.fsync, file.fileno())
+                perform("fsync", path, os.fsync, file.fileno())
             # Network filesystems report at the close what they could not write.
-            _do("close", path, file.close)
+            perform("close", path, file.close)
     except BaseException:
         with suppress(FileError):
             remove(path)
@@ -95,7 +120,7 @@ def _write(file: FileIO, path: Path, chunk: memoryview) -> int:
         return 0
     rest = chunk.cast("B")
     while rest.nbytes:
-        rest = rest[_do("write", path, file.write, rest, needed=rest.nbytes) :]
+        rest = rest[perform("write", path, file.write, rest, needed=rest.nbytes) :]
     return chunk.nbytes
 
 
@@ -110,7 +135,7 @@ def replace(source: str | Path, target: str | Path) -> None:
     When the last fsync fails, the new name is visible but may not survive a crash.
     """
     source, target = Path(source), Path(target)
-    _do("rename", target, os.replace, source, target)
+    perform("rename", target, os.replace, source, target)
     fsync_folder(target.parent)
     if source.parent != target.parent:
         fsync_folder(source.parent)
@@ -154,12 +179,12 @@ def committing(path: str | Path) -> Iterator[BufferedWriter]:
     path = Path(path)
     _clear(path)
     beside = temporary(path)
-    file = _do("open", beside, beside.open, "xb")
+    file = perform("open", beside, beside.open, "xb")
     try:
         with file:
             yield file
-            _do("write", beside, file.flush)
-            _do("fsync", beside, os.fsync, file.fileno())
+            perform("write", beside, file.flush)
+            perform("fsync", beside, os.fsync, file.fileno())
         replace(beside, path)
     except BaseException:
         with suppress(FileError):
@@ -184,7 +209,7 @@ def commit_text(path: str | Path, text: str) -> None:
 def remove(path: str | Path, *, missing_ok: bool = False) -> None:
     """Remove a file. After a crash it may be there again, unless its folder was flushed."""
     path = Path(path)
-    _do("unlink", path, path.unlink, missing_ok)
+    perform("unlink", path, path.unlink, missing_ok)
 
 
 def remove_folder(path: str | Path) -> None:
@@ -195,7 +220,7 @@ def remove_folder(path: str | Path) -> None:
             remove_folder(entry)
         else:
             remove(entry)
-    _do("rmdir", folder, folder.rmdir)
+    perform("rmdir", folder, folder.rmdir)
 
 
 def make_folder(path: str | Path) -> None:
@@ -205,7 +230,7 @@ def make_folder(path: str | Path) -> None:
         return
     make_folder(folder.parent)
     try:
-        _do("mkdir", folder, folder.mkdir)
+        perform("mkdir", folder, folder.mkdir)
     except FileError as error:
         # Another rank may have made it in the meantime.
         if error.errno != errno.EEXIST or not folder.is_dir():
@@ -216,13 +241,13 @@ def make_folder(path: str | Path) -> None:
 def list_folder(path: str | Path) -> list[Path]:
     """What is in a folder, in the order of the names."""
     folder = Path(path)
-    return sorted(folder / name for name in _do("listdir", folder, os.listdir, folder))
+    return sorted(folder / name for name in perform("listdir", folder, os.listdir, folder))
 
 
 def fsync_folder(path: str | Path) -> None:
     """Make the names in a folder durable."""
     folder = Path(path)
-    _do("fsync", folder, _flush_names, folder)
+    perform("fsync", folder, _flush_names, folder)
 
 
 def _flush_names(folder: Path) -> None:
@@ -251,14 +276,14 @@ class Reading:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._descriptor = -1
-        self._descriptor = _do("open", self.path, _open_regular, self.path)
+        self._descriptor = perform("open", self.path, _open_regular, self.path)
         status = os.fstat(self._descriptor)
         self.size, self.on_disk = status.st_size, status.st_blocks * 512
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill a memory with the bytes from a place on; that there are fewer is an error."""
         while target.nbytes:
-            count = _do("read", self.path, os.preadv, self._descriptor, [target], offset)
+            count = perform("read", self.path, os.preadv, self._descriptor, [target], offset)
             if not count:
                 raise FileError(f"read {self.path}: it ends at byte {offset:,}, before {target.nbytes:,} more bytes")
             target, offset = target[count:], offset + count
@@ -303,7 +328,7 @@ def _open_regular(path: Path) -> int:
 def free_bytes(path: str | Path) -> int:
     """How much may still be written where `path` is or would be."""
     path = Path(path)
-    return _do("statfs", path, _room, path)
+    return perform("statfs", path, _room, path)
 
 
 def _room(path: Path) -> int:

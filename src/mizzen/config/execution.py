@@ -150,11 +150,15 @@ class AioConfig(Section):
     """How tensors travel between host memory and NVMe."""
 
     block_size: Count = 1_048_576
-    """Bytes of one read or write."""
+    """Bytes of one read or write, rounded up to a multiple of 4096; several drives are striped by it."""
     queue_depth: Count = 8
-    """Reads and writes under way at once."""
+    """Reads and writes under way at once, each in a thread of its own."""
     intra_op_parallelism: Count = 1
-    """Threads that work on one tensor."""
+    """Multiplies `queue_depth`: files that were written for libaio have it as the number of threads with such a queue."""
+    direct: Flag = True
+    """Read and write past the page cache, where the filesystem can; false keeps what was written in free memory."""
+    verify: Flag = True
+    """Keep a hash of every block in memory, and compare it whenever the block is read."""
     single_submit: Flag = no_effect(False, "threads read and write directly, without libaio")
     """Submit requests one by one."""
     overlap_events: Flag = no_effect(True, "threads read and write directly, without libaio")

@@ -68,7 +68,6 @@ UNBUILT: Final = (
     Unbuilt("weight_quantization", "quantized weights", ("enabled", "quantized_initialization", "post_init_quant")),
     Unbuilt("data_efficiency", "data efficiency", _ON),
     Unbuilt("curriculum_learning", "curriculum learning", _ON),
-    Unbuilt("aio", "NVMe offload"),
     Unbuilt("autotuning", "autotuning", _ON),
 )
 
