@@ -133,7 +133,7 @@ class NvmeTier:
         self._space = Space()
         self._resting: dict[str, Resting] = {}
         self._lock = threading.RLock()
-        self._buffers = threading.local()
+        self._of_thread = threading.local()
 
     @property
     def is_direct(self) -> bool:
@@ -267,7 +267,7 @@ class NvmeTier:
 
     def _buffer(self, size: int) -> memoryview:
         """Aligned memory of the thread that asks."""
-        held = vars(self._buffers)
+        held = vars(self._of_thread)
         if "memory" not in held:
             held["memory"] = memoryview(mmap.mmap(-1, self.block))
         found: memoryview = held["memory"]

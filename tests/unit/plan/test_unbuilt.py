@@ -59,7 +59,6 @@ ASKED = {
     "weight_quantization.post_init_quant": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 8}}}},
     "data_efficiency.enabled": {"data_efficiency": {"enabled": True}},
     "curriculum_learning.enabled": {"curriculum_learning": CURRICULUM},
-    "aio": {"aio": {"block_size": 4096}},
     "autotuning.enabled": {"autotuning": {"enabled": True}},
 }
 """For every path that can be refused, a configuration that asks for it and for nothing else."""
@@ -163,7 +162,7 @@ def test_old_names_are_refused_under_the_new_one():
 
 def test_several_at_once_in_the_order_of_the_table():
     keys = {"autotuning": {"enabled": True}, "hybrid_engine": {"enabled": True}, "aio": {"block_size": 3}}
-    assert refused(keys) == ["hybrid_engine.enabled", "aio", "autotuning.enabled"]
+    assert refused(keys) == ["hybrid_engine.enabled", "autotuning.enabled"]
 
 
 def test_true_is_not_the_number_one():
