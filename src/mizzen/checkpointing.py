@@ -8,9 +8,7 @@ from typing import Any
 
 from mizzen.config.load import ConfigSource, load_section
 from mizzen.config.schema import Config
-from mizzen.rewrite.checkpointing import Checkpointing
-from mizzen.rewrite.replay import Keeping, replayed
-from mizzen.rewrite.streams import RandomStreams
+from mizzen.rewrite.recompute import Checkpointing, Keeping, RandomStreams, replayed
 
 
 def configure(

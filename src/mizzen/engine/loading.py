@@ -25,7 +25,7 @@ from mizzen.engine.weights import Weights, set_extra_states
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import get_logger, log_dist, warn_once
 from mizzen.optim.rules import has_stepped, renew_states
-from mizzen.rewrite.checkpointing import Checkpointing
+from mizzen.rewrite.recompute import Checkpointing
 
 SHOWN: Final = 8
 STATES: Final = 1 << 22

@@ -31,7 +31,7 @@ from mizzen.files import free_bytes
 from mizzen.log import get_logger, log_dist, warn_once
 from mizzen.model.piece import piece_of_whole
 from mizzen.monitor.report import Observer, StepReport
-from mizzen.rewrite.checkpointing import Checkpointing
+from mizzen.rewrite.recompute import Checkpointing
 
 CLIENT: Final = "client"
 RANDOM: Final = "rng"

@@ -20,10 +20,9 @@ from mizzen.model.blocks import Block
 from mizzen.model.sketch import Drafts, Sketch, joined
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
-from mizzen.rewrite.forward import restore
-from mizzen.rewrite.inside import Inside
-from mizzen.rewrite.replay import Keeping, Recomputed
-from mizzen.rewrite.units import called_blocks, in_words
+from mizzen.rewrite.forward import called_blocks, in_words, restore
+from mizzen.rewrite.fused_modules import FusedModule
+from mizzen.rewrite.recompute import Keeping, Recomputed
 
 REPEATING_BACKENDS: Final = ("inductor", "aot_eager")
 """Those that are known to draw the same random numbers in a repeated call: `eager`, for one, does not."""
@@ -97,9 +96,9 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> None:
     Fused operations inside of the blocks give way to the compiler.
     """
     units = called_blocks(Sketch.of(model), (), key="compile.blocks")
-    if any(isinstance(vars(module).get("forward"), Inside) for module in model.modules()):
+    if any(isinstance(vars(module).get("forward"), FusedModule) for module in model.modules()):
         info_once("compile(): the fused operations inside of the blocks are left to the compiler from now on")
-        restore(model, Inside)
+        restore(model, FusedModule)
     _compile(model, _paths(units), options)
 
 

@@ -15,18 +15,18 @@ from mizzen.model.head import OWN_LOSSES, HeadSketch
 from mizzen.model.sketch import Drafts, Sketch, joined, parent_of
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
-from mizzen.rewrite.head import LOSS, HeadLoss
-from mizzen.rewrite.inside import (
-    Gated,
-    Norm,
-    Turning,
+from mizzen.rewrite.forward import called_blocks
+from mizzen.rewrite.fused_modules import (
+    FusedGatedLayer,
+    FusedNorm,
+    FusedRotary,
     check,
     replace,
     trouble_of_gated,
     trouble_of_norm,
-    trouble_of_turning,
+    trouble_of_rotary,
 )
-from mizzen.rewrite.units import called_blocks
+from mizzen.rewrite.head import LOSS, HeadLoss
 
 NORM: Final = "RMSNorm"
 """How the classes of such norms end."""
@@ -104,7 +104,7 @@ class Fused(Transform):
         modules = {module.path: module for module in sketch.modules}
         for paths, trouble_of in (
             (norms, trouble_of_norm),
-            (attentions, trouble_of_turning),
+            (attentions, trouble_of_rotary),
             (gated, trouble_of_gated),
         ):
             check((modules[path] for path in paths), trouble_of)
@@ -124,9 +124,9 @@ class Fused(Transform):
             modules = dict(part.module.named_modules())
             if choice.needs_kernels and (parameter := next(part.module.parameters(), None)) is not None:
                 gpu_code(parameter)  # an error here and now, where they cannot be had
-            replace(_at(modules, choice.norms), Norm)
-            replace(_at(modules, choice.attentions), Turning)
-            replace(_at(modules, choice.gated), Gated)
+            replace(_at(modules, choice.norms), FusedNorm)
+            replace(_at(modules, choice.attentions), FusedRotary)
+            replace(_at(modules, choice.gated), FusedGatedLayer)
             if choice.head is not None and choice.head.path in modules:
                 HeadLoss.take(
                     modules[choice.head.model],

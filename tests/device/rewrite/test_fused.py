@@ -7,7 +7,7 @@ import torch
 
 import mizzen
 from mizzen.accelerator import get_accelerator
-from mizzen.rewrite.late_logits import LateLogits
+from mizzen.rewrite.head import LateLogits
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from mizzen.accelerator import get_accelerator
 from mizzen.rewrite.compile import compile_blocks
-from mizzen.rewrite.replay import Keeping, Recomputed
+from mizzen.rewrite.recompute import Keeping, Recomputed
 
 KEEPINGS = [Keeping(products, on_host) for products in (False, True) for on_host in (False, True)]
 

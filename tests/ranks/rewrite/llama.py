@@ -5,7 +5,7 @@ import torch
 
 import mizzen
 from mizzen.rewrite.forward import ReplacedForward
-from mizzen.rewrite.late_logits import LateLogits
+from mizzen.rewrite.head import LateLogits
 from ranks.rewrite.programs import config_of
 
 transformers = pytest.importorskip("transformers")

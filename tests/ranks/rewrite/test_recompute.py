@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mizzen
-from mizzen.rewrite.replay import Recomputed
+from mizzen.rewrite.recompute import Recomputed
 from ranks.rewrite.programs import build, config_of, tokens_of
 
 STEPS = 3

@@ -9,10 +9,9 @@ from mizzen import checkpointing
 from mizzen.ambient import AMBIENT
 from mizzen.config.load import load
 from mizzen.errors import ConfigError, NotBuilt
-from mizzen.rewrite import checkpointing as behind
-from mizzen.rewrite import replay
-from mizzen.rewrite.checkpointing import Checkpointing
-from mizzen.rewrite.replay import Keeping
+from mizzen.rewrite import recompute
+from mizzen.rewrite import recompute as behind
+from mizzen.rewrite.recompute import Checkpointing, Keeping
 
 
 def mpu(rank, ranks, role="tensor_model"):
@@ -105,7 +104,7 @@ def test_torch_may_be_told_to_call_it(monkeypatch):
     inputs = torch.ones(3, requires_grad=True)
     torch.utils.checkpoint.checkpoint(torch.sin, inputs, use_reentrant=False).sum().backward()
     assert inputs.grad is not None
-    assert replay.checkpoint is not checkpointing.checkpoint
+    assert recompute.checkpoint is not checkpointing.checkpoint
 
 
 def test_calls_that_have_nothing_to_do():

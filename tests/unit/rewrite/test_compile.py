@@ -16,7 +16,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.plan.cost import Cost
 from mizzen.plan.parts import Part
 from mizzen.rewrite.compile import Compile, compile_blocks
-from mizzen.rewrite.replay import Keeping, Recomputed
+from mizzen.rewrite.recompute import Keeping, Recomputed
 
 
 class Layer(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 from mizzen import checkpointing
 from mizzen.config.execution import ActivationCheckpointingConfig, FusedConfig
 from mizzen.config.load import load
-from mizzen.rewrite.replay import Keeping
+from mizzen.rewrite.recompute import Keeping
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = {name: (DOCS / f"{name}.md").read_text() for name in ("recompute", "compile", "fused")}

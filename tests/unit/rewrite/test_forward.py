@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from mizzen.rewrite.forward import ReplacedForward, restore
-from mizzen.rewrite.inside import Gated
-from mizzen.rewrite.replay import Keeping, Recomputed
+from mizzen.rewrite.fused_modules import FusedGatedLayer
+from mizzen.rewrite.recompute import Keeping, Recomputed
 
 
 class Mlp(nn.Module):
@@ -21,7 +21,7 @@ class Mlp(nn.Module):
 def stacked() -> Mlp:
     """A fused layer that is also computed again, as a choice of small blocks makes it."""
     module = Mlp()
-    vars(module)["forward"] = Gated(module)
+    vars(module)["forward"] = FusedGatedLayer(module)
     vars(module)["forward"] = Recomputed(module.forward, Keeping())
     return module
 
@@ -43,10 +43,10 @@ def test_all_kinds_go():
 def test_one_kind_goes():
     module = stacked()
     restore(module, Recomputed)
-    assert isinstance(vars(module)["forward"], Gated)
+    assert isinstance(vars(module)["forward"], FusedGatedLayer)
     restore(module, Recomputed)
-    assert isinstance(vars(module)["forward"], Gated)
-    restore(module, Gated)
+    assert isinstance(vars(module)["forward"], FusedGatedLayer)
+    restore(module, FusedGatedLayer)
     assert "forward" not in vars(module)
 
 

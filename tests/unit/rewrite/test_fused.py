@@ -18,7 +18,7 @@ from mizzen.plan.cost import Cost
 from mizzen.rewrite.compile import compile_blocks
 from mizzen.rewrite.forward import ReplacedForward, restore
 from mizzen.rewrite.fused import Fused
-from mizzen.rewrite.inside import Gated, Inside, Norm, Turning
+from mizzen.rewrite.fused_modules import FusedGatedLayer, FusedModule, FusedNorm, FusedRotary
 from unit.rewrite.llamas import ALL, FAMILIES, KEYS, build, choose, fuse, gradients
 
 
@@ -90,7 +90,7 @@ def test_each_gets_its_own():
         name: type(vars(module)["forward"]) for name, module in model.named_modules() if "forward" in vars(module)
     }
     assert standing.pop("").__name__ == "HeadLoss"
-    assert set(standing.values()) == {Norm, Turning, Gated} and len(standing) == 9
+    assert set(standing.values()) == {FusedNorm, FusedRotary, FusedGatedLayer} and len(standing) == 9
 
 
 def test_without_a_model_the_plan_says_what_was_asked_for():
@@ -118,7 +118,7 @@ def test_a_model_that_is_compiled_later_keeps_the_head_only(caplog, monkeypatch)
         compile_blocks(model, {"backend": "eager"})
     assert "left to the compiler from now on" in caplog.text
     standing = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
-    assert len(standing) == 1 and not isinstance(standing[0], Inside)
+    assert len(standing) == 1 and not isinstance(standing[0], FusedModule)
     assert_alike(gradients(model), expected)
     torch.compiler.reset()
 
@@ -191,7 +191,7 @@ def test_copies_stand_on_their_own(make):
     other = copy.deepcopy(model) if make == "copied" else pickle.loads(pickle.dumps(model))
     assert_alike(gradients(other), expected)
     for module in other.modules():
-        if isinstance(standing := vars(module).get("forward"), Inside):
+        if isinstance(standing := vars(module).get("forward"), FusedModule):
             assert standing.module is module
     with torch.no_grad():
         for parameter in model.parameters():

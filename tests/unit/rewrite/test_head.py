@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mizzen.errors import UsageError
-from mizzen.rewrite.late_logits import LateLogits
+from mizzen.rewrite.head import LateLogits
 from unit.rewrite.llamas import VOCABULARY, batch, build, fuse, transformers
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from mizzen.errors import UsageError
-from mizzen.rewrite.late_logits import LateLogits
+from mizzen.rewrite.head import LateLogits
 
 
 @pytest.fixture

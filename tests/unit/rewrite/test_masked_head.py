@@ -5,7 +5,7 @@ import torch
 
 import mizzen.rewrite.head as head_module
 from mizzen.kernels.head_loss import LABELLED_STEP, head_loss, plain_head_loss, with_labels
-from mizzen.rewrite.late_logits import LateLogits
+from mizzen.rewrite.head import LateLogits
 from unit.rewrite.llamas import batch, build, choose, fuse, transformers
 
 VOCABULARY, LENGTH = 67, 400

@@ -15,10 +15,8 @@ from mizzen.plan.build import build
 from mizzen.plan.cost import Cost
 from mizzen.plan.explain import explain
 from mizzen.plan.parts import Part
-from mizzen.rewrite.checkpointing import Checkpointing
 from mizzen.rewrite.forward import restore
-from mizzen.rewrite.recompute import Recompute, RecomputeChoice
-from mizzen.rewrite.replay import Keeping, Recomputed
+from mizzen.rewrite.recompute import Checkpointing, Keeping, Recompute, RecomputeChoice, Recomputed
 
 
 class Layer(nn.Module):

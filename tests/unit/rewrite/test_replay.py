@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mizzen.errors import UsageError
-from mizzen.rewrite import replay
-from mizzen.rewrite.checkpointing import Checkpointing
-from mizzen.rewrite.replay import CACHES, Keeping, Recomputed, replayed
+from mizzen.rewrite import recompute
+from mizzen.rewrite.recompute import CACHES, Checkpointing, Keeping, Recomputed, replayed
 
 KEEPINGS = [Keeping(products, on_host) for products in (False, True) for on_host in (False, True)]
 
@@ -79,7 +78,7 @@ def test_gradients_reach_tensors_inside_of_structures():
 def test_every_tensor_is_seen_by_position(monkeypatch):
     """torch rewinds the generator of the devices that positional tensors are on, and looks at no others."""
     seen = []
-    monkeypatch.setattr(replay, "checkpoint", lambda call, *tensors, **_: (seen.extend(tensors), call(*tensors))[1])
+    monkeypatch.setattr(recompute, "checkpoint", lambda call, *tensors, **_: (seen.extend(tensors), call(*tensors))[1])
     first, second = torch.ones(2), torch.zeros(2)
     found = replayed(lambda a, n, *, b, c: (a, n, b, c), (first, 7), {"b": second, "c": "word"}, Keeping())
     assert found == (first, 7, second, "word")
@@ -87,7 +86,7 @@ def test_every_tensor_is_seen_by_position(monkeypatch):
 
 
 def test_without_gradients_nothing_is_replayed(monkeypatch):
-    monkeypatch.setattr(replay, "checkpoint", None)
+    monkeypatch.setattr(recompute, "checkpoint", None)
     with torch.no_grad():
         assert replayed(lambda x: x + 1, (torch.zeros(1),), {}, Keeping()).item() == 1
 
@@ -211,7 +210,7 @@ class Moved(saved_tensors_hooks):
 
 
 def test_inputs_that_carry_gradients_rest_on_the_host_and_masks_stay(monkeypatch):
-    monkeypatch.setattr(replay, "save_on_cpu", Moved)
+    monkeypatch.setattr(recompute, "save_on_cpu", Moved)
     monkeypatch.setattr(Moved, "moved", [])
     block, inputs = Block(), torch.randn(2, 5, 8, requires_grad=True)
     for args, kwargs in (((inputs, torch.ones(8)), {}), ((), {"hidden": inputs, "mask": torch.ones(8)})):
@@ -221,14 +220,14 @@ def test_inputs_that_carry_gradients_rest_on_the_host_and_masks_stay(monkeypatch
 
 
 def test_without_gradients_all_inputs_rest_on_the_host(monkeypatch):
-    monkeypatch.setattr(replay, "save_on_cpu", Moved)
+    monkeypatch.setattr(recompute, "save_on_cpu", Moved)
     monkeypatch.setattr(Moved, "moved", [])
     replayed(Block(), (torch.randn(2, 5, 8), torch.ones(8)), {}, Keeping(on_host=True)).sum().backward()
     assert Moved.moved == [(2, 5, 8), (8,)]
 
 
 def test_what_is_moved_comes_back_even_if_the_original_changes(monkeypatch):
-    monkeypatch.setattr(replay, "save_on_cpu", Moved)
+    monkeypatch.setattr(recompute, "save_on_cpu", Moved)
     leaf = torch.ones(3, requires_grad=True)
     inputs = leaf * 1
     result = replayed(torch.sin, (inputs,), {}, Keeping(on_host=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mizzen.errors import UsageError
-from mizzen.rewrite.streams import RandomStreams
+from mizzen.rewrite.recompute import RandomStreams
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from torch import nn
 
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch
-from mizzen.rewrite.units import called_blocks, in_words
+from mizzen.rewrite.forward import called_blocks, in_words
 
 
 class Layer(nn.Module):

@@ -6,15 +6,15 @@ from torch import nn
 
 from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch
-from mizzen.rewrite.inside import (
-    Gated,
-    Norm,
-    Turning,
+from mizzen.rewrite.fused_modules import (
+    FusedGatedLayer,
+    FusedNorm,
+    FusedRotary,
     check,
     replace,
     trouble_of_gated,
     trouble_of_norm,
-    trouble_of_turning,
+    trouble_of_rotary,
 )
 from unit.rewrite.llamas import batch, build, choose, fuse, transformers
 
@@ -63,17 +63,17 @@ def interleaved(q, k, cos, sin, unsqueeze_dim=1):
 
 
 CHECKS = {
-    "right": (RightRMSNorm, Norm, trouble_of_norm, None),
-    "shifted": (ShiftedRMSNorm, Norm, trouble_of_norm, "ShiftedRMSNorm computes something else than weight"),
-    "nameless": (NamelessRMSNorm, Norm, trouble_of_norm, "epsilon under none of variance_epsilon, eps"),
-    "torch": (lambda: nn.RMSNorm(8), Norm, trouble_of_norm, "RMSNorm computes something else"),
-    "clipped": (Clipped, Gated, trouble_of_gated, "Clipped computes something else than down_proj"),
+    "right": (RightRMSNorm, FusedNorm, trouble_of_norm, None),
+    "shifted": (ShiftedRMSNorm, FusedNorm, trouble_of_norm, "ShiftedRMSNorm computes something else than weight"),
+    "nameless": (NamelessRMSNorm, FusedNorm, trouble_of_norm, "epsilon under none of variance_epsilon, eps"),
+    "torch": (lambda: nn.RMSNorm(8), FusedNorm, trouble_of_norm, "RMSNorm computes something else"),
+    "clipped": (Clipped, FusedGatedLayer, trouble_of_gated, "Clipped computes something else than down_proj"),
     "positions": (
         lambda: attention(lambda q, k, cos, sin, position_ids=None, unsqueeze_dim=1: (q, k)),
-        *(Turning, trouble_of_turning, "other arguments than Llama's"),
+        *(FusedRotary, trouble_of_rotary, "other arguments than Llama's"),
     ),
-    "nothing": (lambda: attention(None), Turning, trouble_of_turning, "other arguments than Llama's"),
-    "another turn": (lambda: attention(interleaved), Turning, trouble_of_turning, "in another way than Llama"),
+    "nothing": (lambda: attention(None), FusedRotary, trouble_of_rotary, "other arguments than Llama's"),
+    "another turn": (lambda: attention(interleaved), FusedRotary, trouble_of_rotary, "in another way than Llama"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What is inside of blocks, by one operation each: norms, rotary embeddings and gated layers, module by module.
+"""Modules inside of blocks, each by one fused operation: norms, rotary embeddings and gated layers.
 
 A module is taken for what its class's `forward` computes: before any of them is changed, that function is run on small
 tensors and compared with the specification.
@@ -24,7 +24,7 @@ EPSILONS: Final = ("variance_epsilon", "eps")
 """Names under which norms keep what they add to the mean square."""
 
 
-class Inside(ReplacedForward):
+class FusedModule(ReplacedForward):
     """A module inside of a block that is computed by our operations. A compiler would do as well, and wants none."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,8 +32,8 @@ class Inside(ReplacedForward):
         self.module: Any = module
 
 
-class Layer(Inside):
-    """One that has one input, however it is called."""
+class OneInputModule(FusedModule):
+    """A fused module with one input, however it is called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own `forward` returns."""
@@ -45,7 +45,7 @@ class Layer(Inside):
         raise NotImplementedError
 
 
-class Norm(Layer):
+class FusedNorm(OneInputModule):
     """weight * x / rms(x)."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,7 +57,7 @@ class Norm(Layer):
         return rms_norm(inputs, self.module.weight, self.eps)
 
 
-class Gated(Layer):
+class FusedGatedLayer(OneInputModule):
     """down(silu(gate(x)) * up(x))."""
 
     def compute(self, inputs: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Gated(Layer):
 # Attention calls a function of its file by name. To put another one there would change every model of that class in the
 # process. So a module gets the code of its own `forward` with other globals: a copy of the file's, in which that one
 # name means our function. It is taken when the engine is built; what is changed in that file later is not seen.
-class Turning(Inside):
+class FusedRotary(FusedModule):
     """Attention whose queries and keys are turned by our kernel."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -86,7 +86,7 @@ class Turning(Inside):
         """Functions that were made here cannot be pickled, but made again."""
         return type(self), (self.module,)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Turning":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedRotary":
         """The memo knows the module already: it is being copied, and this with it."""
         return type(self)(memo.get(id(self.module), self.module))
 
@@ -142,7 +142,7 @@ def trouble_of_gated(forward: Any, module: ModuleSketch) -> str:
     return "computes something else than down_proj(silu(gate_proj(x)) * up_proj(x)): leave fused.swiglu out"
 
 
-def trouble_of_turning(forward: Any, module: ModuleSketch) -> str:
+def trouble_of_rotary(forward: Any, module: ModuleSketch) -> str:
     """What is wrong with the rotary function of an attention's file; empty when nothing is."""
     function = forward.__globals__.get(ROTARY)
     if not callable(function) or tuple(signature(function).parameters)[4:] not in ((), ("unsqueeze_dim",)):
