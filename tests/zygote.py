@@ -44,7 +44,7 @@ PRELOAD: Final = (
     "mizzen.accelerator.cpu",  # the four that the first question for an accelerator imports
     "mizzen.accelerator.cuda",
     "mizzen.accelerator.mps",
-    "mizzen.accelerator.xpu",
+    "mizzen.accelerator.device",
     "mizzen.api",
     "mizzen.cli",
     "mizzen.cli.plan",

@@ -4,7 +4,6 @@
 made. How ranks talk is `comm/`'s business: an accelerator only names its backend.
 """
 
-from mizzen.accelerator.fetch import Fetch
 from mizzen.accelerator.protocol import Accelerator, Capacity, DeviceInfo, Event, Memory, Stream
 from mizzen.accelerator.registry import (
     create_accelerator,
@@ -13,7 +12,7 @@ from mizzen.accelerator.registry import (
     set_accelerator,
     survey,
 )
-from mizzen.accelerator.timer import Split, Timer
+from mizzen.accelerator.streams import Fetch, Split, Timer
 
 __all__ = [
     "Accelerator",

@@ -3,7 +3,7 @@
 import torch
 
 from mizzen.accelerator import host
-from mizzen.accelerator.dtypes import computes
+from mizzen.accelerator.device import computes
 from mizzen.accelerator.protocol import Capacity, DeviceInfo, Memory
 from mizzen.accelerator.streams import HostEvent, InOrderStream
 from mizzen.environment import Switches, World, environ

@@ -10,8 +10,7 @@ from typing import Final
 
 import torch
 
-from mizzen.accelerator.device import TorchDevice, module_of, selection
-from mizzen.accelerator.dtypes import is_float8
+from mizzen.accelerator.device import TorchDevice, is_float8, module_of, selection
 from mizzen.accelerator.protocol import DeviceInfo
 from mizzen.errors import DeviceError
 from mizzen.wording import byte_size

@@ -1,6 +1,8 @@
 """An accelerator made of a torch device module (`torch.cuda`, `torch.xpu`, `torch.npu`, ...): most need no more.
 
-What one vendor does differently is in that vendor's file.
+What one vendor does differently is in that vendor's file; Intel GPUs need only facts. Whether a device computes in a
+type is found out by doing so; what a recipe needs beyond that is the business of `precision/`. `torch.accelerator` says
+the same of one device, the current one of the process; here a device is asked for by its name.
 """
 
 from collections.abc import Callable
@@ -9,10 +11,31 @@ from typing import Any
 
 import torch
 
-from mizzen.accelerator.dtypes import computes
 from mizzen.accelerator.protocol import Capacity, DeviceInfo, Event, Memory, Stream
 from mizzen.environment import environ
 from mizzen.errors import DeviceError
+
+
+@torch.no_grad()
+def computes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Multiply a few ones and look at the result."""
+    if is_float8(dtype):
+        # Torch stores these anywhere and, in some versions, multiplies them one by one. They are of use only where
+        # matrix units take them, and that is a fact about hardware: cuda.py has it.
+        return False
+    # Not a matrix product: with deterministic algorithms on, cuBLAS refuses those for a reason that is not the type.
+    try:
+        ones = torch.ones(8, dtype=dtype, device=device)
+        return torch.equal(ones * ones, ones)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # says something about this moment, nothing about the type
+    except (RuntimeError, TypeError):
+        return False
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether a type is a float of eight bits or fewer."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def backend_for(name: str) -> str:
@@ -160,3 +183,13 @@ class TorchDevice:
 def by_torch(name: str) -> TorchDevice:
     """A device that torch knows and we do not."""
     return TorchDevice(name, backend_for(name))
+
+
+def xpu() -> TorchDevice:
+    """Torch's `xpu`."""
+    return TorchDevice(
+        name="xpu",
+        comm_backend=backend_for("xpu"),
+        visible_devices="ZE_AFFINITY_MASK",
+        export_prefixes=("CCL_", "FI_", "I_MPI_"),
+    )

@@ -21,7 +21,7 @@ GROUP: Final = "mizzen.accelerators"
 # Paths, because importing any of them imports torch.
 OWN: Final = {
     "cuda": "mizzen.accelerator.cuda:Cuda",
-    "xpu": "mizzen.accelerator.xpu:xpu",
+    "xpu": "mizzen.accelerator.device:xpu",
     "mps": "mizzen.accelerator.mps:Mps",
 }
 BY_TORCH: Final = "mizzen.accelerator.device:by_torch"

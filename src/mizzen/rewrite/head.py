@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mizzen.accelerator import get_accelerator
-from mizzen.accelerator.fetch import Fetch
+from mizzen.accelerator.streams import Fetch
 from mizzen.errors import PlanError, UsageError
 from mizzen.kernels.head_loss import head_loss
 from mizzen.model.inputs import change_tensors

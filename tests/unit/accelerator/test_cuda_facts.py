@@ -8,7 +8,7 @@ import torch
 
 from mizzen.accelerator import cuda
 from mizzen.accelerator.cuda import Cuda
-from mizzen.accelerator.dtypes import is_float8
+from mizzen.accelerator.device import is_float8
 
 
 def properties(**facts):

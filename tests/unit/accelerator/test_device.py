@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from mizzen.accelerator.device import TorchDevice, backend_for
-from mizzen.accelerator.dtypes import computes
+from mizzen.accelerator.device import TorchDevice, backend_for, computes, xpu
 from mizzen.accelerator.mps import Mps
 from mizzen.accelerator.streams import hold
-from mizzen.accelerator.xpu import xpu
 from mizzen.errors import DeviceError
 
 STATS = {
