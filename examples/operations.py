@@ -9,7 +9,7 @@ from pathlib import Path
 from gpt_bytes import GPT, library_text
 
 import mizzen
-from mizzen.profiler.picture import picture
+from mizzen.profiler.render import picture
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mizzen.api import add_config_arguments as add_config_arguments
     from mizzen.api import initialize as initialize
     from mizzen.comm import init_distributed as init_distributed
-    from mizzen.data.repeat import RepeatingLoader as RepeatingLoader
+    from mizzen.data.loader import RepeatingLoader as RepeatingLoader
     from mizzen.engine.engine import Engine as Engine
     from mizzen.errors import CheckpointError as CheckpointError
     from mizzen.errors import CommError as CommError
@@ -49,7 +49,7 @@ _HOMES: Final = {
     "MizzenError": "mizzen.errors",
     "NotBuilt": "mizzen.errors",
     "PlanError": "mizzen.errors",
-    "RepeatingLoader": "mizzen.data.repeat",
+    "RepeatingLoader": "mizzen.data.loader",
     "StepError": "mizzen.errors",
     "StepReport": "mizzen.monitor.report",
     "UsageError": "mizzen.errors",

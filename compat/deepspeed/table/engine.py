@@ -14,7 +14,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.fp16.fused_optimizer", "FP16_Optimizer", ".engine_optimizers"),
     Row("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", ".engine_optimizers"),
     Row("runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler", ".scaler"),
-    Row("runtime.dataloader", "RepeatingLoader", "mizzen.data.repeat"),
+    Row("runtime.dataloader", "RepeatingLoader", "mizzen.data.loader"),
     Row("runtime.lr_schedules", "VALID_LR_SCHEDULES", "mizzen.optim.schedules"),
     Row("runtime.lr_schedules", "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR", ".schedules"),
     Row("runtime.lr_schedules", "add_tuning_arguments", "mizzen.optim.schedules"),

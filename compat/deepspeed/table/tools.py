@@ -7,7 +7,7 @@ from deepspeed.table.row import BY_RANK, PROFILER, TUNING, Row
 ROWS: Final[tuple[Row, ...]] = (
     # Helpers
     Row("utils", "is_initialized", "mizzen.comm"),
-    Row("utils", "RepeatingLoader", "mizzen.data.repeat"),
+    Row("utils", "RepeatingLoader", "mizzen.data.loader"),
     Row("utils", "clone_tensors_for_torch_save see_memory_usage", ".tools"),
     Row("utils.groups", "*", ".groups"),
     Row("utils utils.logging", "log_dist", "mizzen.log"),
@@ -132,7 +132,11 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row("monitor.config", "DeepSpeedMonitorConfig=Config", "mizzen.config.schema"),
     Row("profiling.flops_profiler profiling.flops_profiler.profiler", "FlopsProfiler", "mizzen.profiler.flops"),
-    Row("profiling.flops_profiler profiling.flops_profiler.profiler", "get_model_profile", "mizzen.profiler.face"),
+    Row(
+        "profiling.flops_profiler profiling.flops_profiler.profiler",
+        "get_model_profile",
+        "mizzen.profiler.model_profile",
+    ),
     Row(
         "checkpoint",
         "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank merge_state",
@@ -172,7 +176,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "profiling.flops_profiler.profiler",
         "number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string",
-        "mizzen.profiler.words",
+        "mizzen.profiler.render",
     ),
     Row("profiling.flops_profiler.profiler", "Tensor", "torch"),
     Row(

@@ -2,7 +2,7 @@
 
 What is ours is which samples come when (`sampler.py`), and a position that can be saved at one number of ranks and
 loaded at another. Moving batches to a device is the engine's business, and so is stopping together: ranks whose data
-ends unevenly are not waited for here.
+ends unevenly are not waited for here. `RepeatingLoader` has no end, for loops that count steps instead of epochs.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
@@ -14,8 +14,8 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, get_worker_info
 
-from mizzen.data.given import Likeness, check_sharing, likeness_of
 from mizzen.data.sampler import BatchShare, Ending, LoaderPosition, MicroBatches, derive_seed, epoch_order
+from mizzen.data.user_loader import LoaderArguments, check_sharing, loader_arguments
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
 
@@ -240,7 +240,7 @@ class LoaderFactory:
         if route not in ROUTES:
             raise UsageError(f"route {route!r} is not one of {', '.join(ROUTES)}")
         if isinstance(dataset, DataLoader):
-            like = likeness_of(dataset, self.rank, self.ranks, batch_size)
+            like = loader_arguments(dataset, self.rank, self.ranks, batch_size)
             return dataset if like is None else self._like(like, collate_fn, is_training=route == "train")
         workers = workers if workers is not None else 0 if self.device_type == "cpu" else WORKERS
         pinned = pin_memory and self.device_type not in UNPINNED
@@ -263,7 +263,7 @@ class LoaderFactory:
             pin_memory=pinned,
         )
 
-    def _like(self, like: Likeness, collate_fn: Collate | None, *, is_training: bool) -> Loader:
+    def _like(self, like: LoaderArguments, collate_fn: Collate | None, *, is_training: bool) -> Loader:
         loader = Loader(
             like.dataset,
             BatchShare(like.batch_size, self.rank, self.ranks, self.accumulation),
@@ -312,3 +312,55 @@ def _read(state: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CheckpointError(f"the data position holds {key} = {value!r}, which is not a whole number of at least 0")
     return value
+
+
+class RepeatingLoader:
+    """Starts its loader again whenever it ends, with the next epoch's order; an empty one ends it.
+
+    A loader of ours counts epochs by itself. For another one, epochs are counted here and told to it or to its sampler.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._epoch = 0
+        """Of the next start."""
+        self._batches: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> "RepeatingLoader":
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._for_ever()
+        return next(self._batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next start this epoch."""
+        self._epoch = epoch
+        told = self._told()
+        if told is not None:
+            told.set_epoch(epoch)
+
+    def _for_ever(self) -> Iterator[Any]:
+        empty_epochs = 0
+        # One may be empty: a position that was loaded can be the end of what only iterating finds the end of.
+        while empty_epochs < 2:
+            empty_epochs += 1
+            self._epoch += 1
+            for batch in self.loader:
+                empty_epochs = 0
+                yield batch
+            if not isinstance(self.loader, Loader):
+                self.set_epoch(self._epoch)
+
+    def _told(self) -> Epochal | None:
+        """Who needs to know the epoch."""
+        if isinstance(self.loader, Epochal):
+            return self.loader
+        if isinstance(self.loader, DataLoader) and isinstance(self.loader.sampler, Epochal):
+            return self.loader.sampler
+        return None

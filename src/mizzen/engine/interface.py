@@ -11,8 +11,7 @@ from os import PathLike
 from typing import Any
 from weakref import ref
 
-from mizzen.data.loader import Loader
-from mizzen.data.repeat import RepeatingLoader
+from mizzen.data.loader import Loader, RepeatingLoader
 from mizzen.engine.access import load_state_dict, refresh_masters
 from mizzen.engine.export import save, whole_state_dict
 from mizzen.engine.loading import LoadOptions, load_checkpoint

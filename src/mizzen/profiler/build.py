@@ -15,10 +15,9 @@ from mizzen.config.resolve import Resolved
 from mizzen.config.schema import Config
 from mizzen.log import warn_once
 from mizzen.monitor.report import MemoryUse, Meter, Observer, PhaseTimes, Rates
-from mizzen.profiler.page import Setting
-from mizzen.profiler.peaks import peak_of
-from mizzen.profiler.spans import Recorder, Snapshot, Span, Trace
-from mizzen.profiler.step import ProfiledStep
+from mizzen.profiler.recording import RecordedSteps, Recorder, Snapshot, Trace
+from mizzen.profiler.render import Setting
+from mizzen.profiler.step import ProfiledStep, peak_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ def build_instruments(
         exposure = current().exposure = Exposure(mesh.titles(), accelerator)
         meters += [PhaseTimes(), exposure]
     profiled = [_profiled(resolved, model, mesh, accelerator)] if config.flops_profiler.enabled else []
-    spans = list(_spans(config, mesh.rank, accelerator))
-    return Instruments(tuple(each.around for each in profiled), (*meters, *profiled), (*profiled, *spans))
+    recordings = list(_recordings(config, mesh.rank, accelerator))
+    return Instruments(tuple(each.around for each in profiled), (*meters, *profiled), (*profiled, *recordings))
 
 
 def _profiled(resolved: Resolved, model: nn.Module, mesh: Mesh, accelerator: Accelerator) -> ProfiledStep:
@@ -76,16 +75,16 @@ def _peak(config: Config, accelerator: Accelerator) -> float | None:
     return peak_of(accelerator.describe().name) if is_narrow else None
 
 
-def _spans(config: Config, rank: int, accelerator: Accelerator) -> Iterator[Span]:
+def _recordings(config: Config, rank: int, accelerator: Accelerator) -> Iterator[RecordedSteps]:
     trace, snapshot = config.profile.trace, config.profile.memory_snapshot
 
-    def span(section: str, recorder: Recorder, folder: str, start: int, steps: int) -> Span:
+    def recorded(section: str, recorder: Recorder, folder: str, start: int, steps: int) -> RecordedSteps:
         path = Path(folder) / f"rank{rank}.{recorder.ending}"
-        return Span(f"profile.{section}", recorder, path, start=start, steps=steps)
+        return RecordedSteps(f"profile.{section}", recorder, path, start=start, steps=steps)
 
     if trace.enabled and rank in (trace.ranks or (rank,)):
-        yield span("trace", Trace(trace), trace.output_path, trace.start_step, trace.steps)
+        yield recorded("trace", Trace(trace), trace.output_path, trace.start_step, trace.steps)
     if snapshot.enabled and accelerator.name != "cuda":
         warn_once(f"profile.memory_snapshot has no effect here: it needs a CUDA device, this is {accelerator.name}")
     elif snapshot.enabled and rank in (snapshot.ranks or (rank,)):
-        yield span("memory_snapshot", Snapshot(snapshot), snapshot.output_path, snapshot.start_step, snapshot.steps)
+        yield recorded("memory_snapshot", Snapshot(snapshot), snapshot.output_path, snapshot.start_step, snapshot.steps)

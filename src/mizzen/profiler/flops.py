@@ -12,14 +12,16 @@ from torch import nn
 from mizzen.accelerator import get_accelerator
 from mizzen.errors import UsageError, expect
 from mizzen.profiler.count import Count
-from mizzen.profiler.page import Setting, aggregated, page
-from mizzen.profiler.tree import Branch, grow
-from mizzen.profiler.words import (
+from mizzen.profiler.render import (
+    Setting,
+    aggregated,
     duration_to_string,
     macs_to_string,
     number_to_string,
+    page,
     params_to_string,
 )
+from mizzen.profiler.tree import Branch, grow
 
 
 class FlopsProfiler:

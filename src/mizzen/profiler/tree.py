@@ -1,4 +1,4 @@
-"""What was counted, as a tree of modules: each with all that is inside of it. Printing is the business of `page.py`."""
+"""What was counted, as a tree of modules: each with all that is inside of it. `render.py` prints it."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from mizzen.data.loader import Loader
-from mizzen.data.repeat import RepeatingLoader
+from mizzen.data.loader import Loader, RepeatingLoader
 from mizzen.data.sampler import BatchShare, LoaderPosition
 
 

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from mizzen.errors import UsageError
-from mizzen.profiler.face import get_model_profile
 from mizzen.profiler.flops import FlopsProfiler
-from mizzen.profiler.peaks import peak_of
-from mizzen.profiler.words import (
+from mizzen.profiler.model_profile import get_model_profile
+from mizzen.profiler.render import (
     bytes_to_string,
     duration_to_string,
     flops_to_string,
@@ -16,6 +15,7 @@ from mizzen.profiler.words import (
     number_to_string,
     params_to_string,
 )
+from mizzen.profiler.step import peak_of
 
 
 def small():

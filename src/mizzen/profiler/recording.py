@@ -27,7 +27,7 @@ class Recorder(Protocol):
         ...
 
 
-class Span(Observer):
+class RecordedSteps(Observer):
     """Records `steps` steps from the one on that follows `start` others. A run that ends before writes what it has."""
 
     def __init__(self, name: str, recorder: Recorder, path: Path, *, start: int, steps: int) -> None:

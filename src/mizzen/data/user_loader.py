@@ -26,7 +26,7 @@ OPTIONS: Final = ("worker_init_fn", "timeout", "multiprocessing_context", "prefe
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class LoaderArguments:
     """What a loader needs to be like a given one, for the share of one rank."""
 
     dataset: Any
@@ -39,7 +39,7 @@ class Likeness:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def likeness_of(given: "DataLoader[Any]", rank: int, ranks: int, micro: int) -> Likeness | None:
+def loader_arguments(given: "DataLoader[Any]", rank: int, ranks: int, micro: int) -> LoaderArguments | None:
     """How to share a DataLoader out among ranks; None where it is used as it is."""
     if given.batch_size is not None and given.batch_size != micro:
         warn_once(
@@ -57,7 +57,7 @@ def likeness_of(given: "DataLoader[Any]", rank: int, ranks: int, micro: int) -> 
     return _like(given, *found)
 
 
-def _iterated(given: "DataLoader[Any]", ranks: int) -> Likeness | None:
+def _iterated(given: "DataLoader[Any]", ranks: int) -> LoaderArguments | None:
     """A data set without indices: each rank reads all of it and takes its part, unless it shares itself out."""
     shares_itself = getattr(given.dataset, "shards_itself", False)
     takes = "takes its part" if given.batch_size is not None else "gets all of it, since batch_size is None"
@@ -70,10 +70,10 @@ def _iterated(given: "DataLoader[Any]", ranks: int) -> Likeness | None:
     return _like(given, given.dataset, shuffle=False) if given.batch_size is not None else None
 
 
-def _like(given: "DataLoader[Any]", dataset: Any, shuffle: bool) -> Likeness:
+def _like(given: "DataLoader[Any]", dataset: Any, shuffle: bool) -> LoaderArguments:
     if given.batch_size is None:
         raise AssertionError("a DataLoader without batches cannot be shared out")
-    return Likeness(
+    return LoaderArguments(
         dataset=dataset,
         batch_size=given.batch_size,
         shuffle=shuffle,

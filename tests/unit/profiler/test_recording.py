@@ -1,7 +1,7 @@
 """When a recording starts and ends, whatever the recorder is, and that one which fails ends no training."""
 
 from mizzen.monitor.report import StepReport
-from mizzen.profiler.spans import Span
+from mizzen.profiler.recording import RecordedSteps
 
 
 class Recorder:
@@ -32,7 +32,7 @@ def run(span, recorder, steps):
 
 def test_it_starts_after_so_many_steps_and_ends_after_so_many_more(tmp_path):
     recorder = Recorder()
-    span = Span("profile.trace", recorder, tmp_path / "in" / "rank0.txt", start=2, steps=2)
+    span = RecordedSteps("profile.trace", recorder, tmp_path / "in" / "rank0.txt", start=2, steps=2)
     assert run(span, recorder, range(1, 7)) == [[], ["start"], [], ["write"], [], []]
     assert (tmp_path / "in" / "rank0.txt").read_text() == "recorded"
     span.close()
@@ -41,8 +41,11 @@ def test_it_starts_after_so_many_steps_and_ends_after_so_many_more(tmp_path):
 
 def test_a_resumed_run_starts_at_once_and_the_first_step_may_be_recorded(tmp_path):
     recorder = Recorder()
-    assert run(Span("a", recorder, tmp_path / "a", start=2, steps=1), recorder, [501, 502]) == [["start"], ["write"]]
-    span = Span("b", recorder, tmp_path / "b", start=0, steps=1)
+    assert run(RecordedSteps("a", recorder, tmp_path / "a", start=2, steps=1), recorder, [501, 502]) == [
+        ["start"],
+        ["write"],
+    ]
+    span = RecordedSteps("b", recorder, tmp_path / "b", start=0, steps=1)
     assert recorder.calls == ["start"]
     recorder.calls.clear()
     assert run(span, recorder, [1, 2]) == [["write"], []]
@@ -50,7 +53,7 @@ def test_a_resumed_run_starts_at_once_and_the_first_step_may_be_recorded(tmp_pat
 
 def test_the_end_of_a_run_writes_what_there_is(tmp_path):
     recorder = Recorder()
-    span = Span("a", recorder, tmp_path / "a", start=0, steps=9)
+    span = RecordedSteps("a", recorder, tmp_path / "a", start=0, steps=9)
     run(span, recorder, [1])
     span.close()
     span.close()
@@ -59,5 +62,5 @@ def test_the_end_of_a_run_writes_what_there_is(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
     recorder = Recorder(OSError("disk full"))
-    span = Span("a", recorder, tmp_path / "a", start=0, steps=1)
+    span = RecordedSteps("a", recorder, tmp_path / "a", start=0, steps=1)
     assert run(span, recorder, [1, 2]) == [["start", "write"], []]

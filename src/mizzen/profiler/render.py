@@ -1,17 +1,15 @@
-"""The text of a profile: a summary, the heaviest modules of each depth, and the model with the numbers of each."""
+"""A profile for people: numbers with their units, a page of text, and a picture.
+
+The text is a summary, the heaviest modules of each depth, and the model with the numbers of each. In the picture each
+module is as wide as its share of the operations, and stands on what it is part of.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Final
 
 from mizzen.profiler.tree import BACKWARD, Branch
-from mizzen.profiler.words import (
-    duration_to_string,
-    flops_to_string,
-    macs_to_string,
-    number_to_string,
-    params_to_string,
-)
 
 TITLE: Final = "mizzen Flops Profiler"
 WIDTH: Final = 80
@@ -161,3 +159,100 @@ def _rate(operations: float, seconds: float) -> str | None:
 
 def _duration(seconds: float) -> str | None:
     return duration_to_string(seconds) if seconds else None
+
+
+PREFIXES: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"), (1e-6, "u"))
+PRECISION: Final = 2
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = PRECISION) -> str:
+    """`1.5 G`: scaled by its size, or to the prefix that is given."""
+    for factor, prefix in PREFIXES:
+        if prefix == units if units is not None else abs(num) >= factor:
+            return f"{round(num / factor, precision):g} {prefix}"
+    return f"{round(num, precision):g} {units or ''}"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = PRECISION) -> str:
+    """`1.5 GMACs`."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = PRECISION) -> str:
+    """`1.5 GFLOPS`; with a unit such as `GFLOPS`, in that."""
+    units = units.replace("FLOPS", "") if units is not None else None
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = PRECISION) -> str:
+    """`1.5 GB`."""
+    units = units.replace("B", "") if units is not None else None
+    return f"{number_to_string(b, units, precision)}B"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = PRECISION) -> str:
+    """`1.5 G`, or `B` for what is counted in billions when that is asked for."""
+    if units == "B":
+        return number_to_string(params_num, "G", precision).replace("G", "B")
+    return number_to_string(params_num, units, precision).strip()
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = PRECISION) -> str:
+    """`1.5 ms`."""
+    units = units.removesuffix("s") if units is not None else None
+    return f"{number_to_string(duration, units, precision)}s"
+
+
+SVG_WIDTH, ROW, TOP, MARGIN = 960, 30, 46, 12
+LETTER: Final = 6.6
+"""The width of a letter, on average."""
+COLORS: Final = ("#dbe4f0", "#8fb8de", "#f2c879", "#a7d3a6", "#e3a6a1", "#c3b1e1", "#9fd3cf", "#d9c6a5")
+
+
+def picture(tree: Branch, *, depth: int = -1) -> str:
+    """An SVG of the operations of forward and backward, down to a depth."""
+    branches = [branch for branch in tree.walk() if depth == -1 or branch.depth <= depth]
+    kinds = list(dict.fromkeys(branch.kind for branch in branches))
+    colors = {kind: COLORS[number % len(COLORS)] for number, kind in enumerate(kinds)}
+    rows = 1 + max(branch.depth for branch in branches if _all(branch))
+    height = TOP + rows * ROW + MARGIN
+    title = (
+        f"{tree.kind}: {number_to_string(_all(tree)).strip()} operations in a step, forward and backward; "
+        f"{params_to_string(tree.parameters)} parameters"
+    )
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SVG_WIDTH} {height}" width="{SVG_WIDTH}" '
+        f'height="{height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{SVG_WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<text x="{MARGIN}" y="26" font-size="15" fill="#1c2733">{escape(title)}</text>',
+        *_boxes(tree, tree, float(MARGIN), depth, colors),
+        "</svg>",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _boxes(branch: Branch, whole: Branch, left: float, depth: int, colors: dict[str, str]) -> Iterator[str]:
+    share = _all(branch) / (_all(whole) or 1)
+    width = share * (SVG_WIDTH - 2 * MARGIN)
+    if not width:
+        return
+    top = TOP + branch.depth * ROW
+    name = f"{branch.name}: {branch.kind}" if branch.depth else branch.kind
+    yield (
+        f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" fill="{colors[branch.kind]}" '
+        f'stroke="#ffffff"><title>{escape(branch.path or branch.kind)}: {share:.2%}</title></rect>'
+    )
+    room = int((width - 8) / LETTER)
+    if room >= 4:
+        words = (f"{name}, {share:.1%}", name, branch.name)
+        shown = next((text for text in words if text and len(text) <= room), f"{name[: room - 1]}…")
+        yield f'<text x="{left + 5:.1f}" y="{top + 19}" fill="#1c2733">{escape(shown)}</text>'
+    if branch.depth == depth:
+        return
+    for inner in branch.inside:
+        yield from _boxes(inner, whole, left, depth, colors)
+        left += _all(inner) / (_all(whole) or 1) * (SVG_WIDTH - 2 * MARGIN)
+
+
+def _all(branch: Branch) -> int:
+    return branch.forward + branch.backward
