@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mizzen import checkpoint as checkpoint
     from mizzen import checkpointing as checkpointing
     from mizzen import comm as comm
+    from mizzen import tensor as tensor
     from mizzen import zero as zero
     from mizzen.accelerator import get_accelerator as get_accelerator
     from mizzen.accelerator import set_accelerator as set_accelerator
@@ -62,6 +63,7 @@ _HOMES: Final = {
     "init_distributed": "mizzen.comm",
     "initialize": "mizzen.api",
     "set_accelerator": "mizzen.accelerator",
+    "tensor": "mizzen.tensor",
     "zero": "mizzen.zero",
 }
 """Public name -> where it is defined. A module that is public itself is its own home: `"zero": "mizzen.zero"`."""

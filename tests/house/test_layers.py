@@ -24,7 +24,7 @@ ROWS = [
     {"engine", "inference"},
     {"hybrid", "simulate"},
     {"autotuning"},
-    {"api", "zero", "pipe", "moe", "sequence", "checkpointing"},
+    {"api", "zero", "tensor", "pipe", "moe", "sequence", "checkpointing"},
     {"cli"},
 ]
 ROW = {unit: number for number, row in enumerate(ROWS) for unit in row}

@@ -158,8 +158,6 @@ def refused(kind: str) -> str:
         model = Whole()
     if kind == "dimension":
         del model.up.weight.partition_dim
-    if kind == "sequence":
-        model.norm.weight.sequence_parallel = True
     if kind == "twice":
         asked["tensor_parallel"] = {"autotp_size": 2}
     with pytest.raises(mizzen.errors.MizzenError) as refusal:
@@ -173,7 +171,6 @@ def refused(kind: str) -> str:
         ("silent", "down.weight"),
         ("none", "no parameter says so"),
         ("dimension", "'up.weight' of shape [8, 6] says that it is a part of a parameter, but not along which"),
-        ("sequence", "'norm.weight' says sequence_parallel"),
         ("twice", "leave that section out"),
         ("groups", "tensor parallelism fastest"),
     ],

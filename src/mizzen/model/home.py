@@ -111,6 +111,10 @@ class Home:
         copies, sums = _without(axis, self.copies), _without(axis, self.sums)
         return replace(self, cuts=(*self.cuts, new), copies=copies, sums=sums)
 
+    def summed(self, axis: str) -> "Home":
+        """A copy along an axis whose ranks bring different gradients of it, which are added up."""
+        return replace(self, sums=(*_without(axis, self.sums), axis))
+
     def at(self, axis: str, *places: int) -> "Home":
         """On some places of an axis only. Where they are several, as of a tied weight, their gradients are added up."""
         copies, sums = _without(axis, self.copies), _without(axis, self.sums)

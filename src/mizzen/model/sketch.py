@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mizzen.ambient import AMBIENT
 from mizzen.config.layout import Layout
-from mizzen.errors import UsageError
+from mizzen.errors import PlanError, UsageError
 from mizzen.model.head import HeadSketch, head_of
-from mizzen.model.home import Home
+from mizzen.model.home import Home, evenly
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,6 +47,10 @@ class ParameterSplit:
     """In how many runs, each of which is cut: Q, K and V of one matrix, say."""
     is_summed: bool = False
     """Whether it is a copy whose gradients differ, because its inputs are cut along the sequence."""
+    size: int | None = None
+    """How much the dimension has altogether, where that is said: parts are then by torch.chunk's rule, and may differ.
+
+    Without it all ranks have as much as this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,8 @@ class Sketch:
 
     def unsplit(self, ranks: int) -> "Sketch":
         """This model with the shapes of whole parameters, where it was read from one that comes split."""
+        for parameter in self.parameters:
+            _check_split(parameter, ranks)
         if ranks == 1:
             return replace(self, parameters=tuple(replace(p, split=None) for p in self.parameters))
         return replace(self, parameters=tuple(_unsplit(p, ranks) for p in self.parameters))
@@ -372,11 +378,27 @@ class _SketchReader:
         self.hints |= dict.fromkeys(_hints(module))
 
 
+def _check_split(parameter: ParameterSketch, ranks: int) -> None:
+    """Refuse a part that is none of so many ranks, where its layer says how large the whole is."""
+    split, shape = parameter.split, parameter.shape
+    if split is None or split.size is None or split.dim is None or split.dim >= len(shape):
+        return
+    fitting = {split.stride * part for part in evenly(split.size // split.stride, ranks)}
+    if shape[split.dim] not in fitting:
+        raise PlanError(
+            f"'{parameter.name}' has {shape[split.dim]} of {split.size} in dimension {split.dim}, which is not the "
+            f"part of one of {ranks} tensor-parallel ranks ({', '.join(map(str, sorted(fitting)))}): its layer was "
+            "made for another number of them. Call mizzen.tensor.initialize_model_parallel() before the model is "
+            "built, and give what it returns to initialize(mpu=), or set tensor_parallel_size"
+        )
+
+
 def _unsplit(parameter: ParameterSketch, ranks: int) -> ParameterSketch:
     split, shape = parameter.split, parameter.shape
     if split is None or split.dim is None or not 0 <= split.dim < len(shape):
         return parameter
-    whole = (*shape[: split.dim], shape[split.dim] * ranks, *shape[split.dim + 1 :])
+    size = shape[split.dim] * ranks if split.size is None else split.size
+    whole = (*shape[: split.dim], size, *shape[split.dim + 1 :])
     return replace(parameter, shape=whole)
 
 
@@ -387,7 +409,9 @@ def _split_of(tensor: "Tensor") -> ParameterSplit | None:
         return ParameterSplit(None, is_summed=True) if said.get("sequence_parallel") else None
     dim, stride = said.get("partition_dim"), said.get("partition_stride", 1)
     is_said = type(dim) is int and dim >= 0
-    return ParameterSplit(dim if is_said else None, stride if type(stride) is int else 1)
+    return ParameterSplit(
+        dim if is_said else None, stride if type(stride) is int else 1, size=said.get("partition_size")
+    )
 
 
 def _meet(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:

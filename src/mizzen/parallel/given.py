@@ -11,6 +11,7 @@ from mizzen.config.schema import Config
 from mizzen.errors import CommError, PlanError, UsageError
 from mizzen.model.home import Home, evenly
 from mizzen.model.sketch import Drafts, ParameterSketch
+from mizzen.parallel.tensor.batches import compare_first_batch
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 
@@ -43,7 +44,7 @@ class GivenSplit(Transform):
         parameters = [p for draft in drafts for p in draft.parameters]
         for parameter in parameters:
             _check(parameter, ranks)
-        cut = tuple(p.name for p in parameters if p.split is not None)
+        cut = tuple(p.name for p in parameters if p.split is not None and not p.split.is_summed)
         if parameters and not cut:
             raise PlanError(
                 f"the model is said to come split over {ranks} tensor-parallel ranks, by an mpu or by "
@@ -60,8 +61,9 @@ class GivenSplit(Transform):
         )
 
     def apply(self, parts: Parts, choice: GivenChoice, mesh: Mesh) -> Parts:
-        """Nothing is left to do but to make sure that what is not said to be cut are copies."""
+        """Nothing is left to do but to make sure that what is not said to be cut are copies, and that of batches."""
         for part in parts:
+            compare_first_batch(part.module, mesh.group("tp"))
             copies = {name: p for name, p in part.module.named_parameters() if type(p.data) is Tensor}
             sums = {name: str(int(sum_of_bits(p))) for name, p in copies.items() if name not in choice.cut}
             try:
@@ -77,6 +79,8 @@ class GivenSplit(Transform):
 
 def _home(parameter: ParameterSketch, ranks: int) -> Home:
     split = parameter.split
+    if split is not None and split.is_summed:
+        return parameter.home.summed("tp")
     if split is None or split.dim is None:
         return parameter.home
     run = evenly(parameter.shape[split.dim] // split.stride, ranks)
@@ -86,19 +90,15 @@ def _home(parameter: ParameterSketch, ranks: int) -> Home:
 def _check(parameter: ParameterSketch, ranks: int) -> None:
     """Refuse what cannot be put together again."""
     name, split = parameter.name, parameter.split
-    if split is None:
+    if split is None or split.is_summed:
         return
-    if split.is_summed:
-        raise PlanError(
-            f"'{name}' says sequence_parallel: its gradients differ among the {ranks} tensor-parallel ranks, and are "
-            "not summed over them; turn the model's own sequence parallelism off"
-        )
     if split.dim is None or split.dim >= len(parameter.shape):
         raise PlanError(
             f"'{name}' of shape {list(parameter.shape)} says that it is a part of a parameter, but not along which of "
             f"its dimensions: set {SAYS} on it"
         )
-    if split.stride < 1 or parameter.shape[split.dim] % (split.stride * ranks):
+    parts = 1 if split.size is not None else ranks
+    if split.stride < 1 or parameter.shape[split.dim] % (split.stride * parts):
         raise PlanError(
             f"'{name}' has {parameter.shape[split.dim]} in dimension {split.dim}, all {ranks} parts together, which "
             f"are not {split.stride} runs (partition_stride) of as many each"

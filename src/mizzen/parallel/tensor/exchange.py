@@ -17,12 +17,12 @@ name.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
 from mizzen.comm import collectives
 from mizzen.comm.backend import Tag
@@ -30,6 +30,8 @@ from mizzen.errors import UsageError
 from mizzen.model.home import evenly
 
 Sizes = Sequence[int]
+UNIT: Final = "tensor parallel"
+"""What the tags of these exchanges call the unit that they are of."""
 
 
 def copy_in(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -118,6 +120,17 @@ def _sizes_of_whole(x: Tensor, dim: int, group: Any, sizes: Sizes | None) -> tup
             "for each rank, and they add up to the whole"
         )
     return tuple(sizes)
+
+
+def largest(x: Tensor, group: ProcessGroup | None, unit: str = UNIT) -> Tensor:
+    """The largest of what the ranks bring, element by element, without a gradient. `unit` is compared with the tag."""
+    x = x.detach()
+    if _is_alone(group):
+        return x
+    if torch.compiler.is_compiling():
+        found: Tensor = _largest_for_compiler(x, cast(Any, group).group_name, unit)
+        return found
+    return _all_reduce(x, group, ReduceOp.MAX, unit)
 
 
 # The three pairs
@@ -249,6 +262,16 @@ def _(x: Tensor, group: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("mizzen::tensor_largest", mutates_args=())
+def _largest_for_compiler(x: Tensor, group: str, unit: str) -> Tensor:
+    return _all_reduce(x, _group_of(group), ReduceOp.MAX, unit)
+
+
+@_largest_for_compiler.register_fake
+def _(x: Tensor, group: str, unit: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @torch.library.custom_op("mizzen::tensor_gather", mutates_args=())
 def _gather_for_compiler(x: Tensor, dim: int, group: str, sizes: Sequence[int]) -> Tensor:
     return _all_gather(x, dim, _group_of(group), sizes)
@@ -269,11 +292,11 @@ def _(x: Tensor, dim: int, group: str, sizes: Sequence[int], rank: int) -> Tenso
     return x.new_empty([*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :]])
 
 
-def _all_reduce(x: Tensor, group: Any) -> Tensor:
+def _all_reduce(x: Tensor, group: Any, op: Any = ReduceOp.SUM, unit: str = UNIT) -> Tensor:
     # Never in place: what comes here is the caller's, or a gradient that another node of the graph has as well.
-    total = x.clone(memory_format=torch.contiguous_format)
-    collectives.all_reduce(total, group=group, tag=_tag("sum"))
-    return total
+    result = x.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce(result, op, group=group, tag=Tag(0, unit, "sum" if op is ReduceOp.SUM else "largest"))
+    return result
 
 
 def _all_gather(x: Tensor, dim: int, group: Any, sizes: Sizes) -> Tensor:
@@ -311,4 +334,4 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
 
 def _tag(phase: str) -> Tag:
     """What the ranks compare. These exchanges do not know the step, which others of the step compare."""
-    return Tag(0, "tensor parallel", phase)
+    return Tag(0, UNIT, phase)
