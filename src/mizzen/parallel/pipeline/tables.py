@@ -56,8 +56,11 @@ def make_schedule(
     chunks = table.usual_chunks if virtual_stages is None else virtual_stages
     _check_chunks(name, table, chunks)
     placement = table.placement(stages, chunks)
-    if forward_only:
-        rows = _forward_rows(placement, stages, micro_batches)
+    if forward_only and table.placement is v_placement:
+        rows = _forwards_in_a_v(placement, stages, micro_batches)
+    elif forward_only:
+        rounds = _rounds(stages, micro_batches)
+        rows = [_in_rounds(FORWARD, range(stage, stages * chunks, stages), rounds) for stage in range(stages)]
     else:
         drawn = max(micro_batches, table.least_micro_batches(stages))
         drawn_rows = [table.draw(stage, stages, chunks, drawn) for stage in range(stages)]
@@ -82,7 +85,10 @@ def _check_chunks(name: str, table: Table, chunks: int) -> None:
 
 
 def _gpipe(stage: int, stages: int, chunks: int, micros: int) -> Row:
-    """All forwards, chunk after chunk, then all backwards; keeps the activations of every micro-batch."""
+    """All forwards, chunk after chunk, then all backwards; keeps the activations of every micro-batch.
+
+    Backwards begin with the first micro-batch, as in all tables: gradients are then added up in the order of the data.
+    """
     own = range(stage, stages * chunks, stages)
     forwards = [Instruction(FORWARD, chunk, micro) for chunk in own for micro in range(micros)]
     return forwards + [Instruction(BACKWARD, chunk, micro) for chunk in reversed(own) for micro in range(micros)]
@@ -218,7 +224,7 @@ def _dualpipev(stage: int, stages: int, chunks: int, micros: int) -> Row:
     return made.row
 
 
-def _forward_rows(placement: Sequence[int], stages: int, micros: int) -> list[Row]:
+def _forwards_in_a_v(placement: Sequence[int], stages: int, micros: int) -> list[Row]:
     """An evaluation: at every moment each stage takes the micro-batch that is farthest on its way.
 
     As many micro-batches are on their way at once as there are chunks, so that none waits in a long queue.
