@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mizzen.checkpoint import save as protocol
-from mizzen.checkpoint.async_save import SaveThread
+from mizzen.checkpoint.save import SaveThread
 from mizzen.checkpoint.manifest import BoxTable, FileEntry, Manifest, StoredBox, TensorEntry
 from mizzen.checkpoint.rank_group import RankGroup, attempt
 from mizzen.checkpoint.read import Reader

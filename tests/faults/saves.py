@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 
 from mizzen.checkpoint import save as protocol
-from mizzen.checkpoint.async_save import SaveThread
 from mizzen.checkpoint.folder import committed
 from mizzen.checkpoint.rank_group import RankGroup, attempt
-from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.save import SaveOptions
-from mizzen.checkpoint.verify import verify
+from mizzen.checkpoint.read import Reader, verify
+from mizzen.checkpoint.save import SaveOptions, SaveThread
 from mizzen.checkpoint.write import Item
 from mizzen.files import watched
 from mizzen.model.piece import piece_of_range, piece_of_whole

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from deepspeed.faces import zero_to_fp32
 from mizzen.checkpoint.choose import LEFT_FOR_OTHERS
-from mizzen.checkpoint.export import save_torch
+from mizzen.checkpoint.convert import save_torch
 from mizzen.checkpoint.folder import remove_if_empty
 from mizzen.checkpoint.read import MANIFEST
 from mizzen.engine.engine import Engine

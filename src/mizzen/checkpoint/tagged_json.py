@@ -1,7 +1,12 @@
 """Plain Python values as JSON and back, with what JSON would lose: tuples, keys that are no strings, paths, dates.
 
 A value that JSON has is itself; any other is `{"$word": ...}`. Arrays and tensors are not in the JSON: they are data,
-found by a name. What cannot be kept is refused by its path and type.
+found by a name. What cannot be kept is refused by its path and type. Values out of a file are limited in what they may
+become, those of a foreign pickle too: a small file must not become a large tree, nor a small tree a long wait.
+
+[Note: values that share]
+A list that holds another one twice, which holds another one twice, is small in memory and in a pickle. Walked, or
+written as JSON, which knows no sharing, it has no end. Who walks such values counts what comes again.
 """
 
 import base64
@@ -11,7 +16,7 @@ import math
 import pickle
 from argparse import Namespace
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -20,10 +25,57 @@ import numpy
 import torch
 from torch import Tensor
 
-from mizzen.checkpoint.limits import TEXT, Repeats, TooCostly, refuse_equal_hashes
 from mizzen.checkpoint.manifest import DIMENSIONS, LONGEST
 from mizzen.checkpoint.tensors import CODES, DTYPES, memory_of, name_of
 from mizzen.errors import CheckpointError, UsageError
+
+REPEATED: Final = 1_000_000
+"""How many values that come again may be written again, all together."""
+TEXT: Final = 16
+"""So many characters of a text, or bytes, count as one value."""
+EQUAL_HASHES: Final = 100
+"""How many keys of one dict or set may have the same hash."""
+
+
+class TooLarge(Exception):
+    """A value that would take far more time or memory than its size; who reads it says where it is."""
+
+
+class Repeats:
+    """Counts what is visited again in one walk, with all that is in it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, int]] = {}
+        self._left = REPEATED
+        self._walked = 0
+
+    def enter(self, value: object) -> int:
+        """Begin with a value that holds others or is long; what is returned goes to `leave`."""
+        _, size = self._known.get(id(value), (value, 0))
+        self._left -= size
+        if self._left < 0:
+            raise TooLarge(f"values in it are shared: written out they are more than {REPEATED:,} values again")
+        return self._walked
+
+    def leave(self, value: object, entered: int) -> None:
+        """The value is done with, and all that is in it."""
+        self._walked += size_of(value)
+        self._known[id(value)] = (value, self._walked - entered)  # the value is kept, so that its number stays its own
+
+
+def size_of(value: object) -> int:
+    """How many values a value counts for, without what is in those that it holds."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value) // TEXT
+    return 1 + (len(value) if isinstance(value, list | tuple | dict | set | frozenset) else 0)
+
+
+def refuse_equal_hashes(keys: Iterable[Any]) -> None:
+    """Raise where keys of a dict or set have one hash: to put a million of those into it takes days."""
+    count = max(Counter(map(hash, keys)).values(), default=0)
+    if count > EQUAL_HASHES:
+        raise TooLarge(f"{count} keys of one dict or set have the same hash; at most {EQUAL_HASHES} are read")
+
 
 DEPTH: Final = 200
 """Values nested deeper than this are taken for one that contains itself."""
@@ -78,7 +130,7 @@ class Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         try:
             entered = self._repeats.enter(value)
-        except TooCostly as error:
+        except TooLarge as error:
             raise UsageError(f"{path}: {error}; give a copy without what is shared, or less of it") from None
         found = self._inside(value, path, depth)
         self._repeats.leave(value, entered)
@@ -239,7 +291,7 @@ def decode(value: Any, read: Callable[[str], Tensor], *, allow_pickle: bool = Fa
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"a value of the checkpoint cannot be read: {type(error).__name__}: {error}") from error
-    except TooCostly as error:
+    except TooLarge as error:
         raise CheckpointError(f"a value of the checkpoint is not read: {error}") from None
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from mizzen.checkpoint.choose import candidates, latest_problem
-from mizzen.checkpoint.convert import convert
-from mizzen.checkpoint.export import export_safetensors, export_torch
+from mizzen.checkpoint.convert import convert, export_safetensors, export_torch
 from mizzen.checkpoint.folder import LATEST, Committed, committed, delete, read_latest, surplus, sweep_all
 from mizzen.checkpoint.open import open_source, weights_of
-from mizzen.checkpoint.read import MANIFEST, Reader
-from mizzen.checkpoint.verify import compare, verify
+from mizzen.checkpoint.read import MANIFEST, Reader, compare, verify
 from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.wording import byte_size

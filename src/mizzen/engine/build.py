@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mizzen.accelerator import get_accelerator
 from mizzen.ambient import AMBIENT
-from mizzen.checkpoint.async_save import SaveThread
+from mizzen.checkpoint.save import SaveThread
 from mizzen.engine.access import Owner, trained_name
 from mizzen.engine.engine import Engine, EngineComponents
 from mizzen.engine.model_changes import ModelChanges

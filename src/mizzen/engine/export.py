@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mizzen.accelerator import get_accelerator
-from mizzen.checkpoint.export import save_torch
+from mizzen.checkpoint.convert import save_torch
 from mizzen.checkpoint.rank_group import RankGroup, Validation, attempt, in_words, place_of, refuse_unequal
 from mizzen.checkpoint.tensors import bytes_of, header_of
 from mizzen.comm import collectives

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from mizzen.checkpoint import save as protocol
-from mizzen.checkpoint.async_save import SaveThread
 from mizzen.checkpoint.rank_group import RankGroup, attempt
-from mizzen.checkpoint.save import SaveOptions
+from mizzen.checkpoint.save import SaveOptions, SaveThread
 from mizzen.checkpoint.tagged_json import Encoder, pack
 from mizzen.checkpoint.write import Item
 from mizzen.comm.mesh import Mesh

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import mizzen
-from mizzen.checkpoint.async_save import Staging
-from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.verify import compare
+from mizzen.checkpoint.read import Reader, compare
+from mizzen.checkpoint.save import Staging
 from mizzen.checkpoint.write import Item
 from mizzen.model.piece import piece_of_whole
 

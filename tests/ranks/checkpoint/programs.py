@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mizzen
-from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.verify import compare
+from mizzen.checkpoint.read import Reader, compare
 from mizzen.engine.access import full_state, full_value
 
 WIDTH, CLASSES, TRAIN = 10, 7, 12

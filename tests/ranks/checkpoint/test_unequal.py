@@ -9,8 +9,7 @@ import torch
 
 import mizzen
 from mizzen.checkpoint import save as protocol
-from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.verify import verify
+from mizzen.checkpoint.read import Reader, verify
 from mizzen.errors import CheckpointError, MizzenError, UsageError
 from ranks.checkpoint.programs import Case, build, differences, train, warnings_of, whole
 

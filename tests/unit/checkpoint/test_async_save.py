@@ -4,7 +4,7 @@ import torch
 
 from mizzen.accelerator.cpu import Cpu
 from mizzen.ambient import AMBIENT
-from mizzen.checkpoint.async_save import Staging
+from mizzen.checkpoint.save import Staging
 from mizzen.checkpoint.write import Item
 from mizzen.model.piece import piece_of_whole
 

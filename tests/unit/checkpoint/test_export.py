@@ -14,8 +14,14 @@ from mizzen.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from mizzen.checkpoint.convert import convert
-from mizzen.checkpoint.export import export_safetensors, export_torch, fp32_weights, lazy_weights, write_weights
+from mizzen.checkpoint.convert import (
+    convert,
+    export_safetensors,
+    export_torch,
+    fp32_weights,
+    lazy_weights,
+    write_weights,
+)
 from mizzen.checkpoint.open import open_source
 from mizzen.checkpoint.read import Reader, read_manifest
 from mizzen.checkpoint.source import Entry

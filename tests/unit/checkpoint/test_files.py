@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint import write
-from mizzen.checkpoint.async_save import SaveThread
 from mizzen.checkpoint.choose import candidates
 from mizzen.checkpoint.folder import (
     committed,
@@ -27,10 +26,9 @@ from mizzen.checkpoint.folder import (
 )
 from mizzen.checkpoint.manifest import BoxTable, Manifest, StoredBox, tiles
 from mizzen.checkpoint.rank_group import RankGroup
-from mizzen.checkpoint.read import Reader, read_manifest
-from mizzen.checkpoint.save import SaveOptions
+from mizzen.checkpoint.read import Reader, compare, read_manifest, verify
+from mizzen.checkpoint.save import SaveOptions, SaveThread
 from mizzen.checkpoint.tensors import bytes_of
-from mizzen.checkpoint.verify import compare, verify
 from mizzen.checkpoint.write import ChunkHasher, Item, merge, write_items
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.files import watched

@@ -14,8 +14,7 @@ from mizzen.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from mizzen.checkpoint.convert import convert
-from mizzen.checkpoint.export import fp32_weights, size_of, write_weights
+from mizzen.checkpoint.convert import convert, fp32_weights, size_of, write_weights
 from mizzen.checkpoint.open import open_source
 from mizzen.errors import CheckpointError, UsageError
 

@@ -6,10 +6,9 @@ import numpy
 import pytest
 import torch
 
-from mizzen.checkpoint.async_save import Staging
 from mizzen.checkpoint.rank_group import RankGroup
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.save import SaveOptions, begin, commit, write
+from mizzen.checkpoint.save import SaveOptions, Staging, begin, commit, write
 from mizzen.checkpoint.write import Item, write_items
 from mizzen.errors import UsageError
 from mizzen.model.box import boxes_of_range

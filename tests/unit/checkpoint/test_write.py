@@ -10,9 +10,8 @@ from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.folder import data_name
 from mizzen.checkpoint.manifest import BoxTable, FileEntry, StoredBox, TensorEntry
 from mizzen.checkpoint.rank_group import RankGroup
-from mizzen.checkpoint.read import Reader
+from mizzen.checkpoint.read import Reader, verify
 from mizzen.checkpoint.save import Contribution, SaveOptions
-from mizzen.checkpoint.verify import verify
 from mizzen.checkpoint.write import Item, Written, flaws, merge_facts, pack_facts, unwritten, write_items
 from mizzen.errors import CheckpointError
 from mizzen.files import watched

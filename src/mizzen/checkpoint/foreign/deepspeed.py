@@ -2,7 +2,7 @@
 
 Names of files say who wrote which part. Names of tensors are those of the saved module. Pipeline layers are named by
 their numbers, as in the module that wrote them; experts are numbered through over the ranks. What cannot be told for
-certain is left out and listed in the facts. How ZeRO's flat shards are put together is in `zero_shards.py`.
+certain is left out and listed in the facts. How ZeRO's flat shards are put together is in `optimizer_states.py`.
 """
 
 import math
@@ -13,10 +13,17 @@ from typing import Final
 
 from mizzen.checkpoint.foreign import torch_file
 from mizzen.checkpoint.foreign.extent import Folder
-from mizzen.checkpoint.foreign.optimizer_states import add_numbered, shared_names, with_masters
+from mizzen.checkpoint.foreign.optimizer_states import (
+    Shard,
+    add_flat,
+    add_numbered,
+    add_pieces,
+    shapes_of,
+    shared_names,
+    with_masters,
+)
 from mizzen.checkpoint.foreign.source import FlatRange, ForeignSource, JoinedTensor, as_recipe, shaped
 from mizzen.checkpoint.foreign.values import TensorRef, count_of, entries, expect, name_in, number_in, shape_of, tensors
-from mizzen.checkpoint.foreign.zero_shards import Shard, add_flat, add_pieces, shapes_of
 from mizzen.errors import CheckpointError
 
 PATTERNS: Final = {

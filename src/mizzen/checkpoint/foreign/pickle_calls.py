@@ -14,7 +14,7 @@ import torch
 
 from mizzen.checkpoint.foreign.extent import Storage
 from mizzen.checkpoint.foreign.values import DTYPES, Inert, Name, TensorRef
-from mizzen.checkpoint.limits import refuse_equal_hashes
+from mizzen.checkpoint.tagged_json import refuse_equal_hashes
 
 PLAIN: Final = frozenset(
     {

@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 
 from mizzen.checkpoint.foreign.pickle_calls import RENAMED, Unreadable, call, constant, is_allowed, is_key, numpy_array
 from mizzen.checkpoint.foreign.values import DTYPES, HOLDERS, Inert, Name, TooDeep, written_out
-from mizzen.checkpoint.limits import EQUAL_HASHES, TooCostly, refuse_equal_hashes
+from mizzen.checkpoint.tagged_json import EQUAL_HASHES, TooLarge, refuse_equal_hashes
 from mizzen.errors import CheckpointError
 
 VALUES: Final = 8_000_000
@@ -134,7 +134,7 @@ def load(
                 raise Unreadable(f"the instruction {bytes((code,))!r} is not one that torch or this reader uses")
             step(machine)
         raise Unreadable("it has no end")
-    except (Unreadable, TooCostly, TooDeep, IndexError, KeyError, ValueError, TypeError, struct.error) as error:
+    except (Unreadable, TooLarge, TooDeep, IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise CheckpointError(f"{where}: not a pickle that can be read, at byte {machine.at}: {error}") from error
 
 
