@@ -152,10 +152,10 @@ def commit_bytes(path: str | Path, data: Chunk) -> None:
     path = Path(path)
     beside = temporary(path)
     write_bytes(beside, data)
-    _settle(beside, path)
+    _move_into_place(beside, path)
 
 
-def _settle(beside: Path, path: Path) -> None:
+def _move_into_place(beside: Path, path: Path) -> None:
     try:
         replace(beside, path)
     except BaseException:
@@ -170,7 +170,7 @@ def commit_chunks(path: str | Path, chunks: Iterable[Chunk]) -> None:
     _clear(path)
     beside = temporary(path)
     write_chunks(beside, chunks)
-    _settle(beside, path)
+    _move_into_place(beside, path)
 
 
 @contextmanager

@@ -294,6 +294,42 @@ def test_arguments_of_collectives_have_both_names(world):
     assert world(2).run(by_other_names) == [(whole, [10.0], [0.0, 10.0], True), (whole, [11.0], [1.0, 11.0], True)]
 
 
+def under_names_of_its_own():
+    comm, rank = programs.deepspeed().comm, torch.distributed.get_rank()
+    mine = torch.arange(2.0) + 10 * rank
+    total, gathered, scattered = mine.clone(), torch.zeros(4), torch.zeros(1)
+    logged = [comm.has_comm_data()]
+    comm.configure(enabled=True)
+    comm.inference_all_reduce(total)
+    comm.allgather_fn(gathered, mine)
+    comm.reduce_scatter_fn(scattered, tensor=mine, op=comm.ReduceOp.MAX)
+    logged += [comm.get_comm_operation_count(), sorted(comm.get_logged_comm_ops())]
+    comm.configure(enabled=False)
+    mesh = comm.initialize_mesh_device((2, 1), ("dp", "tp"))
+    comm.enable_symm_mem_for_group("0")
+    ranks = (comm.get_world_rank_from_launcher(), comm.get_local_rank_from_launcher())
+    has = (comm.has_all_gather_into_tensor(), comm.has_reduce_scatter_tensor(), comm.has_all_reduce_coalesced())
+    return {
+        "numbers": (total.tolist(), gathered.tolist(), scattered.tolist()),
+        "log": logged,
+        "mesh": (mesh.mesh_dim_names, tuple(mesh.shape)),
+        "launcher": (*ranks, comm.get_world_size_from_launcher()),
+        "has": (*has, comm.has_coalescing_manager()),
+    }
+
+
+def test_collectives_and_questions_under_names_of_its_own(world, monkeypatch):
+    monkeypatch.setenv("MIZZEN_ACCELERATOR", "cpu")
+    for rank, answer in enumerate(world(2).run(under_names_of_its_own)):
+        assert answer == {
+            "numbers": ([10.0, 12.0], [0.0, 1.0, 10.0, 11.0], [10.0 + rank]),
+            "log": [False, 3, ["all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"]],
+            "mesh": (("dp", "tp"), (2, 1)),
+            "launcher": (rank, rank, 2),
+            "has": (True, True, True, False),
+        }
+
+
 def test_an_operation_may_be_none(package):
     from deepspeed.comm.reduce_op import ReduceOp
 

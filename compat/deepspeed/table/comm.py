@@ -9,7 +9,11 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("comm comm.comm", "set_backend", ".tools"),
     Row(
         "comm comm.comm",
-        "all_gather_coalesced all_gather_into_tensor all_to_all_single reduce_scatter_tensor configure get_global_rank",
+        "all_gather_coalesced all_gather_into_tensor all_to_all_single reduce_scatter_tensor configure get_global_rank "
+        "inference_all_reduce allgather_fn reduce_scatter_fn initialize_mesh_device enable_symm_mem_for_group "
+        "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced has_coalescing_manager "
+        "has_comm_data get_comm_operation_count get_logged_comm_ops "
+        "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher",
         ".comm",
     ),
     Row("comm comm.comm comm.reduce_op", "ReduceOp", ".comm"),
@@ -25,7 +29,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "comm.utils",
         "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher",
-        "mizzen.comm",
+        ".comm",
     ),
     Row("comm.config", "DeepSpeedCommsConfig=CommsLoggerConfig CommsLoggerConfig", "mizzen.config.observe"),
 )

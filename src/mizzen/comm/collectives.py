@@ -37,13 +37,6 @@ def _by(op: Any) -> str:
     return f"by {name}" if kind == "RedOpType" and name != "SUM" else ""
 
 
-def inference_all_reduce(
-    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **extras: Unpack[Extras]
-) -> Work | None:
-    """`all_reduce`; tensor-parallel inference calls it by this name."""
-    return all_reduce(tensor, op, group, async_op, **extras)
-
-
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -91,13 +84,6 @@ def all_gather_into_tensor(
     """Gather the tensors of all ranks into one."""
     request = Request("all_gather_into_tensor", (output_tensor, input_tensor), payload=(input_tensor,))
     return run(request, group, async_op=async_op, extras=extras)
-
-
-def allgather_fn(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: str = ""
-) -> Work | None:
-    """`all_gather_into_tensor`, under an older name."""
-    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, debug=debug)
 
 
 def all_gather_coalesced(
@@ -161,18 +147,6 @@ def reduce_scatter_tensor(
     """Reduce a tensor over the group; each rank has its own part of the result."""
     request = Request("reduce_scatter_tensor", (output, input, op), payload=(output,), detail=_by(op))
     return run(request, group, async_op=async_op, extras=extras)
-
-
-def reduce_scatter_fn(
-    output_tensor: torch.Tensor,
-    tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    **extras: Unpack[Extras],
-) -> Work | None:
-    """`reduce_scatter_tensor`, under an older name."""
-    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, **extras)
 
 
 def all_to_all_single(

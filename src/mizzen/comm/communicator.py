@@ -158,7 +158,7 @@ class Communicator:
         call = self._begin(request, group, tag, is_agreed)
         try:
             if comparison is not None:
-                comparison.settle(call, tag, is_agreed)
+                comparison.ensure_agreement(call, tag, is_agreed)
             return Work(self.watchdog, call, self.backend.issue(request, handle), timing, lap)
         except CommError as error:
             call.fail(str(error))
@@ -237,7 +237,7 @@ class Communicator:
             flag = differs if flag is None else flag | differs
         return flag
 
-    def meet(self, request: Request, handle: Any, tag: Tag | None = None) -> None:
+    def compare_call(self, request: Request, handle: Any, tag: Tag | None = None) -> None:
         """Compare where the ranks of a group are and what they bring, without exchanging anything else."""
         group = self.group(handle, request.operation)
         if group is not None:
@@ -245,7 +245,7 @@ class Communicator:
             is_agreed = comparison.is_agreed(request, tag) if comparison is not None else None
             call = self._begin(request, group, tag, is_agreed)
             if comparison is not None:
-                comparison.settle(call, tag, is_agreed)
+                comparison.ensure_agreement(call, tag, is_agreed)
             call.finish()
 
     def _wait(self, request: Request, handle: Any) -> None:
@@ -298,14 +298,14 @@ def run(request: Request, group: Any, *, async_op: bool = False, extras: Extras 
     return None
 
 
-def meet(tag: Tag, group: Any, *payload: torch.Tensor) -> None:
+def compare_tags(tag: Tag, group: Any, *payload: torch.Tensor) -> None:
     """Compare where the ranks of a group are, and what sizes they bring, before they exchange it in their own way."""
-    current().meet(Request("exchange", payload=payload), group, tag)
+    current().compare_call(Request("exchange", payload=payload), group, tag)
 
 
 def compare_sizes(operation: str, group: Any, payload: Sequence[torch.Tensor]) -> None:
     """Compare what the ranks bring to an operation that is made of several, before the first of them."""
-    current().meet(Request(operation, payload=tuple(payload)), group)
+    current().compare_call(Request(operation, payload=tuple(payload)), group)
 
 
 def take_parted() -> torch.Tensor | None:

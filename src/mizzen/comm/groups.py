@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mizzen.accelerator.registry import get_accelerator
 from mizzen.ambient import AMBIENT
 from mizzen.comm.backend import Group, ranks_in_words
 from mizzen.comm.communicator import Communicator, current, use
@@ -137,53 +135,8 @@ def destroy_process_group(group: Any = None) -> None:
     comm.backend.destroy(None if everything else group)
 
 
-def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
-    """A DeviceMesh over the accelerator of this process."""
-    return init_device_mesh(get_accelerator().name, mesh_shape, mesh_dim_names=mesh_dim_names)
-
-
 def exchange_device(group: Any = None) -> torch.device:
     """A device whose tensors the ranks of a group can exchange: the CPU unless the backend is one of devices only."""
     if not isinstance(current().backend, TorchBackend) or "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_device_index())
-
-
-def enable_symm_mem_for_group(group_name: str) -> None:
-    """Nothing to do: torch makes symmetric memory usable in every group by itself."""
-
-
-def get_local_rank_from_launcher() -> int:
-    """The rank on this host, from the environment."""
-    joined: World | None = AMBIENT.world
-    return (joined or World.detect(environ())).local_rank
-
-
-def get_world_rank_from_launcher() -> int:
-    """The rank, from the environment."""
-    return World.detect(environ()).rank
-
-
-def get_world_size_from_launcher() -> int:
-    """The number of ranks, from the environment."""
-    return World.detect(environ()).size
-
-
-def has_all_gather_into_tensor() -> bool:
-    """True with every torch that we support."""
-    return True
-
-
-def has_reduce_scatter_tensor() -> bool:
-    """True with every torch that we support."""
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    """True: it is ours."""
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    """False: several operations are under way at the same time without it."""
-    return False

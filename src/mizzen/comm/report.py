@@ -84,21 +84,6 @@ def reset_log() -> None:
     comm_log().reset()
 
 
-def has_comm_data() -> bool:
-    """Whether anything has been measured."""
-    return get_comm_operation_count() > 0
-
-
-def get_comm_operation_count() -> int:
-    """How many operations have been measured."""
-    return sum(len(measured.latencies) for sizes in comm_log().records.values() for measured in sizes.values())
-
-
-def get_logged_comm_ops() -> list[str]:
-    """The names of the operations that have been measured."""
-    return list(comm_log().records)
-
-
 def _gather(value: Any) -> list[Any]:
     values = [None] * get_world_size()
     all_gather_object(values, value)

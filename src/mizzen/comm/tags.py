@@ -166,7 +166,7 @@ class Comparison:
     """What the ranks of one group compare.
 
     is_agreed(request, tag)       before a call is noted
-    settle(call, tag, is_agreed)  after that: returns at once where the ranks have agreed on the call, else compares
+    ensure_agreement(call, ...)   after that: returns at once where the ranks have agreed on the call, else compares
     """
 
     def __init__(self, backend: Backend, watchdog: Watchdog, group: Group, handle: Any) -> None:
@@ -187,7 +187,7 @@ class Comparison:
             return self._order.expects((request.operation, request.detail, *brought), None)
         return self._order.expects((request.operation, request.detail, tag.unit, tag.phase, *brought), tag.step)
 
-    def settle(self, call: Call, tag: Tag | None, is_agreed: bool | None) -> None:
+    def ensure_agreement(self, call: Call, tag: Tag | None, is_agreed: bool | None) -> None:
         """Return when the ranks are known to bring the same; raise a CommError that names those who do not."""
         if is_agreed is not None and self._channel is None:
             self._connect(call)

@@ -142,14 +142,14 @@ class Loader:
             batches.close()
 
     def _batches(self) -> Generator[Any, None, None]:
-        position = self._settled(self._next)
+        position = self._or_next_epoch(self._next)
         self._next = LoaderPosition(position.epoch + 1)
         self.before_batch()
         batches = iter(self._torch_loader(position))
         try:
             for batch in batches:
                 position = LoaderPosition(position.epoch, position.samples + self.share.round)
-                self._position = self._settled(position)
+                self._position = self._or_next_epoch(position)
                 yield batch
                 self.before_batch()
         finally:
@@ -158,7 +158,7 @@ class Loader:
             del batches
         self._position = LoaderPosition(position.epoch + 1)
 
-    def _settled(self, position: LoaderPosition) -> LoaderPosition:
+    def _or_next_epoch(self, position: LoaderPosition) -> LoaderPosition:
         """The position, or the start of the next epoch if nothing is left of this one."""
         if self.size is None or self.share.micro_batches(self.size, position.samples, self.ending):
             return position

@@ -33,8 +33,6 @@ def every_collective(is_async):
     tensor = mine.clone()
     done("max", dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=is_async), tensor)
     tensor = mine.clone()
-    done("inference_all_reduce", dist.inference_all_reduce(tensor, async_op=is_async), tensor)
-    tensor = mine.clone()
     work = dist.reduce(tensor, dst=1, async_op=is_async)
     done("reduce", work, tensor if rank == 1 else torch.zeros(0))
     tensor = mine.clone()
@@ -43,15 +41,11 @@ def every_collective(is_async):
     done("all_gather", dist.all_gather(parts, mine, async_op=is_async), parts)
     whole = torch.zeros(2 * size)
     done("all_gather_into_tensor", dist.all_gather_into_tensor(whole, mine, async_op=is_async), whole)
-    whole = torch.zeros(2 * size)
-    done("allgather_fn", dist.allgather_fn(whole, mine, async_op=is_async), whole)
     out = torch.zeros(2)
     inputs = [mine + 100 * place for place in range(size)]
     done("reduce_scatter", dist.reduce_scatter(out, inputs, async_op=is_async), out)
     out = torch.zeros(2)
     done("reduce_scatter_tensor", dist.reduce_scatter_tensor(out, torch.cat(inputs), async_op=is_async), out)
-    out = torch.zeros(2)
-    done("reduce_scatter_fn", dist.reduce_scatter_fn(out, torch.cat(inputs), async_op=is_async), out)
     whole = torch.zeros(2 * size)
     done("all_to_all_single", dist.all_to_all_single(whole, torch.cat(inputs), async_op=is_async), whole)
     parts = [torch.zeros(2) for _ in range(size)]
@@ -80,15 +74,12 @@ def expected(rank, size):
     return {
         "all_reduce": total,
         "max": every[-1],
-        "inference_all_reduce": total,
         "reduce": total if rank == 1 else [],
         "broadcast": every[1],
         "all_gather": every,
         "all_gather_into_tensor": flat,
-        "allgather_fn": flat,
         "reduce_scatter": scattered,
         "reduce_scatter_tensor": scattered,
-        "reduce_scatter_fn": scattered,
         "all_to_all_single": [number for pair in exchanged for number in pair],
         "all_to_all": exchanged,
         "gather": every if rank == 1 else [],
@@ -252,22 +243,13 @@ def test_large_tensors_are_gathered_too(world, size, dtype, shift):
 
 def queries():
     group = dist.new_group(timeout=timedelta(seconds=17), backend="gloo")
-    mesh = dist.initialize_mesh_device((2, 1), ("dp", "tp"))
     facts = AMBIENT.comm.backend.group(group)
     answer = {
         "initialized": dist.is_initialized() and dist.is_available(),
         "rank": (dist.get_rank(), dist.get_local_rank(), dist.get_world_size()),
-        "launcher": (
-            dist.get_world_rank_from_launcher(),
-            dist.get_local_rank_from_launcher(),
-            dist.get_world_size_from_launcher(),
-        ),
         "backend": (dist.get_backend(), dist.get_backend(group)),
         "world": dist.get_world_group() is torch_dist.group.WORLD,
         "timeout": facts.timeout,
-        "mesh": (mesh.mesh_dim_names, tuple(mesh.shape)),
-        "has": (dist.has_all_gather_into_tensor(), dist.has_reduce_scatter_tensor(), dist.has_all_reduce_coalesced()),
-        "coalescing": dist.has_coalescing_manager(),
     }
     dist.set_backend("gloo")
     dist.monitored_barrier(timeout=timedelta(seconds=20))
@@ -282,13 +264,9 @@ def test_questions_are_answered(world, monkeypatch):
         assert answer == {
             "initialized": True,
             "rank": (rank, rank, 2),
-            "launcher": (rank, rank, 2),
             "backend": ("gloo", "gloo"),
             "world": True,
             "timeout": 17.0,
-            "mesh": (("dp", "tp"), (2, 1)),
-            "has": (True, True, True),
-            "coalescing": False,
             "after": (False, False, None),
         }
 

@@ -20,6 +20,7 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm import join, rendezvous
 from mizzen.comm.join import init_distributed
 from mizzen.comm.rendezvous import open_store
+from mizzen.comm.report import comm_log
 from mizzen.environment import World
 from mizzen.errors import CommError, ConfigError, DeviceError, UsageError
 
@@ -163,7 +164,7 @@ def test_a_wrong_limit_is_named_by_its_variable(monkeypatch, variable, text):
 def logging_config():
     init_distributed(config={"comms_logger": {"enabled": True}})
     total()
-    return comm.get_logged_comm_ops()
+    return list(comm_log().records)
 
 
 def test_the_config_turns_the_log_on(world):

@@ -7,17 +7,18 @@ import torch
 
 import mizzen.comm as dist
 from mizzen.comm import report
+from mizzen.comm.report import comm_log
 
 
 def measured():
-    assert not dist.has_comm_data()
+    assert not bool(comm_log().records)
     dist.all_reduce(torch.ones(4))  # before it is switched on
     dist.configure(enabled=True)
     pair = dist.new_group([0, 1])
     for _ in range(3):
         dist.all_reduce(torch.ones(1000))
     work = dist.all_gather_into_tensor(torch.ones(30), torch.ones(10), async_op=True)
-    logged_early = "all_gather_into_tensor" in dist.get_logged_comm_ops()
+    logged_early = "all_gather_into_tensor" in list(comm_log().records)
     work.wait()
     if dist.get_rank() < 2:
         dist.all_gather_into_tensor(torch.ones(20), torch.ones(10), group=pair, log_name="in a pair")
@@ -28,10 +29,10 @@ def measured():
     dist.all_to_all([torch.ones(2) for _ in range(3)], [torch.ones(2) for _ in range(3)])
     dist.send(torch.ones(2), 1) if dist.get_rank() == 0 else None
     dist.recv(torch.ones(2), 0) if dist.get_rank() == 1 else None
-    counts = dist.get_comm_operation_count()
+    counts = sum(len(one.latencies) for sizes in comm_log().records.values() for one in sizes.values())
     answer = dist.log_summary(show_straggler=True, return_dict=True)
     dist.reset_log()
-    return logged_early, counts, answer, dist.has_comm_data()
+    return logged_early, counts, answer, bool(comm_log().records)
 
 
 def test_everything_is_logged_and_nothing_ends_the_process(world):
@@ -82,7 +83,7 @@ def printed():
     dist.barrier()
     dist.reduce(torch.ones(1), dst=0, prof=True, log_name="asked for")
     assert dist.log_summary() is None
-    return dist.get_logged_comm_ops()
+    return list(comm_log().records)
 
 
 def test_rank_0_prints_what_was_wanted(world, capfd):

@@ -10,7 +10,7 @@ import torch
 import mizzen.comm as dist
 from mizzen.comm import Tag
 from mizzen.comm.backend import Request
-from mizzen.comm.communicator import current, meet
+from mizzen.comm.communicator import compare_tags, current
 from mizzen.comm.torch_backend import SideChannel
 from mizzen.errors import CommError
 from mizzen.progress import get_progress
@@ -111,7 +111,7 @@ def trails(kinds):
     communicator = current()
     for unit in kinds[dist.get_rank()]:
         request = Request("exchange", (), payload=(torch.empty(4, device="meta"),))
-        communicator.meet(request, None, Tag(1, unit, "forward"))
+        communicator.compare_call(request, None, Tag(1, unit, "forward"))
     (trail,) = communicator._tag_hashes.values()
     communicator._tag_hashes[None] = replace(trail, device=torch.device("cpu"))  # where gloo can compare them
     return bool(dist.take_parted()), dist.take_parted()
@@ -132,7 +132,7 @@ def train(steps, *, sizes=(4, 8, 4)):
             )
             work.wait()
             assert whole.tolist() == [1.0] * size + [2.0] * size
-        meet(Tag(step, "", "end"), None, torch.empty(0))
+        compare_tags(Tag(step, "", "end"), None, torch.empty(0))
 
 
 def messages():
@@ -183,7 +183,7 @@ def parting(how):
                     torch.zeros(2 * size), torch.ones(size), async_op=True, tag=Tag(4, str(unit), "forward")
                 )
                 work.wait()
-            meet(Tag(4, "", "end" if ahead else "another end"), None, torch.empty(0))
+            compare_tags(Tag(4, "", "end" if ahead else "another end"), None, torch.empty(0))
             train([5])
     said = str(caught.value)
     if rank == 1:

@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 import mizzen.comm as dist
 from mizzen.ambient import AMBIENT
 from mizzen.comm.backend import Group, register_backend
+from mizzen.comm.report import comm_log
 from mizzen.errors import CommError, NotBuilt, UsageError
 
 
@@ -134,7 +135,7 @@ def used():
         "size": (dist.get_world_size(), dist.get_world_size(pair)),
         "torch": (torch_dist.is_initialized(), dist.is_initialized(), dist.get_backend(), dist.get_world_group()),
         "groups": backend.groups,
-        "log": dist.get_logged_comm_ops(),
+        "log": list(comm_log().records),
     }
     dist.barrier()
     dist.destroy_process_group()

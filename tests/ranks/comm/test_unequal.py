@@ -20,10 +20,6 @@ def ones(size, dtype=torch.float32):
 
 CASES = {
     "all_reduce": (lambda rank, size: dist.all_reduce(ones(size)), SIZES),
-    "inference_all_reduce": (
-        lambda rank, size: dist.inference_all_reduce(ones(size)),
-        SIZES.replace("{}", "all_reduce"),
-    ),
     "reduce to rank 1": (lambda rank, size: dist.reduce(ones(size), 1), SIZES),
     "broadcast from rank 0": (lambda rank, size: dist.broadcast(ones(size), 0), SIZES),
     "broadcast from rank 1": (lambda rank, size: dist.broadcast(ones(size), 1), SIZES),

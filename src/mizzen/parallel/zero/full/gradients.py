@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from mizzen.comm.backend import Tag
-from mizzen.comm.communicator import meet
+from mizzen.comm.communicator import compare_tags
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
@@ -200,7 +200,7 @@ class UnitGradients:
     def _meet(self, phase: str) -> None:
         if self.group is not None and self.units and self.units[0].device.type == "cpu":
             try:
-                meet(Tag(self.position.step, "", phase), self.group, torch.empty(0))
+                compare_tags(Tag(self.position.step, "", phase), self.group, torch.empty(0))
             except CommError as error:
                 raise explained(error) from None
 
