@@ -1,7 +1,7 @@
 """The work of `cpu_ranks`: a small GPT in fp32, and every system that trains it, all on the same data."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.player import Step
+from mizzen.environment import World, environ
 
 RATE: Final = 3e-4
 MAX_NORM: Final = 1.0
@@ -111,6 +112,61 @@ def fsdp2_resharding(work: Work) -> Step:
     return _loop(fully_shard(work.model), work)
 
 
+def dtensor(work: Work) -> Step:
+    """torch's own tensor parallelism. Q, K and V are laid so that a rank's part has whole heads of each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    plan = {"queries_keys_values": ColwiseParallel(), "mix": RowwiseParallel()}
+    plan |= {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in work.model.blocks:
+        block.heads //= ranks
+        for parameter in block.queries_keys_values.parameters():
+            parts = parameter.data.unflatten(0, (3, ranks, -1)).transpose(0, 1)
+            parameter.data = parts.flatten(0, 2).contiguous()
+        parallelize_module(block, mesh, plan)
+    ends = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate(), use_local_output=True),
+    }
+    parallelize_module(work.model, mesh, ends)
+    parameters: list[Any] = list(work.model.parameters())
+    is_cut = torch.tensor([hasattr(parameter, "to_local") for parameter in parameters])
+    local = [p.to_local() if cut else p.data for p, cut in zip(parameters, is_cut, strict=True)]
+    local = [value.detach() for value in local]
+    optimizer = torch.optim.AdamW(local, lr=RATE, weight_decay=DECAY, fused=True)
+
+    def step(number: int) -> Any:
+        loss = work.model(work.batch(number))
+        loss.backward()
+        for parameter, value, cut in zip(parameters, local, is_cut, strict=True):
+            value.grad = parameter.grad.to_local() if cut else parameter.grad
+            parameter.grad = None
+        squares = torch.stack(torch._foreach_norm([value.grad for value in local])).square()
+        total = (squares * is_cut).sum()
+        dist.all_reduce(total)
+        norm = (total + (squares * ~is_cut).sum()).sqrt()
+        torch._foreach_mul_([value.grad for value in local], (MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def mizzen_tensor(work: Work) -> Step:
+    """Matrices cut over all ranks, by one key."""
+    ranks = World.detect(environ()).size
+    config = {key: value for key, value in work.config.items() if not key.startswith("train_")}
+    samples = work.config["train_micro_batch_size_per_gpu"]
+    tensor = {"train_batch_size": samples, "tensor_parallel": {"autotp_size": ranks}}
+    return mizzen(replace(work, config=config | tensor))
+
+
 def _loop(model: nn.Module, work: Work) -> Step:
     """The loop of a plain torch script."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
@@ -167,7 +223,11 @@ SYSTEMS: Final[dict[str, Callable[[Work], Step]]] = {
     "mizzen-1": mizzen,
     "mizzen-2": mizzen,
     "mizzen-3": mizzen,
+    "dtensor": dtensor,
+    "mizzen+tp": mizzen_tensor,
 }
+ALIKE: Final = ("dtensor", "mizzen+tp")
+"""Systems whose ranks see one batch."""
 
 
 def prepare(system: str, settings: dict[str, Any]) -> Step:
@@ -175,13 +235,13 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
     torch.set_num_threads(1)
     size = Size(**settings)
     torch.manual_seed(0)
-    rank = dist.get_node_local_rank(fallback_rank=0)
+    rank = 0 if system in ALIKE else dist.get_node_local_rank(fallback_rank=0)
 
     def batch(number: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * rank + number)
         return torch.randint(0, size.vocabulary, (size.samples, size.length + 1), generator=generator)
 
-    stage = int(system.partition("-")[2] or 0)
+    stage = int(system.partition("-")[2] or 0)  # those without one have no "-"
     config = {
         "train_micro_batch_size_per_gpu": size.samples,
         "gradient_clipping": MAX_NORM,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Final
 
-from bench.llama import COMPILED, EAGER, FULL, FUSED, HOLLOW, Size
+from bench.llama import COMPILED, EAGER, FULL, FUSED, HOLLOW, TENSOR, Size
 from bench.play import Game, parser_of, perform
 from bench.record import Record, header, table, versus
 
@@ -21,7 +21,7 @@ PEAK_FLOPS: Final = 989e12
 def main(words: Sequence[str] | None = None) -> int:
     """Play, print, write."""
     parser = parser_of(
-        "mizzen and its peers on one GPU", EAGER, more=(*FULL, *COMPILED, *FUSED), rounds=3, steps=8, warm=6
+        "mizzen and its peers on one GPU", EAGER, more=(*FULL, *TENSOR, *COMPILED, *FUSED), rounds=3, steps=8, warm=6
     )
     parser.add_argument("--hollow", action="store_true", help="a tiny twin of the model: shows the time of the host")
     options = parser.parse_args(words)

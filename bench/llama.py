@@ -59,6 +59,12 @@ FULL: Final = (
     *(f"{kind}+{ranks}" for ranks in PRETENDED for kind in ("fsdp2-3", "fsdp2-3+told", "mizzen-3")),
 )
 """Parameters sharded too; on one rank mizzen has nothing to shard, and wraps nothing."""
+TENSOR: Final = tuple(
+    f"{kind}+{ranks}"
+    for ranks in PRETENDED
+    for kind in ("dtensor", "mizzen-0+tp", "mizzen-0+tp+fused", "deepspeed-0+tp")
+)
+"""Matrices cut over all ranks."""
 COMPILED: Final = tuple(f"{name}+compile" for name in (*EAGER, *FULL))
 """Systems with every decoder layer compiled on its own."""
 FUSED: Final = tuple(f"{name}+fused" for name in (*EAGER, *FULL, *COMPILED) if name.startswith("mizzen"))

@@ -115,6 +115,65 @@ def fsdp2(work: Work) -> Step:
     return step
 
 
+def dtensor(work: Work) -> Step:
+    """torch's own tensor parallelism over all ranks, by the plan of transformers: bf16 weights, fp32 masters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if not dist.is_initialized():
+        dist.init_process_group()
+    mesh = init_device_mesh(work.device.type, (dist.get_world_size(),))
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    model = work.model.to(torch.bfloat16)
+    for block in work.blocks:
+        plan = {
+            name: ColwiseParallel() if name.endswith(columns) else RowwiseParallel()
+            for name, _ in block.named_modules()
+            if name.endswith((*columns, *rows))
+        }
+        parallelize_module(block, mesh, plan)
+    ends = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate(), use_local_output=True),
+    }
+    parallelize_module(model, mesh, ends)
+    parameters = list(model.parameters())
+    local = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
+    is_cut = [hasattr(p, "placements") and isinstance(p.placements[0], Shard) for p in parameters]
+    masters = [value.detach().float() for value in local]
+    optimizer = torch.optim.AdamW(masters, lr=RATE, weight_decay=DECAY, fused=True)
+
+    loss: Tensor
+
+    def step(number: int) -> Any:
+        nonlocal loss
+        loss = model(**work.batch(number)).loss
+        loss.backward()
+        for parameter, master in zip(parameters, masters, strict=True):
+            gradient: Any = parameter.grad
+            master.grad = (gradient.to_local() if hasattr(gradient, "to_local") else gradient).float()
+            parameter.grad = None
+        _clip(masters, is_cut)
+        optimizer.step()
+        torch._foreach_copy_(local, masters)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _clip(masters: Sequence[Tensor], is_cut: Sequence[bool]) -> None:
+    """One norm over all ranks: the squares of cut gradients are added up, others count once."""
+    norms = torch._foreach_norm([master.grad for master in masters])
+    squares = torch.stack(norms).square()
+    cut = torch.tensor(is_cut, device=squares.device)
+    total = (squares * cut).sum()
+    dist.all_reduce(total)
+    norm = (total + (squares * ~cut).sum()).sqrt()
+    torch._foreach_mul_([master.grad for master in masters], (MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
+
+
 def mizzen(work: Work) -> Step:
     """The open loop of a mizzen user."""
     import mizzen as library
@@ -150,6 +209,7 @@ KINDS: Final[dict[str, Callable[[Work], Step]]] = {
     "plain": plain,
     "flat": flat,
     "fsdp2": fsdp2,
+    "dtensor": dtensor,
     "deepspeed": deepspeed,
     "mizzen": mizzen,
 }
@@ -180,6 +240,9 @@ def assemble(system: str, model: Any, blocks: Sequence[nn.Module], batch: Callab
     }
     if ranks := max(PRETENDED.get(extra, 0) for extra in ("", *extras)):
         pretend(ranks)
+    if "tp" in extras:
+        config["tensor_parallel"] = {"autotp_size": ranks or dist.get_world_size()}
+        config["train_batch_size"] = config.pop("train_micro_batch_size_per_gpu")
     if "fused" in extras:
         config["fused"] = FUSED_KEYS[type(model).__name__]
     if "whole" in extras:

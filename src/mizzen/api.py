@@ -38,6 +38,7 @@ from mizzen.environment import World
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import LEVELS, set_level
 from mizzen.model.sketch import Sketch
+from mizzen.model.trace import flow_of
 from mizzen.monitor.terminal import dump_state
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.init import init_suspended
@@ -86,7 +87,7 @@ def initialize(
     if replaced := release_model(model):
         optimizer = with_current_parameters(optimizer, replaced)
         model_parameters = with_current_parameters(model_parameters, replaced)
-    sketch = Sketch.of(model).unsplit(settings.tensor_parallel_size)
+    sketch = sketch_of(model, settings)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
     plan = build(without_needless_offload(settings), world.size, with_optimizer_groups(sketch, model, chosen), ORDER)
     check_optimizer(chosen, plan)
@@ -123,6 +124,12 @@ def initialize(
     if training_data is not None:
         engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def sketch_of(model: nn.Module, settings: Config) -> Sketch:
+    """What a plan has to know of a model: how activations go through it only where its matrices are to be cut."""
+    sketch = Sketch.of(model).unsplit(settings.tensor_parallel_size)
+    return sketch.with_flow(flow_of(model)) if settings.tensor_parallel.degree > 1 else sketch
 
 
 def _only_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:

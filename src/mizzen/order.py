@@ -3,6 +3,7 @@
 from typing import Final
 
 from mizzen.parallel.given import GivenSplit
+from mizzen.parallel.tensor.split import TensorSplit
 from mizzen.parallel.zero.full.shard import ZeroFull
 from mizzen.parallel.zero.shard import ZeroShard
 from mizzen.plan.transform import Transform
@@ -13,6 +14,7 @@ from mizzen.rewrite.recompute import Recompute
 
 ORDER: Final[tuple[Transform, ...]] = (
     GivenSplit(),
+    TensorSplit(),
     LayerDrop(),
     Fused(),
     Recompute(),

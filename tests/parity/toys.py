@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mizzen.engine.vote import Role, Tally
-from mizzen.model.home import Site, evenly
-from mizzen.model.sketch import Sketch
+from mizzen.model.home import evenly
 from mizzen.plan.transform import Transform
 
 VOCABULARY, WIDTH, EXPERTS, LENGTH, HEADS = 16, 8, 4, 6, 4
@@ -181,11 +180,6 @@ class Columns(Transform):
         group = mesh.group("tp")
         for part in parts:
             for block in (module for module in part.module.modules() if isinstance(module, Block | Grouped)):
-                names = {f"x.{name}": parameter for name, parameter in block.named_parameters()}
-                (draft,) = self.redraw(choice, (Sketch.of(nn.ModuleDict({"x": block})),))
-                for p in draft.parameters:
-                    site = Site(p.shape, p.home, mesh.layout, mesh.rank)
-                    names[p.name].data = site.part_of(names[p.name].data).contiguous()
                 block.enter = Exchange(group, forward=False, backward=True)
                 block.leave = Exchange(group, forward=True, backward=False)
         return parts

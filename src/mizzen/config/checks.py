@@ -192,11 +192,6 @@ class _Condition(NamedTuple):
     reason: str
 
 
-def _has_tensor_parallelism(config: Config) -> bool:
-    tensor = config.tensor_parallel
-    return max(tensor.autotp_size, tensor.tensor_parallel.tp_size) > 1
-
-
 _AT_STAGE_3: Final = (
     "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold",
@@ -233,7 +228,9 @@ _CONDITIONS: Final = (
         lambda config: config.sequence_parallel_size > 1,
         "sequence_parallel_size is 1",
     ),
-    _Condition("tensor_parallel", _has_tensor_parallelism, "no size in tensor_parallel is above 1"),
+    _Condition(
+        "tensor_parallel", lambda config: config.tensor_parallel.degree > 1, "no size in tensor_parallel is above 1"
+    ),
 )
 
 _COMPRESSION: Final = "compression_training."

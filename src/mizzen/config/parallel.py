@@ -115,6 +115,11 @@ class TensorParallelConfig(Section):
     )
     """Replace layers by fused inference kernels."""
 
+    @property
+    def degree(self) -> int:
+        """The ranks that share each layer, under whichever key."""
+        return max(1, self.autotp_size, self.tensor_parallel.tp_size)
+
 
 class ExpertParallelConfig(Section):
     """Experts of a mixture model dealt out to ranks, without changing the model's code."""

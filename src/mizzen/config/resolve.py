@@ -169,9 +169,9 @@ def _as_given(config: Config) -> Config:
 
 
 def _layout(config: Config, world: int) -> Layout:
-    tensor, expert = config.tensor_parallel, config.expert_parallel
+    expert = config.expert_parallel
     degrees: dict[str, Any] = {
-        "tp": max(tensor.autotp_size, tensor.tensor_parallel.tp_size, config.tensor_parallel_size),
+        "tp": max(config.tensor_parallel.degree, config.tensor_parallel_size),
         "pp": config.pipeline_parallel_size,
         "sp": config.sequence_parallel_size,
         "ep": expert.autoep_size if expert.enabled else 1,

@@ -21,12 +21,13 @@ from mizzen.engine.randomness import RandomStream
 from mizzen.environment import World
 from mizzen.errors import ConfigError, MizzenError, UsageError
 from mizzen.log import warn_once
-from mizzen.model.sketch import Sketch
+from mizzen.model.home import Site
+from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.report import Observer
 from mizzen.optim.build import build_optimizer, build_scheduler, param_groups, tell_slips
 from mizzen.optim.rules import is_known, whole_groups
-from mizzen.parallel.zero.full.init import make_whole
+from mizzen.parallel.zero.full.init import make_parameter_whole, make_whole
 from mizzen.parallel.zero.full.runtime import UnitModule
 from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.parallel.zero.reduce import torch_dtype
@@ -106,9 +107,12 @@ def move_to_device(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """
     check_device(plan.resolved.config, get_accelerator())
     policy, device = Policy.of(plan.resolved.config), get_accelerator().device()
-    late = plan.moved_by_apply
-    make_whole(model, keep=late)
+    cut = plan.cut_here
+    late = plan.moved_by_apply - cut.keys()
+    make_whole(model, keep=late | cut.keys())
     _check_memory(model)
+    if cut:
+        _keep_parts(model, cut, mesh, late)
     if late:
         _move_apart(model, device, late)
     else:
@@ -124,6 +128,40 @@ def move_to_device(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if plan.resolved.layout.world > 1:
         rest = [parameter for name, parameter in model.named_parameters() if name not in trained]
         _broadcast([*rest, *model.buffers()], mesh)
+
+
+def _keep_parts(model: nn.Module, cut: Mapping[str, ParameterSketch], mesh: Mesh, late: Collection[str]) -> None:
+    """Keep this rank's part of what is cut, one parameter after the other: a model need never be whole on the device.
+
+    Values are those of the first of the ranks that share a parameter, and so are those of what these ranks have alike.
+    """
+    device = get_accelerator().device()
+    axes = {axis: None for p in cut.values() for axis in _site(p, mesh).cut_axes}
+    shared = [mesh.group(axis) for axis in axes]
+    for name, parameter in model.named_parameters():
+        if name in late:
+            continue
+        if (sketch := cut.get(name)) is None:
+            parameter.data = _of_the_first(parameter.data.to(device), shared)
+            continue
+        make_parameter_whole(parameter)
+        whole = _of_the_first(parameter.data.to(device), shared)
+        parameter.data = _site(sketch, mesh).part_of(whole).clone(memory_format=torch.contiguous_format)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _of_the_first(buffer.to(device), shared))
+
+
+def _site(parameter: ParameterSketch, mesh: Mesh) -> Site:
+    return Site(parameter.shape, parameter.home, mesh.layout, mesh.rank)
+
+
+def _of_the_first(tensor: Tensor, shared: Iterable[Any]) -> Tensor:
+    """The value that the first rank of each of these groups has."""
+    value = tensor.contiguous()
+    for group in shared:
+        collectives.broadcast(value, groups.get_global_rank(group, 0), group=group)
+    return value
 
 
 def _check_memory(model: nn.Module) -> None:

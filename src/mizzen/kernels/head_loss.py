@@ -5,6 +5,7 @@ chunk in forward, for an incoming gradient of 1; backward multiplies them with t
 known that most tokens have no label, those are left out. Shifting labels is the caller's business.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -31,6 +32,24 @@ MOST_LABELLED: Final = 0.8
 
 SHRINK: Final = 1 / 32
 """Of fp16 hidden states, so that their product with a chunk's softmax stays inside of fp16."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """Which logits a rank makes where a vocabulary is shared out, and what the ranks exchange for a softmax."""
+
+    start: int
+    stop: int
+    size: int
+    """Of the whole vocabulary."""
+    widest: int
+    """The size of the largest part, by which all ranks make chunks alike."""
+    enter: Callable[[Tensor], Tensor]
+    """Hidden states on their way to the parts: their gradient is the sum of the ranks'."""
+    largest: Callable[[Tensor], Tensor]
+    """The largest over the ranks, element by element; it may overwrite what it is given."""
+    total: Callable[[Tensor], Tensor]
+    """The sum over the ranks, likewise."""
 
 
 def plain_head_loss(
@@ -80,23 +99,28 @@ def head_loss(
     reduction: Literal["mean", "sum"] = "mean",
     rows: int = 0,
     labelled: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """`plain_head_loss` without the logits. `rows` tokens make a chunk; 0 chooses.
 
-    Whoever knows that at most `labelled` tokens have a label says so: the others are then left out.
+    Whoever knows that at most `labelled` tokens have a label says so: the others are then left out. With a `part`
+    weight and bias are those of this rank, and all ranks get the loss of all.
     """
     device, wants = hidden.device.type, torch.is_grad_enabled()
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     count = (targets != ignore_index).sum()
     if labelled is not None:
         flat, targets = with_labels(flat, targets, labelled, ignore_index)
+    if part is not None:
+        flat = part.enter(flat)
     work = _Work(
         ignore_index=ignore_index,
-        rows=rows or rows_of(len(flat), len(weight)),
+        rows=rows or rows_of(len(flat), len(weight) if part is None else part.widest),
         dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype,
         hidden=wants and hidden.requires_grad,
         weight=wants and weight.requires_grad,
         bias=wants and bias is not None and bias.requires_grad,
+        part=part,
     )
     total: Tensor = _HeadLoss.apply(flat, weight, bias, targets, work)  # type: ignore[no-untyped-call]
     if len(targets) < labels.numel():  # a label that was left out would be a wrong number: it is none instead
@@ -118,6 +142,7 @@ class _Work:
     hidden: bool
     weight: bool
     bias: bool
+    part: VocabularyPart | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -193,6 +218,8 @@ def _add_product(total: Tensor, slopes: Tensor, piece: Tensor) -> None:
 
 def _slopes(logits: Tensor, labels: Tensor, losses: Tensor, work: _Work) -> Tensor:
     """Fill in the losses; return the gradient of their sum by the logits, in whose memory it may lie."""
+    if work.part is not None:
+        return part_slopes(logits, labels, losses, work.part, ignore_index=work.ignore_index, writes=work.is_trained)
     code = gpu_code(logits)
     if code is not None and logits.dtype is not torch.float64:
         code.cross_entropy_(logits, labels, losses, ignore_index=work.ignore_index, writes=work.is_trained)
@@ -212,6 +239,26 @@ def plain_slopes(logits: Tensor, labels: Tensor, losses: Tensor, *, ignore_index
     if not writes:
         return logits
     slopes = wide.div_(total).scatter_add_(1, places, -torch.ones_like(at_label))
+    return slopes.masked_fill_(~counts, 0.0).to(logits.dtype)
+
+
+def part_slopes(
+    logits: Tensor, labels: Tensor, losses: Tensor, part: VocabularyPart, *, ignore_index: int, writes: bool
+) -> Tensor:
+    """`plain_slopes` of the logits that this rank makes: two exchanges of one or two numbers for each token."""
+    wide = logits.to(losses.dtype, copy=True)
+    counts = (labels != ignore_index).unsqueeze(1)
+    local = (labels - part.start).unsqueeze(1)
+    here = counts & (local >= 0) & (local < part.stop - part.start)
+    places = local.masked_fill(~here, 0)
+    at_label = wide.gather(1, places).masked_fill_(~here, 0.0)
+    largest = part.largest(wide.amax(1, keepdim=True))
+    total = wide.sub_(largest).exp_().sum(1, keepdim=True)
+    total, at_label = part.total(torch.cat([total, at_label], 1)).chunk(2, 1)
+    losses.copy_((largest + total.log() - at_label).masked_fill_(~counts, 0.0).squeeze(1))
+    if not writes:
+        return logits
+    slopes = wide.div_(total).scatter_add_(1, places, -here.to(wide.dtype))
     return slopes.masked_fill_(~counts, 0.0).to(logits.dtype)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mizzen.ambient import AMBIENT
 from mizzen.config.layout import Layout
 from mizzen.errors import PlanError, UsageError
+from mizzen.model.flow import Flow, layer_kind
 from mizzen.model.head import HeadSketch, head_of
 from mizzen.model.home import Home, evenly
 
@@ -134,6 +135,10 @@ class ModuleSketch:
     """Whether a user has pinned it as one unit of gathering."""
     type: "type[nn.Module] | None" = field(default=None, repr=False, compare=False)
     """Its class, for those who have to know what it computes; None where no module was read."""
+    layer: str = field(default="", repr=False, compare=False)
+    """What it computes with its weight: linear, transposed or embedding, or none of these."""
+    sizes: tuple[tuple[str, int], ...] = field(default=(), repr=False, compare=False)
+    """The whole numbers that it has as attributes, such as how many heads."""
     own: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     """The names of what the module itself has, beside its class: a forward that somebody has given it, say."""
 
@@ -151,6 +156,10 @@ class Sketch:
     """Classes that the model itself says should not be taken apart."""
     head: HeadSketch | None = None
     """The layer that makes logits, in a model that computes its own loss from labels."""
+    split_plan: tuple[tuple[str, str], ...] = ()
+    """How the model itself says that its layers are split over ranks: patterns of paths, and transformers' styles."""
+    flow: Flow | None = field(default=None, repr=False, compare=False)
+    """Which layers read what others give, where somebody has looked (`with_flow`)."""
 
     @classmethod
     def of(cls, module: "nn.Module") -> "Sketch":
@@ -172,6 +181,10 @@ class Sketch:
         if ranks == 1:
             return replace(self, parameters=tuple(replace(p, split=None) for p in self.parameters))
         return replace(self, parameters=tuple(_unsplit(p, ranks) for p in self.parameters))
+
+    def with_flow(self, flow: Flow) -> "Sketch":
+        """This model, and what is known of the way that activations take through it."""
+        return replace(self, flow=flow)
 
     def with_home(self, home: Home) -> "Sketch":
         """This model with all parameters in one home."""
@@ -350,6 +363,7 @@ class _SketchReader:
             tuple(self.modules),
             tuple(self.hints),
             self.head,
+            _split_plan(root),
         )
 
     def _visit(self, path: str, module: "nn.Module") -> None:
@@ -371,6 +385,8 @@ class _SketchReader:
                 is_rotary=_is_rotary(module),
                 is_leaf=AMBIENT.leaves.get(module) is not None,
                 type=type(module),
+                layer=layer_kind(module),
+                sizes=tuple((name, value) for name, value in vars(module).items() if type(value) is int),
                 own=frozenset(vars(module)),
             )
         )
@@ -460,6 +476,12 @@ def _hints(module: "nn.Module") -> tuple[str, ...]:
     # Read statically: wrappers forward unknown attributes to the model inside, which is visited anyway.
     hint: Any = inspect.getattr_static(module, "_no_split_modules", None)
     return tuple(sorted(hint)) if isinstance(hint, list | tuple | set | frozenset) else ()
+
+
+def _split_plan(module: "nn.Module") -> tuple[tuple[str, str], ...]:
+    """The plan of a model of transformers, which is a dict from patterns to styles."""
+    plan: Any = module.tp_plan if isinstance(inspect.getattr_static(module, "tp_plan", None), property) else None
+    return tuple((str(path), str(style)) for path, style in plan.items()) if isinstance(plan, dict) else ()
 
 
 def _is_rotary(module: "nn.Module") -> bool:

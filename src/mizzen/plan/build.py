@@ -9,7 +9,7 @@ from mizzen.config.resolve import Resolved, resolve
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.model.home import Home, classes, pieces_at
-from mizzen.model.sketch import Drafts, Sketch
+from mizzen.model.sketch import Drafts, ParameterSketch, Sketch
 from mizzen.plan.cost import Cost, replicated
 from mizzen.plan.transform import MakeRunner, Transform
 from mizzen.plan.unbuilt import refusals
@@ -67,6 +67,12 @@ class Plan:
     def moved_by_apply(self) -> frozenset[str]:
         """The parameters that some transform itself brings to the device, part by part, because they may not fit."""
         return frozenset(name for step in self.steps for name in step.transform.moved_by_apply(step.choice))
+
+    @property
+    def cut_here(self) -> dict[str, ParameterSketch]:
+        """The parameters that come whole and of which each rank keeps a part, by name."""
+        every = (p for draft in self.drafts for p in draft.parameters)
+        return {p.name: p for p in every if p.home.cuts and p.split is None}
 
     @property
     def not_data_parallel(self) -> frozenset[str]:

@@ -59,7 +59,6 @@ UNBUILT: Final = (
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
     Unbuilt("pipeline_parallel_size", "pipeline parallelism"),
     Unbuilt("pipeline", "pipeline parallelism"),
-    Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
     Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", asks=False),
     Unbuilt("expert_parallel", "expert parallelism", _ON),

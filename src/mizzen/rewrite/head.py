@@ -19,7 +19,7 @@ from torch.nn import functional
 from mizzen.accelerator import get_accelerator
 from mizzen.accelerator.streams import Fetch
 from mizzen.errors import PlanError, UsageError
-from mizzen.kernels.head_loss import head_loss
+from mizzen.kernels.head_loss import VocabularyPart, head_loss
 from mizzen.model.inputs import change_tensors
 from mizzen.model.wrapper import without_memory
 from mizzen.rewrite.forward import ReplacedForward
@@ -57,14 +57,14 @@ class LateLogits(Tensor):
     loss: Loss | None
 
     def __new__(
-        cls, hidden: Tensor, weight: Tensor, head: Callable[[Tensor], Tensor], loss: Loss | None = None
+        cls, hidden: Tensor, weight: Tensor, head: Callable[[Tensor], Tensor], loss: Loss | None = None, size: int = 0
     ) -> "LateLogits":
         """Shape, dtype and device of what the head would give now."""
         device = hidden.device.type
         is_autocast, lower = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         made: LateLogits = without_memory(
             cls,
-            (*hidden.shape[:-1], len(weight)),
+            (*hidden.shape[:-1], size or len(weight)),
             dtype=lower if is_autocast else hidden.dtype,
             device=hidden.device,
             requires_grad=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
@@ -72,7 +72,7 @@ class LateLogits(Tensor):
         return made
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, head: Callable[[Tensor], Tensor], loss: Loss | None = None
+        self, hidden: Tensor, weight: Tensor, head: Callable[[Tensor], Tensor], loss: Loss | None = None, size: int = 0
     ) -> None:
         self.hidden, self.weight, self.head, self.loss = hidden, weight, head, loss
         device = hidden.device.type
@@ -107,7 +107,8 @@ class LateLogits(Tensor):
         if shape[-1:] != self.shape[-1:]:
             return None
         hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
-        return LateLogits(hidden, self.weight, lambda _: func(self.computed(), *args, **kwargs), self.loss)
+        whole = self.shape[-1]
+        return LateLogits(hidden, self.weight, lambda _: func(self.computed(), *args, **kwargs), self.loss, whole)
 
     def _cross_entropy(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         """The loss of these logits and labels without the logits, where that can be had."""
@@ -206,6 +207,13 @@ class HeadLoss(ReplacedForward):
         self.plain_loss: Any = self.model.loss_function if calls_loss else None
         """The model's own loss function; None when its forward takes a cross entropy instead."""
         self.names = tuple(signature(model.forward).parameters)
+        self.part: VocabularyPart | None = vars(head).get("vocabulary_part")
+        """Of a vocabulary that is shared out among ranks, which the head then says of itself."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits a token has."""
+        return len(self.head.weight) if self.part is None else self.part.size
 
     @classmethod
     def take(
@@ -246,7 +254,8 @@ class HeadLoss(ReplacedForward):
         whole = self.head.forward
 
         def late(inputs: Tensor) -> Tensor:
-            call.late = LateLogits(inputs, self.head.weight, whole, partial(self._cross_entropy, call))
+            loss = partial(self._cross_entropy, call)
+            call.late = LateLogits(inputs, self.head.weight, whole, loss, self.vocabulary)
             return call.late
 
         head["forward"] = late
@@ -289,6 +298,7 @@ class HeadLoss(ReplacedForward):
             reduction=reduction,
             rows=self.rows,
             labelled=call.count.of(counted, ignore_index) if call.count is not None else None,
+            part=self.part,
         )
         call.losses.append(found)
         return found
@@ -315,9 +325,9 @@ class HeadLoss(ReplacedForward):
             plain: Tensor = self.plain_loss(logits.computed(), labels, vocab_size, **options, shift_labels=shift_labels)
             call.losses.append(plain)
             return plain
-        if vocab_size != len(self.head.weight):
+        if vocab_size != self.vocabulary:
             raise UsageError(
-                f"the head gives {len(self.head.weight)} logits and the loss expects {vocab_size}: set the model's "
+                f"the head gives {self.vocabulary} logits and the loss expects {vocab_size}: set the model's "
                 "config.vocab_size to the size of its head"
             )
         counted = labels if shift_labels is None else shift_labels

@@ -293,12 +293,18 @@ def gathered(early: EarlyShard) -> Tensor:
 def make_whole(model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
     """Let parameters of a model that `zero.Init` has cut be whole, except those of these names."""
     for name, parameter in model.named_parameters():
-        early = find_record(parameter)
-        if isinstance(early, EarlyShard) and name not in keep:
-            whole = gathered(early)
-            parameter.__class__ = nn.Parameter
-            parameter.data = whole
-            del vars(parameter)[RECORD]
+        if name not in keep:
+            make_parameter_whole(parameter)
+
+
+def make_parameter_whole(parameter: nn.Parameter) -> None:
+    """Let a parameter be whole, if `zero.Init` has cut it."""
+    early = find_record(parameter)
+    if isinstance(early, EarlyShard):
+        whole = gathered(early)
+        parameter.__class__ = nn.Parameter
+        parameter.data = whole
+        del vars(parameter)[RECORD]
 
 
 def part_of(whole: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:

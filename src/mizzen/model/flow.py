@@ -1,0 +1,74 @@
+"""Which layers of a model read what other layers give: values, which `trace.py` finds by running it once.
+
+A strategy that cuts matrices has to know which layers belong together, whatever they are called: those whose outputs
+reach some other layers and nothing else, and what happens on the way.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OUTPUT: Final = ""
+"""Stands for what the model returns, where layers are named."""
+KINDS: Final = {"Linear.forward": "linear", "Embedding.forward": "embedding", "Conv1D.forward": "transposed"}
+"""What layers compute, by the function that computes it: a class of its own with another one is something else."""
+
+
+def layer_kind(module: "nn.Module") -> str:
+    """What a module computes with its weight, as `Layer.kind` says it; empty where it is no such layer."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or weight.dim() != 2:
+        return ""
+    is_scaled_table = "embed_scale" in dir(module) and "num_embeddings" in vars(module)
+    return "embedding" if is_scaled_table else KINDS.get(type(module).forward.__qualname__, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What happens to the output of a layer, or to a parameter, on its way to another layer."""
+
+    reduced: frozenset[int] = frozenset()
+    """The sizes of dimensions over which sums were taken, or norms, or a softmax."""
+    head: int = 0
+    """The size of an attention head, where it went into a product with another activation."""
+    is_random: bool = False
+    """Whether dropout was applied."""
+
+    def __or__(self, other: "Way") -> "Way":
+        return Way(self.reduced | other.reduced, self.head or other.head, self.is_random or other.is_random)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer that multiplies with its weight or looks rows up in it, in the order in which layers are called."""
+
+    path: str
+    kind: str
+    """linear (the weight has outputs first), transposed (inputs first) or embedding."""
+    inputs: int
+    outputs: int
+    reads: Mapping[str, Way]
+    """The layers, and the parameters of other modules, whose values reach its input."""
+    runs: tuple[int, ...] = ()
+    """The sizes of the parts into which its output is split right away, such as Q, K and V."""
+    factors: tuple[int, ...] = ()
+    """The sizes as which its features are seen right away, such as (heads, size of a head)."""
+    shares: int = 0
+    """A number for its input: layers with the same number read the very same tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """All layers of a model that were called, and what reaches its result."""
+
+    layers: tuple[Layer, ...] = ()
+    result: Mapping[str, Way] = field(default_factory=dict)
+    trouble: str = ""
+    """Why nothing is known: the forward could not be run without values."""
+
+    def by_path(self) -> dict[str, Layer]:
+        """Each layer under its path."""
+        return {layer.path: layer for layer in self.layers}

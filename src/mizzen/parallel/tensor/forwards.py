@@ -1,0 +1,218 @@
+"""What layers do whose matrices are cut: each stands in the place of a layer's `forward`, and exchanges.
+
+A layer keeps its class and its name; its weight is this rank's part. What the layers of a region have in common is in
+one `CutRegion`: the first of them that reads a tensor brings it in, and the others take it from there, so that its
+gradient is summed over the ranks once.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from mizzen.comm import collectives
+from mizzen.errors import UsageError
+from mizzen.parallel.tensor.cuts import LayerCut
+from mizzen.parallel.tensor.exchange import copy_in, gather_along, split_along, sum_out
+from mizzen.parallel.tensor.rng import differing
+
+CHUNKS: Final = 4
+"""Of a product whose sum over ranks goes on while it is computed."""
+
+
+class CutRegion:
+    """Between the first layers of a region and the last: activations are cut, and random numbers differ by rank."""
+
+    def __init__(self, group: ProcessGroup, *, is_random: bool) -> None:
+        self.group, self._is_random = group, is_random
+        self._given: Tensor | None = None
+        self._inside: Tensor | None = None
+        self._apart: AbstractContextManager[None] | None = None
+
+    def enter(self, given: Tensor) -> Tensor:
+        """Bring a tensor in that all ranks have alike."""
+        if given is not self._given:
+            self._given, self._inside = given, copy_in(given, self.group)
+            if self._is_random and self._apart is None:
+                self._apart = differing(self.group)
+                self._apart.__enter__()
+        inside = self._inside
+        return given if inside is None else inside
+
+    def leave(self) -> None:
+        """The last layer of the region was called."""
+        self._given = self._inside = None
+        if self._apart is not None:
+            self._apart.__exit__(None, None, None)
+            self._apart = None
+
+
+class CutForward:
+    """In a module's own `__dict__`, under the name `forward`. No class and no other model is changed."""
+
+    def __init__(self, layer: nn.Module, cut: LayerCut, region: CutRegion) -> None:
+        self.__wrapped__ = layer.forward  # where inspect.signature looks
+        self.layer: Any = layer
+        self.region, self.gathers, self.splits = region, cut.gathers, cut.splits
+        self.runs = cut.runs
+        self.is_transposed = cut.is_transposed
+
+    def product(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """With this rank's part of the weight."""
+        weight: Tensor = self.layer.weight
+        if not self.is_transposed:
+            return functional.linear(given, weight, bias)
+        found = given @ weight
+        return found if bias is None else found + bias
+
+    @property
+    def whole_order(self) -> list[int] | None:
+        """Where each feature of the ranks' outputs, laid end to end, belongs, if there are several runs."""
+        if len(self.runs) == 1:
+            return None
+        ranks = len(self.runs[0])
+        starts, at = [], 0
+        for run in self.runs:
+            edges = []
+            for size in run:
+                edges.append((at, at + size))
+                at += size
+            starts.append(edges)
+        there = [place for rank in range(ranks) for edges in starts for place in range(*edges[rank])]
+        order = [0] * len(there)
+        for place, feature in enumerate(there):
+            order[feature] = place
+        return order
+
+
+class ColumnForward(CutForward):
+    """Outputs are cut."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """This rank's outputs, or all of them where they are gathered."""
+        region = self.region
+        found = self.product(region.enter(input), self.layer.bias)
+        if not self.gathers:
+            return found
+        region.leave()
+        sizes = [sum(run[rank] for run in self.runs) for rank in range(len(self.runs[0]))]
+        whole = gather_along(found, -1, region.group, sizes)
+        order = self.whole_order
+        return whole if order is None else whole[..., order]
+
+
+class RowForward(CutForward):
+    """Inputs are cut; what the ranks find is summed, and the bias added once."""
+
+    def __init__(self, layer: nn.Module, cut: LayerCut, region: CutRegion, *, overlaps: bool) -> None:
+        super().__init__(layer, cut, region)
+        self.overlaps = overlaps
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """The outputs, which all ranks have alike."""
+        if self.splits:
+            input = split_along(input, -1, self.region.group, self.runs[0])
+        if self.overlaps and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(input.device.type):
+            weight = self.layer.weight if self.is_transposed else self.layer.weight.T
+            found: Tensor = OverlappedProduct.apply(input, weight, self.region.group)  # type: ignore[no-untyped-call]
+        else:
+            found = sum_out(self.product(input, None), self.region.group)
+        self.region.leave()
+        bias = self.layer.bias
+        return found if bias is None else found + bias
+
+
+class OverlappedProduct(Function):
+    """A product that is summed over the ranks chunk by chunk: one is on its way while the next is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+        """Rows of the product, in `CHUNKS` chunks."""
+        ctx.save_for_backward(given, weight)
+        rows = given.reshape(-1, given.shape[-1])
+        found = rows.new_empty(len(rows), weight.shape[1])
+        chunks = list(zip(rows.chunk(CHUNKS), found.chunk(CHUNKS), strict=True))
+        waits = []
+        for part, place in chunks:
+            torch.mm(part, weight, out=place)
+            waits.append(collectives.all_reduce(place, group=group, async_op=True))
+        for wait in waits:
+            if wait is not None:
+                wait.wait()
+        return found.view(*given.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Each rank has all of the gradient."""
+        given, weight = ctx.saved_tensors
+        gradient = grads[0].reshape(-1, weight.shape[1])
+        by_given = (gradient @ weight.T).view(given.shape) if ctx.needs_input_grad[0] else None
+        by_weight = given.reshape(-1, given.shape[-1]).T @ gradient if ctx.needs_input_grad[1] else None
+        return by_given, by_weight, None
+
+
+class TableRowsForward(CutForward):
+    """Rows of a table, such as the tokens of a vocabulary, are shared out: each rank looks up those that it has."""
+
+    def __init__(self, layer: nn.Module, cut: LayerCut, region: CutRegion, rank: int) -> None:
+        super().__init__(layer, cut, region)
+        sizes = cut.runs[0]
+        self.start, self.stop = sum(sizes[:rank]), sum(sizes[: rank + 1])
+        padding = self.layer.padding_idx
+        self.padding = padding - self.start if padding is not None and self.start <= padding < self.stop else None
+
+    def __call__(self, input: Tensor, *more: Any, **settings: Any) -> Tensor:
+        """The rows, which all ranks have alike."""
+        if more or settings:
+            raise UsageError("a table that is cut over tensor-parallel ranks takes indices and nothing else")
+        weight = self.layer.weight
+        elsewhere = (input < self.start) | (input >= self.stop)
+        rows = functional.embedding((input - self.start).masked_fill(elsewhere, 0), weight, self.padding)
+        return sum_out(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.region.group)
+
+
+class TableColumnsForward(CutForward):
+    """Columns of a table are shared out: a number for each head, or features that are gathered."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """This rank's columns, or all of them."""
+        found = functional.embedding(input, self.layer.weight, self.layer.padding_idx)
+        return gather_along(found, -1, self.region.group, self.runs[0]) if self.gathers else found
+
+
+class TailForward(CutForward):
+    """A layer that is whole, of which the last outputs go where activations are cut, and the others do not."""
+
+    def __init__(self, layer: nn.Module, cut: LayerCut, region: CutRegion) -> None:
+        super().__init__(layer, cut, region)
+        self.tail = cut.summed_tail
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """All outputs."""
+        found = self.product(input, self.layer.bias)
+        first, last = torch.split(found, [found.shape[-1] - self.tail, self.tail], -1)
+        return torch.cat([first, copy_in(last, self.region.group)], -1)
+
+
+def scaled_table(layer: Any, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A table whose class does something beside looking up, such as scaling: done to what was looked up."""
+    scale = getattr(layer, "embed_scale", None)
+    if scale is None:
+        return forward
+    return lambda input: forward(input) * (scale.to(layer.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+
+def set_sizes(layer: Any, cut: LayerCut, shape: Sequence[int]) -> None:
+    """Let the numbers that a layer has of itself be those of its part."""
+    rows, columns = shape
+    outputs, inputs = (columns, rows) if cut.is_transposed else (rows, columns)
+    names = {"out_features": outputs, "in_features": inputs, "nf": outputs, "nx": inputs}
+    for name, size in names.items():
+        with suppress(AttributeError):
+            if isinstance(vars(layer).get(name), int):
+                vars(layer)[name] = size

@@ -1,0 +1,419 @@
+"""How the layers of a model are cut over tensor-parallel ranks: a pure function of its sketch.
+
+Who says it, in this order: the user (`partition_config`, a preset), the model itself (the plan that transformers has
+for it), and what reads what (`regions.py`). What nobody says stays whole on every rank.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from mizzen.config.parallel import LayerSpecConfig, TensorParallelConfig
+from mizzen.errors import PlanError
+from mizzen.model.flow import Flow, Layer, Way
+from mizzen.model.sketch import ModuleSketch, Sketch, ancestors_of, parent_of
+from mizzen.parallel.tensor.cuts import LayerCut, ParameterCut, Runs, SizeChange, Style, TensorChoice, balanced
+from mizzen.parallel.tensor.regions import Region, RegionParts, find_regions, parts_of
+from mizzen.wording import and_more
+
+HEADS: Final = re.compile(r"heads|n_head$|num_kv$")
+"""Attributes that say how many heads there are."""
+FEATURES: Final = re.compile(r"dim|size|embed|hidden|inner|width|features|channels|d_model|d_attn")
+"""Attributes that say how many features there are, if their number is right too."""
+NOT_FEATURES: Final = re.compile(r"window|vocab|max|position|patch|image|head_dim|attention_head_size|layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What somebody says of a layer."""
+
+    style: Style
+    runs: tuple[int, ...] = ()
+    """Its runs, where it is a fused one."""
+    gathers: bool = False
+    splits: bool = False
+    tail: int = 0
+    is_summed: bool = False
+    """Of a parameter that stays whole: gradients are added up over the ranks."""
+    is_users: bool = False
+    """Whether the user says so. A plan of transformers gathers what a region of ours keeps apart."""
+
+    @property
+    def is_gathered_by_user(self) -> bool:
+        """Whether outputs have to be put together because the user wants them so."""
+        return self.gathers and self.is_users
+
+
+STYLES: Final[Mapping[str, Said]] = {
+    "colwise": Said("column"),
+    "colwise_gather_output": Said("column", gathers=True),
+    "colwise_rep": Said("column", gathers=True),
+    "packed_colwise": Said("column", runs=(1, 1)),
+    "rowwise": Said("row"),
+    "rowwise_rep": Said("row"),
+    "rowwise_split_input": Said("row", splits=True),
+    "packed_rowwise": Said("row", runs=(1, 1)),
+    "embedding_rowwise": Said("rows of a table"),
+    "vocab_parallel_rowwise": Said("rows of a table"),
+    "embedding_colwise": Said("columns of a table", gathers=True),
+    "replicated_with_grad_allreduce": Said("whole", is_summed=True),
+    "mla_kv_a_proj": Said("partly summed"),
+}
+"""The styles of transformers. Those of experts are not here: experts stay whole."""
+
+
+def decide(sketch: Sketch, ranks: int, section: TensorParallelConfig) -> TensorChoice:
+    """What is cut of a model; refused where nobody says how, or where it cannot be."""
+    return _Decider(sketch, ranks, section).decide()
+
+
+@dataclass(slots=True)
+class _Found:
+    layers: dict[str, LayerCut] = field(default_factory=dict)
+    parameters: dict[str, ParameterCut] = field(default_factory=dict)
+    sizes: dict[tuple[str, str], SizeChange] = field(default_factory=dict)
+    random: set[str] = field(default_factory=set)
+
+
+class _Decider:
+    """Goes through the layers of one model."""
+
+    def __init__(self, sketch: Sketch, ranks: int, section: TensorParallelConfig) -> None:
+        self.sketch, self.ranks, self.section = sketch, ranks, section
+        self.flow = sketch.flow or Flow(trouble="nobody has looked")
+        self.modules = {module.path: module for module in sketch.modules if module.same_as is None}
+        self.shapes = {name: p.shape for name, p in sketch.by_name().items()}
+        self.layers = self._layers()
+        self.found = _Found()
+
+    def decide(self) -> TensorChoice:
+        said = self._said()
+        regions = find_regions(self.flow)
+        if self.flow.trouble:
+            regions = list(_regions_of(said, self.layers, self.modules))
+        for region in regions:
+            self._take(region, said)
+        for path, words in said.items():
+            if path in self.layers and path not in self.found.layers:
+                self._take_alone(self.layers[path], words)
+        self._take_tables_and_head(said)
+        for path in (path for path, words in said.items() if words.is_summed):
+            for name in self.modules[path].parameters if path in self.modules else (path,):
+                self.found.parameters[name] = ParameterCut(name, None)
+        left = tuple(path for path, layer in self.layers.items() if path not in self.found.layers and _is_large(layer))
+        self._check(said, left)
+        order = {path: at for at, path in enumerate(self.layers)}
+        return TensorChoice(
+            self.ranks,
+            tuple(sorted(self.found.layers.values(), key=lambda cut: order[cut.path])),
+            tuple(self.found.parameters.values()),
+            tuple(self.found.sizes.values()),
+            frozenset(self.found.random),
+            left,
+            self.section.tp_overlap_comm,
+        )
+
+    # Who says what
+
+    def _layers(self) -> dict[str, Layer]:
+        """Every layer with a matrix or a table, called or not."""
+        called = self.flow.by_path()
+        found: dict[str, Layer] = {}
+        for path, module in self.modules.items():
+            shape = self.shapes.get(f"{path}.weight" if path else "weight", ())
+            if path in called:
+                found[path] = called[path]
+            elif module.layer:
+                inputs, outputs = reversed(shape) if module.layer == "linear" else shape
+                found[path] = Layer(path, module.layer, inputs, outputs, {})
+        return found
+
+    def _said(self) -> dict[str, Said]:
+        """What the user says of layers and then what the model says, by path."""
+        found: dict[str, Said] = {}
+        config = self.section.partition_config
+        for spec in config.layer_specs if config else ():
+            self._check_pattern(spec)
+            for path in self.layers:
+                if path not in found and any(re.search(pattern, f"{path}.weight") for pattern in spec.patterns):
+                    found[path] = _said_by(spec, self.layers[path])
+        if config is not None and not config.use_default_specs:
+            return found
+        for pattern, style in self.sketch.split_plan:
+            if (words := STYLES.get(style)) is None:
+                continue
+            fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+            for path in (*self.modules, *self.shapes):
+                if fits.fullmatch(path):
+                    found.setdefault(path, words)
+        return found
+
+    def _check_pattern(self, spec: LayerSpecConfig) -> None:
+        for pattern in spec.patterns:
+            if not any(re.search(pattern, f"{path}.weight") for path in self.layers):
+                raise PlanError(
+                    f"tensor_parallel.partition_config: the pattern '{pattern}' fits no layer; layers are "
+                    f"{and_more((f'{path}.weight' for path in self.layers), 4)}"
+                )
+
+    # Taking
+
+    def _take(self, region: Region, said: Mapping[str, Said]) -> None:
+        """Cut a region, where nobody says otherwise of its layers."""
+        columns = [said.get(layer.path) for layer in region.sources]
+        rows = [said.get(layer.path) for layer in region.sinks]
+        cut = [
+            words is None or (words.style == "column" and not (words.gathers and words.is_users)) for words in columns
+        ]
+        cut += [words is None or (words.style == "row" and not (words.splits and words.is_users)) for words in rows]
+        if not all(cut):
+            if any(cut) and any(words is not None and words.style in ("column", "row") for words in (*columns, *rows)):
+                self._check_apart(region, said)
+            return
+        given = {layer.path: words.runs for layer, words in zip(region.sources, columns, strict=True) if words}
+        sources = tuple(replace(layer, runs=given.get(layer.path) or layer.runs) for layer in region.sources)
+        region = replace(region, sources=sources)
+        if not region.head and region.features < self.ranks:
+            return
+        parts = parts_of(region, self.ranks)
+        summed = list(self._parameters(region, parts))
+        name = region.name
+        for layer in region.sources:
+            self._add(LayerCut(layer.path, "column", parts.runs[layer.path], layer.kind == "transposed", name))
+        for layer in region.tables:
+            self._add(LayerCut(layer.path, "columns of a table", parts.runs[layer.path], True, name))
+        for layer in region.sinks:
+            self._add(LayerCut(layer.path, "row", (parts.inputs,), layer.kind == "transposed", name))
+        self.found.parameters |= {each.name: each for each in summed}
+        if region.is_random:
+            self.found.random.add(name)
+        self._change_sizes(region, parts)
+
+    def _add(self, cut: LayerCut) -> None:
+        self.found.layers[cut.path] = cut
+
+    def _parameters(self, region: Region, parts: RegionParts) -> Iterator[ParameterCut]:
+        """What becomes of parameters between the layers: cut with the features, or whole and their gradients summed."""
+        for name in region.parameters:
+            shape = self.shapes[name]
+            dims = [dim for dim, size in enumerate(shape) if size in parts.sizes]
+            heads = [dim for dim, size in enumerate(shape) if size in parts.heads and size > 1]
+            if dims:
+                yield ParameterCut(name, dims[-1], (parts.sizes[shape[dims[-1]]],))
+            elif all(size in (1, region.head) for size in shape):
+                yield ParameterCut(name, None)
+            elif heads:
+                yield ParameterCut(name, heads[0], (parts.heads[shape[heads[0]]],))
+            else:
+                raise PlanError(
+                    f"'{name}' of shape {list(shape)} meets features of '{region.name}' that would be cut, and it "
+                    "cannot be seen how; say 'skip' of these layers in tensor_parallel.partition_config"
+                )
+
+    def _take_alone(self, layer: Layer, words: Said) -> None:
+        """Cut one layer as somebody says, without its neighbours."""
+        if words.style == "whole":
+            return
+        transposed = layer.kind == "transposed"
+        size = layer.outputs if words.style in ("column", "columns of a table") else layer.inputs
+        if words.style == "partly summed":
+            tail = words.tail or self._rotary_tail(layer)
+            self._add(LayerCut(layer.path, "partly summed", is_transposed=transposed, summed_tail=tail))
+            return
+        if size < self.ranks:
+            raise PlanError(f"'{layer.path}' has {size} features to cut over {self.ranks} tensor-parallel ranks")
+        if layer.kind == "embedding":
+            rows = words.style in ("rows of a table", "row")
+            size = layer.inputs if rows else layer.outputs
+            style: Style = "rows of a table" if rows else "columns of a table"
+            self._add(
+                LayerCut(layer.path, style, (balanced(size, self.ranks),), not rows, layer.path, gathers=not rows)
+            )
+            return
+        runs = words.runs or (size,)
+        total = sum(runs)
+        cut: Runs = tuple(balanced(size * run // total, self.ranks) for run in runs)
+        is_apart = self.flow.trouble != "" or words.gathers or words.splits
+        if words.style in ("column", "row") and not is_apart:
+            by = "partition_config" if words.is_users else "the model's own plan"
+            raise PlanError(
+                f"'{layer.path}' is to be cut by {'outputs' if words.style == 'column' else 'inputs'}, as {by} says, "
+                f"but {self._neighbours(layer)}; set gather_output, or say of these layers what fits"
+            )
+        self._add(
+            LayerCut(layer.path, words.style, cut, transposed, layer.path, gathers=words.gathers, splits=words.splits)
+        )
+
+    def _neighbours(self, layer: Layer) -> str:
+        readers = [each.path for each in self.flow.layers if layer.path in each.reads]
+        return f"it reads {and_more(layer.reads, 3) or 'nothing'} and {and_more(readers, 3) or 'the result'} reads it"
+
+    def _check_apart(self, region: Region, said: Mapping[str, Said]) -> None:
+        """Refuse a region of which some layers are to be cut and others not, unless exchanges make them whole."""
+        for layer in (*region.sources, *region.sinks):
+            words = said.get(layer.path)
+            whole = words is None or words.style == "whole" or words.gathers or words.splits
+            if not whole:
+                others = [each.path for each in (*region.sources, *region.sinks) if each.path != layer.path]
+                raise PlanError(
+                    f"'{layer.path}' is to be cut ({words.style if words else ''}), but not all of the layers that "
+                    f"belong to it are: {and_more(others, 4)}. Say the same of all of them, or 'skip'"
+                )
+
+    def _rotary_tail(self, layer: Layer) -> int:
+        sizes = dict(self.modules[parent_of(layer.path)].sizes)
+        if "qk_rope_head_dim" not in sizes:
+            raise PlanError(f"'{layer.path}': how many of its outputs are shared by all heads is not known")
+        return sizes["qk_rope_head_dim"]
+
+    def _take_tables_and_head(self, said: Mapping[str, Said]) -> None:
+        """Vocabularies: rows of the table of tokens, and outputs of the layer that makes logits."""
+        head = self._head()
+        if head is not None and head.path not in said and head.path not in self.found.layers:
+            runs = (balanced(head.outputs, self.ranks),)
+            self._add(LayerCut(head.path, "column", runs, head.kind == "transposed", head.path, gathers=True))
+        tables = [layer for layer in self.layers.values() if layer.kind == "embedding"]
+        largest = max((layer.inputs for layer in tables), default=0)
+        enough = min(head.outputs, largest) if head is not None else largest
+        for layer in tables:
+            if (
+                layer.inputs >= max(enough, self.ranks)
+                and layer.path not in said
+                and layer.path not in self.found.layers
+            ):
+                self._add(LayerCut(layer.path, "rows of a table", (balanced(layer.inputs, self.ranks),)))
+        self._agree_on_ties()
+
+    def _head(self) -> Layer | None:
+        if self.sketch.head is not None:
+            return self.layers.get(self.sketch.head.path)
+        last = [self.layers[path] for path in self.flow.result if path in self.layers]
+        large = [layer for layer in last if layer.kind != "embedding" and layer.outputs > layer.inputs]
+        return large[-1] if large else None
+
+    def _agree_on_ties(self) -> None:
+        """A weight that several layers have is cut one way, or by none of them."""
+        for parameter in self.sketch.parameters:
+            owners = [parent_of(name) for name in parameter.names if parent_of(name) in self.layers]
+            cuts = {self._cut_of(path) for path in owners}
+            if len(cuts) > 1:
+                for path in owners:
+                    self.found.layers.pop(path, None)
+
+    def _cut_of(self, path: str) -> tuple[int, Runs] | None:
+        cut = self.found.layers.get(path)
+        return None if cut is None or not cut.runs else (cut.dim, cut.runs)
+
+    # Numbers that modules compute with
+
+    def _change_sizes(self, region: Region, parts: RegionParts) -> None:
+        """Heads and features as modules count them for themselves."""
+        paths = [layer.path for layer in (*region.sources, *region.tables, *region.sinks)]
+        around = _common(paths)
+        holders = {parent_of(layer.path) for layer in (*region.sources, *region.tables)}
+        holders |= {path for each in holders for path in ancestors_of(each) if around and path.startswith(around)}
+        holders |= {around} if region.head else set()
+        outputs = {layer.outputs for layer in region.sinks}
+        for path in sorted(holders & set(self.modules)):
+            for name, value in self.modules[path].sizes:
+                if (there := _value_on_ranks(name, value, region, parts, outputs)) is not None:
+                    self.found.sizes[path, name] = SizeChange(path, name, there)
+
+    # Refusals
+
+    def _check(self, said: Mapping[str, Said], left: Sequence[str]) -> None:
+        columns = [cut for cut in self.found.layers.values() if cut.style in ("column", "row") and not cut.gathers]
+        config = self.section.partition_config
+        if columns and not (left and config and config.strict_mode):
+            return
+        missing = left or tuple(self.layers)
+        why = f" (its forward could not be followed: {self.flow.trouble})" if self.flow.trouble else ""
+        raise PlanError(
+            f"tensor_parallel: no rule says how to cut {and_more(missing, 6)}{why}. A partition_config that says it: "
+            f"{_suggestion(missing)}"
+        )
+
+
+def _value_on_ranks(
+    name: str, value: int, region: Region, parts: RegionParts, outputs: set[int]
+) -> tuple[int, ...] | None:
+    """What stands in the place of a module's number on each rank; None where it stays."""
+    if region.head and HEADS.search(name):
+        return parts.heads.get(value)
+    if parts.ratio is not None and value == parts.ratio[0] and re.search(r"group|rep|per_k", name):
+        return parts.ratio[1]
+    if value in parts.sizes and FEATURES.search(name) and not NOT_FEATURES.search(name):
+        is_sure = region.head or value not in outputs or re.search(r"inter|inner|ff", name)
+        return parts.sizes[value] if is_sure else None
+    return None
+
+
+def _said_by(spec: LayerSpecConfig, layer: Layer) -> Said:
+    if spec.partition_type == "skip":
+        return Said("whole", is_summed=spec.grad_allreduce, is_users=True)
+    style: Style = "column" if spec.partition_type == "column" else "row"
+    return Said(style, _runs_of(spec, layer), gathers=spec.gather_output, is_users=True)
+
+
+def _runs_of(spec: LayerSpecConfig, layer: Layer) -> tuple[int, ...]:
+    """The runs of a fused layer: `[3, -1]` are three of the same size, `[[q, k, v], -1]` are those."""
+    if not spec.shape:
+        return ()
+    first = spec.shape[0]
+    size = layer.outputs if spec.partition_type == "column" else layer.inputs
+    if isinstance(first, list | tuple):
+        runs = tuple(int(each) for each in first)
+    elif spec.partition_dim in (None, 0) or int(first) < 1:
+        return ()
+    else:
+        runs = (size // int(first),) * int(first)
+    if sum(runs) != size:
+        raise PlanError(
+            f"tensor_parallel.partition_config: the shape {list(spec.shape)} does not fit '{layer.path}', which has "
+            f"{size} there"
+        )
+    return runs
+
+
+def _regions_of(
+    said: Mapping[str, Said], layers: Mapping[str, Layer], modules: Mapping[str, ModuleSketch]
+) -> Iterator[Region]:
+    """Regions of a model whose forward could not be followed: columns up to the next rows, in order of definition."""
+    sources: list[Layer] = []
+    for path, layer in layers.items():
+        words = said.get(path)
+        if words is None or words.gathers or words.splits:
+            continue
+        if words.style == "column":
+            sources.append(layer)
+        elif words.style == "row" and sources:
+            sizes = dict(modules[parent_of(sources[0].path)].sizes)
+            head = sizes.get("head_dim", 0)
+            ways = {each.path: Way(head=head) for each in sources}
+            yield Region(tuple(sources), (layer,), ways=ways)
+            sources = []
+
+
+def _common(paths: Iterable[str]) -> str:
+    """The path of the innermost module that has all of these."""
+    found = [path.split(".")[:-1] for path in paths]
+    shared = []
+    for names in zip(*found, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared)
+
+
+def _is_large(layer: Layer) -> bool:
+    return layer.kind != "embedding" and min(layer.inputs, layer.outputs) > 8
+
+
+def _suggestion(paths: Sequence[str]) -> str:
+    """What a user could write: one pattern for layers that differ by their numbers alone."""
+    names = dict.fromkeys(re.sub(r"\.\d+\.", r"\\.\\d+\\.", path.replace(".", ".")) for path in paths)
+    specs = ", ".join(
+        f'{{"patterns": ["{name}"], "partition_type": "column" or "row" or "skip"}}' for name in list(names)[:6]
+    )
+    return f'{{"layer_specs": [{specs}]}}'

@@ -1,0 +1,148 @@
+"""Tensor parallelism as a transform: unmodified models whose matrices are cut over ranks."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mizzen.comm import collectives
+from mizzen.comm.mesh import Mesh
+from mizzen.config.layout import Layout
+from mizzen.config.schema import Config
+from mizzen.errors import PlanError
+from mizzen.kernels.head_loss import VocabularyPart
+from mizzen.model.home import Home
+from mizzen.model.sketch import Drafts, ParameterSketch, joined
+from mizzen.parallel.tensor.batches import compare_first_batch
+from mizzen.parallel.tensor.cuts import LayerCut, TensorChoice
+from mizzen.parallel.tensor.exchange import copy_in
+from mizzen.parallel.tensor.forwards import (
+    ColumnForward,
+    CutRegion,
+    RowForward,
+    TableColumnsForward,
+    TableRowsForward,
+    TailForward,
+    scaled_table,
+    set_sizes,
+)
+from mizzen.parallel.tensor.rules import decide
+from mizzen.plan.parts import Parts
+from mizzen.plan.transform import Transform
+
+AXIS = "tp"
+
+
+class TensorSplit(Transform):
+    """Cuts the matrices of a model that was built whole. The rules are in `rules.py`."""
+
+    name = "tensor"
+
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> TensorChoice | None:
+        """Decide what is cut; None where the ranks do not share matrices, or where the model comes split."""
+        if layout.tp == 1 or config.tensor_parallel_size > 1:
+            return None
+        sketch = joined(drafts)
+        if not sketch.modules:
+            return TensorChoice(layout.tp, ())
+        if already := [p.name for p in sketch.parameters if p.split is not None]:
+            raise PlanError(
+                f"tensor_parallel asks to split a model that is split already: '{already[0]}' says so. Build the model "
+                "again, or, if its own layers are split, say tensor_parallel_size instead"
+            )
+        return decide(sketch, layout.tp, config.tensor_parallel)
+
+    def redraw(self, choice: TensorChoice, drafts: Drafts) -> Drafts:
+        """These pieces with the homes of what is cut."""
+        draw = _Homes(choice)
+        return tuple(
+            replace(draft, parameters=tuple(replace(p, home=draw.home_of(p)) for p in draft.parameters))
+            for draft in drafts
+        )
+
+    def apply(self, parts: Parts, choice: TensorChoice, mesh: Mesh) -> Parts:
+        """Let layers exchange what they need. What this rank keeps of their weights it has by now, by their homes."""
+        rank, group = mesh.coordinate(AXIS), mesh.group(AXIS)
+        for part in parts:
+            modules = dict(part.module.named_modules())
+            compare_first_batch(part.module, group)
+            regions: dict[str, CutRegion] = {}
+            for cut in choice.layers:
+                layer: Any = modules.get(cut.path)
+                if layer is None:
+                    continue
+                name = cut.region or cut.path
+                region = regions.setdefault(name, CutRegion(group, is_random=name in choice.random))
+                layer.__dict__["forward"] = _forward(layer, cut, region, choice, rank)
+                set_sizes(layer, cut, layer.weight.shape)
+                _mark(layer, cut)
+                if cut.gathers and cut.style == "column" and len(cut.runs) == 1:
+                    layer.__dict__["vocabulary_part"] = _vocabulary_part(cut, group, rank)
+            for change in choice.sizes:
+                if change.path in modules:
+                    setattr(modules[change.path], change.name, change.values[rank])
+        return parts
+
+
+def _forward(layer: nn.Module, cut: LayerCut, region: CutRegion, choice: TensorChoice, rank: int) -> Any:
+    if cut.style == "rows of a table":
+        return scaled_table(layer, TableRowsForward(layer, cut, region, rank))
+    if cut.style == "columns of a table":
+        return scaled_table(layer, TableColumnsForward(layer, cut, region))
+    if cut.style == "row":
+        return RowForward(layer, cut, region, overlaps=choice.overlaps)
+    return (ColumnForward if cut.style == "column" else TailForward)(layer, cut, region)
+
+
+def _vocabulary_part(cut: LayerCut, group: ProcessGroup, rank: int) -> VocabularyPart:
+    """What a loss has to know that is computed without gathering the logits."""
+    sizes = cut.runs[0]
+    start = sum(sizes[:rank])
+
+    def over_ranks(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        collectives.all_reduce(tensor, op, group=group)
+        return tensor
+
+    return VocabularyPart(
+        start,
+        start + sizes[rank],
+        sum(sizes),
+        max(sizes),
+        enter=partial(copy_in, group=group),
+        largest=partial(over_ranks, op=dist.ReduceOp.MAX),
+        total=partial(over_ranks, op=dist.ReduceOp.SUM),
+    )
+
+
+def _mark(layer: Any, cut: LayerCut) -> None:
+    """Say of a weight, in Megatron's words, that it is a part."""
+    if cut.runs:
+        weight = layer.weight
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, cut.dim, len(cut.runs)
+
+
+class _Homes:
+    """The homes of parameters that a choice cuts."""
+
+    def __init__(self, choice: TensorChoice) -> None:
+        self.ranks = choice.ranks
+        self.layers = {cut.path: cut for cut in choice.layers}
+        self.parameters = {cut.name: cut for cut in choice.parameters}
+
+    def home_of(self, parameter: ParameterSketch) -> Home:
+        """Where it lives, by any of its names."""
+        for name in parameter.names:
+            path, _, last = name.rpartition(".")
+            cut, beside = self.layers.get(path), self.parameters.get(name)
+            if cut is not None and cut.runs and last == "weight":
+                return parameter.home.cut(AXIS, cut.dim, *cut.runs)
+            if cut is not None and cut.style == "column" and last == "bias":
+                return parameter.home.cut(AXIS, 0, *cut.runs)
+            if beside is not None and beside.dim is not None:
+                return parameter.home.cut(AXIS, beside.dim, *beside.runs)
+            if beside is not None:
+                return replace(parameter.home, sums=(*parameter.home.sums, AXIS))
+        return parameter.home

@@ -1,0 +1,133 @@
+"""Unmodified models whose matrices are cut over ranks train as one process does."""
+
+import itertools
+
+import pytest
+import torch
+
+import mizzen
+from breadth import choice, covering
+from parity.decoders import LENGTH, MODELS, VOCABULARY, Decoder
+
+STEPS, SAMPLES = 3, 8
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+
+
+def config(tp, stage, optimizer="SGD", clip=0.0, accumulation=1, **more) -> dict:
+    return {
+        "train_batch_size": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": optimizer, "params": {"lr": 0.01 if optimizer == "AdamW" else 0.1}},
+        "gradient_clipping": clip,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "tensor_parallel": {"autotp_size": tp},
+        "progress": {"enabled": False},
+        "seed": 1,
+        **more,
+    }
+
+
+def shares(engine, step: int) -> torch.Tensor:
+    ranks, rank = engine.dp_world_size, engine.get_data_parallel_rank()
+    micro = SAMPLES // ranks // engine.gradient_accumulation_steps()
+    return batch(step).view(ranks, -1, micro, LENGTH)[rank]
+
+
+def walk(engine, steps=range(STEPS)) -> tuple[list, list]:
+    losses, norms = [], []
+    for step in steps:
+        report = engine.train_batch(iter(shares(engine, step)))
+        assert report.applied
+        losses.append(report.loss)
+        norms.append(report.grad_norm)
+    return losses, norms
+
+
+def values_of(engine) -> dict:
+    trained = ((name, p) for name, p in engine.module.named_parameters() if p.requires_grad)
+    return {name: mizzen.zero.safe_get_full_fp32_param(p).clone() for name, p in trained}
+
+
+def train(kind: str, *case, **more) -> tuple:
+    engine, *_ = mizzen.initialize(model=Decoder(**MODELS[kind]), config=config(*case, **more))
+    return *walk(engine), values_of(engine)
+
+
+def reference(kind: str, optimizer: str, clip: float) -> tuple[list, list, dict]:
+    model = Decoder(**MODELS[kind])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rule = getattr(torch.optim, optimizer)(trained, lr=0.01 if optimizer == "AdamW" else 0.1, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        rule.zero_grad()
+        loss = model(batch(step))
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, clip or 1e9)))
+        rule.step()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check(found, kind: str, optimizer: str, clip: float) -> None:
+    expected, norms, parameters = reference(kind, optimizer, clip)
+    before = dict(Decoder(**MODELS[kind]).named_parameters())
+    for losses, seen, values in found:
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert seen == pytest.approx(norms, rel=1e-5)
+        assert set(values) == {name for name, p in before.items() if p.requires_grad}
+        for name, value in values.items():
+            moved, wanted = value - before[name], parameters[name] - before[name]
+            if optimizer == "SGD":
+                assert (moved - wanted).norm() <= 2e-3 * wanted.norm(), name
+
+
+KINDS = [(kind, 2, 2, 0) for kind in MODELS] + [("grouped", 4, 4, 1), ("runs", 4, 2, 3), ("one key", 4, 4, 2)]
+
+
+@pytest.mark.parametrize(("kind", "world_size", "tp", "stage"), KINDS)
+def test_any_kind_of_layers_trains_as_one_process(world, kind, world_size, tp, stage):
+    check(world(world_size).run(train, kind, tp, stage), kind, "SGD", 0.0)
+
+
+CROSS = list(
+    itertools.product(["grouped", "interleaved", "adapted"], [0, 1, 2, 3], ["SGD", "AdamW"], [0.0, 0.3], [1, 2])
+)
+
+
+@pytest.mark.parametrize(("kind", "stage", "optimizer", "clip", "accumulation"), choice(CROSS, covering(CROSS, 2)[:4]))
+def test_with_every_stage_clipping_and_accumulation(world, kind, stage, optimizer, clip, accumulation):
+    check(world(4).run(train, kind, 2, stage, optimizer, clip, accumulation), kind, optimizer, clip)
+
+
+def test_sums_that_go_on_while_a_layer_computes_are_the_same(world):
+    check(
+        world(2).run(train, "grouped", 2, 0, tensor_parallel={"autotp_size": 2, "tp_overlap_comm": True}),
+        "grouped",
+        "SGD",
+        0.0,
+    )
+
+
+def differs_by_rank(tp: int) -> tuple:
+    """Every rank builds other values: the first rank's are taken."""
+    model = Decoder()
+    mizzen.init_distributed()
+    rank = torch.distributed.get_rank()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    engine, *_ = mizzen.initialize(model=model, config=config(tp, 0))
+    return walk(engine)
+
+
+def test_the_first_ranks_values_are_taken(world):
+    expected = reference("grouped", "SGD", 0.0)
+    assert world(2).run(differs_by_rank, 2)[0][0] == pytest.approx(expected[0], rel=1e-5)

@@ -1,0 +1,192 @@
+"""Which layers are cut, and how, without a rank."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mizzen.config.load import load
+from mizzen.errors import PlanError
+from mizzen.model.sketch import Sketch
+from mizzen.model.trace import flow_of
+from mizzen.order import ORDER
+from mizzen.parallel.tensor.rules import decide
+from mizzen.plan.build import build
+from parity.decoders import MODELS, Attention, Block, Decoder
+
+
+def choice(model: nn.Module, tp: int, **section):
+    settings = load({"train_batch_size": 8, "tensor_parallel": {"autotp_size": tp, **section}})
+    return decide(Sketch.of(model).with_flow(flow_of(model)), tp, settings.tensor_parallel)
+
+
+def styles(found) -> dict[str, str]:
+    return {cut.path: cut.style for cut in found.layers}
+
+
+def test_columns_and_rows_are_found_by_what_reads_what_and_not_by_names():
+    found = styles(choice(Decoder(), 2))
+    assert found["embed"] == "rows of a table"
+    assert found["head"] == "column"
+    for block in ("blocks.0", "blocks.1"):
+        assert [found[f"{block}.attention.{name}"] for name in "qkv"] == ["column"] * 3
+        assert found[f"{block}.attention.out"] == found[f"{block}.mlp.down"] == "row"
+        assert found[f"{block}.mlp.up"] == "column"
+
+
+def test_the_runs_of_fused_layers_are_cut_each():
+    cuts = {cut.path: cut for cut in choice(Decoder(**MODELS["runs"]), 2).layers}
+    assert cuts["blocks.0.attention.qkv"].runs == ((8, 8), (4, 4), (4, 4))
+    assert cuts["blocks.0.mlp.up"].runs == ((12, 12), (12, 12))
+    stacked = {cut.path: cut for cut in choice(Decoder(**MODELS["stacked"]), 2).layers}
+    assert stacked["blocks.0.attention.qkv"].runs == ((8, 8), (8, 8), (8, 8))
+    interleaved = {cut.path: cut for cut in choice(Decoder(**MODELS["interleaved"]), 2).layers}
+    assert interleaved["blocks.0.attention.qkv"].runs == ((24, 24),)
+
+
+def test_heads_that_do_not_divide_are_shared_out_unevenly():
+    cuts = {cut.path: cut for cut in choice(Decoder(**MODELS["uneven"]), 2).layers}
+    assert cuts["blocks.0.attention.q"].runs == ((16, 8),)
+    assert cuts["blocks.0.attention.k"].runs == ((8, 4),)
+    assert cuts["blocks.0.attention.out"].runs == ((16, 8),)
+    assert cuts["blocks.0.mlp.down"].runs == ((12, 11),)
+    assert cuts["head"].runs == ((19, 18),)
+
+
+def test_norms_of_heads_stay_whole_and_scales_of_features_are_cut():
+    found = {cut.name: cut.dim for cut in choice(Decoder(), 2).parameters}
+    assert found["blocks.0.attention.q_norm.weight"] is None
+    assert found["blocks.1.mlp.scale"] == 0
+    assert "blocks.0.first.weight" not in found
+
+
+def test_numbers_that_modules_compute_with_are_those_of_the_rank():
+    sizes = {(each.path, each.name): each.values for each in choice(Decoder(kv=1), 4).sizes}
+    assert sizes["blocks.0.attention", "num_heads"] == (1, 1, 1, 1)
+    assert sizes["blocks.0.attention", "groups"] == (1, 1, 1, 1)
+    assert ("blocks.0.attention", "head_dim") not in sizes
+
+
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [(3, "4 heads, 2 of them with keys and values, cannot be shared out among 3 .* take 2 or 4"), (8, "take 4")],
+)
+def test_a_size_that_heads_do_not_allow_is_refused_with_the_nearest(tp, message):
+    with pytest.raises(PlanError, match=message):
+        choice(Decoder(), tp)
+
+
+class WholeNorm(nn.Module):
+    """Attention whose queries are normed over all heads at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(16, 16), Attention(4, 4)
+        self.attention.q_norm = nn.Identity()
+        self.all = nn.LayerNorm(16)
+        self.attention.q.register_forward_hook(lambda module, args, output: self.all(output))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, tokens):
+        hidden = self.attention(self.embed(tokens))
+        return self.down(functional.gelu(self.up(hidden)))
+
+
+def test_what_looks_at_all_features_at_once_is_left_whole_and_said():
+    found = choice(WholeNorm(), 2)
+    assert "attention.q" not in styles(found)
+    assert styles(found)["up"] == "column"
+    assert "attention.q" in found.left
+    assert "attention.q" in str(found)
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, nothing, that, can, be, guessed):
+        return self.two(functional.relu(self.one(nothing)))
+
+
+def test_a_model_that_no_rule_covers_is_refused_with_a_configuration_that_would():
+    with pytest.raises(
+        PlanError, match=r"no rule says how to cut one, two \(its forward could not be followed"
+    ) as told:
+        choice(Opaque(), 2)
+    assert '"patterns": ["one"]' in str(told.value)
+
+
+SPECS = [{"patterns": ["one"], "partition_type": "column"}, {"patterns": ["two"], "partition_type": "row"}]
+
+
+def test_the_user_says_it_where_nobody_else_can():
+    assert styles(choice(Opaque(), 2, partition_config={"layer_specs": SPECS})) == {"one": "column", "two": "row"}
+
+
+def test_the_user_overrules_what_is_found():
+    specs = [{"patterns": [r"attention\."], "partition_type": "skip"}]
+    found = choice(Decoder(), 2, partition_config={"layer_specs": specs})
+    assert "blocks.0.attention.q" not in styles(found)
+    assert styles(found)["blocks.0.mlp.up"] == "column"
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([{"patterns": ["nowhere"]}], "the pattern 'nowhere' fits no layer; layers are embed.weight"),
+        (
+            [
+                {"patterns": [r"attention\.q\."], "partition_type": "skip"},
+                {"patterns": ["out"], "partition_type": "row"},
+            ],
+            r"attention.out' is to be cut \(row\), but not all of the layers that belong to it are",
+        ),
+        ([{"patterns": ["qkv"], "shape": [[8, 8], -1]}], "the pattern 'qkv' fits no layer"),
+        ([{"patterns": [r"mlp\.up"], "shape": [[8, 8], -1]}], r"-1\] does not fit 'blocks.0.mlp.up'"),
+    ],
+)
+def test_wrong_rules_of_the_user_are_refused(specs, message):
+    with pytest.raises(PlanError, match=message):
+        choice(Decoder(), 2, partition_config={"layer_specs": specs})
+
+
+def test_strict_mode_refuses_what_stays_whole():
+    with pytest.raises(PlanError, match="no rule says how to cut attention.q"):
+        choice(WholeNorm(), 2, partition_config={"strict_mode": True})
+
+
+def test_a_plan_prints_what_is_cut_and_its_bytes_are_those_of_a_rank():
+    settings = load({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "AdamW"}})
+    model = Decoder(tied=False)
+    plan = build(settings, 2, Sketch.of(model).with_flow(flow_of(model)), ORDER)
+    assert any("tensor: over tp=2: 1 x rows of a table, 9 x column, 4 x row" in str(step) for step in plan.steps)
+    whole = build(load({"train_batch_size": 8, "optimizer": {"type": "AdamW"}}), 2, Sketch.of(model), ORDER)
+    assert plan.cost.parameters < 0.6 * whole.cost.parameters
+
+
+def test_running_a_model_without_values_changes_nothing_of_it():
+    model = Decoder()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert not flow_of(model).trouble
+    assert model.training
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_module_that_is_called_twice_is_read_by_both():
+    block = Block(4, 4, 24, "")
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block = nn.Embedding(16, 16), block
+
+        def forward(self, tokens):
+            return self.block(self.block(self.embed(tokens)))
+
+    found = styles(choice(Twice(), 2))
+    assert found["block.attention.q"] == "column"
+    assert found["block.mlp.down"] == "row"
