@@ -10,7 +10,7 @@ from typing import Any, Final
 from mizzen.cli.bench import measure_io, size
 from mizzen.cli.main import main
 from mizzen.errors import UsageError
-from mizzen.offload.io_bench import IoResult, Sweep
+from mizzen.offload.io_bench import IoResult, IoSweep
 from mizzen.offload.transfers import MOST_THREADS
 
 LOG_DIR: Final = "_aio_bench_logs"
@@ -42,7 +42,7 @@ def sweep_main(args: argparse.Namespace) -> None:
     chosen = _chosen(args.sweep_config)
     parallel = chosen.get("intra_op_parallelism", [1])
     depths = {min(depth * each, MOST_THREADS) for depth in chosen.get("queue_depth", [4, 8, 16]) for each in parallel}
-    sweep = Sweep(
+    sweep = IoSweep(
         paths=tuple(args.nvme_dir),
         size=args.io_size,
         blocks=tuple(size(str(block)) for block in chosen.get("block_size", ["1M", "8M"])),

@@ -114,7 +114,7 @@ def run_comm(arguments: argparse.Namespace) -> int:
 
 def run_io(arguments: argparse.Namespace) -> int:
     """Measure, with a bar where somebody is looking, and print a table and the settings to use."""
-    sweep = io_bench.Sweep(
+    sweep = io_bench.IoSweep(
         paths=tuple(arguments.paths),
         size=arguments.size,
         blocks=tuple(arguments.block_sizes),
@@ -139,7 +139,7 @@ def run_io(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_io(sweep: io_bench.Sweep, *, check: bool = False) -> io_bench.IoResult:
+def measure_io(sweep: io_bench.IoSweep, *, check: bool = False) -> io_bench.IoResult:
     """The timings of a sweep, with a bar that says what was measured last, where somebody is looking."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

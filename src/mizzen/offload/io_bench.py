@@ -46,7 +46,7 @@ NEAR: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class IoSetting:
     """One way to read and write."""
 
     block: int
@@ -60,11 +60,11 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class IoTiming:
     """One operation with one setting: bytes, and the seconds of every trial."""
 
     operation: str
-    setting: Setting
+    setting: IoSetting
     size: int
     seconds: tuple[float, ...]
     by: str = "mizzen"
@@ -93,19 +93,19 @@ class IoResult:
 
     paths: tuple[str, ...]
     size: int
-    timings: tuple[Timing, ...]
+    timings: tuple[IoTiming, ...]
 
-    def of(self, by: str, operation: str) -> list[Timing]:
+    def of(self, by: str, operation: str) -> list[IoTiming]:
         """Those of one program and one operation."""
         return [timing for timing in self.timings if (timing.by, timing.operation) == (by, operation)]
 
-    def fastest(self, by: str, operation: str) -> Timing | None:
+    def fastest(self, by: str, operation: str) -> IoTiming | None:
         """The one with the highest rate; None where nothing was measured."""
         return max(self.of(by, operation), key=lambda timing: timing.rate, default=None)
 
-    def best(self) -> Setting:
+    def best(self) -> IoSetting:
         """The setting to use: what is read is written again, so that the time of both together counts."""
-        spent: dict[Setting, float] = {}
+        spent: dict[IoSetting, float] = {}
         for timing in self.timings:
             if timing.by == "mizzen":
                 spent[timing.setting] = spent.get(timing.setting, 0.0) + 1 / timing.rate
@@ -120,7 +120,7 @@ class IoResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class IoSweep:
     """What is to be measured, and where."""
 
     paths: tuple[str, ...]
@@ -142,10 +142,10 @@ class Sweep:
             )
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[IoSetting]:
         """Every combination, with whole blocks of the alignment."""
         blocks = dict.fromkeys(aligned(block) for block in self.blocks)
-        return [Setting(block, depth, each) for each in self.direct for block in blocks for depth in self.depths]
+        return [IoSetting(block, depth, each) for each in self.direct for block in blocks for depth in self.depths]
 
     @property
     def has_dd(self) -> bool:
@@ -159,7 +159,7 @@ class Sweep:
         return (len(self.settings) + of_dd) * len(self.operations)
 
 
-def measure(sweep: Sweep, *, check: bool = False) -> Iterator[Timing]:
+def measure(sweep: IoSweep, *, check: bool = False) -> Iterator[IoTiming]:
     """The timings one by one. With `check`, what is read is compared with what was written."""
     with ExitStack() as stack:
         folders = [SwapFolder(path) for path in sweep.paths]
@@ -195,7 +195,7 @@ class _Disk:
         self.open(True)
         for file in self.files:
             file.allocate(self.size // len(self.names))
-        self.timed("write", Setting(min(1 << 20, self.size // len(self.names)), 4))
+        self.timed("write", IoSetting(min(1 << 20, self.size // len(self.names)), 4))
 
     def open(self, direct: bool) -> None:
         self.close()
@@ -206,7 +206,7 @@ class _Disk:
             file.close()
         self.files = []
 
-    def measure(self, setting: Setting, sweep: Sweep, check: bool) -> Iterator[Timing]:
+    def measure(self, setting: IoSetting, sweep: IoSweep, check: bool) -> Iterator[IoTiming]:
         self.open(setting.direct)
         for operation in sorted(sweep.operations, reverse=True):  # what is written is read
             if operation == "read" and check:
@@ -215,9 +215,9 @@ class _Disk:
             seconds = tuple(self.timed(operation, setting) for _ in range(sweep.trials))
             if operation == "read" and check and bytes(self.memory) != before:
                 raise FileError(f"read {self.names[0]}: what was read is not what was written")
-            yield Timing(operation, setting, self.size, seconds)
+            yield IoTiming(operation, setting, self.size, seconds)
 
-    def timed(self, operation: str, setting: Setting) -> float:
+    def timed(self, operation: str, setting: IoSetting) -> float:
         """The seconds of one transfer of everything."""
         work = self.work(operation, setting.block)
         pool = Transfers(setting.depth)
@@ -250,13 +250,13 @@ class _Disk:
         for file in self.files:
             file.leave_cache()
 
-    def measure_dd(self, sweep: Sweep) -> Iterator[Timing]:
+    def measure_dd(self, sweep: IoSweep) -> Iterator[IoTiming]:
         """What `dd` gets on the first path, at every block size."""
         size = self.size // len(self.names)
         for block in sorted({setting.block for setting in sweep.settings}):
             for operation in sorted(sweep.operations, reverse=True):
                 seconds = tuple(_dd(operation, self.names[0], block, size) for _ in range(sweep.trials))
-                yield Timing(operation, Setting(block, 1), size, seconds, by="dd")
+                yield IoTiming(operation, IoSetting(block, 1), size, seconds, by="dd")
 
 
 def _dd(operation: str, name: Path, block: int, size: int) -> float:

@@ -91,12 +91,12 @@ def test_what_cannot_be_measured_is_refused(mizzen, tmp_path):
 
 
 def timing(operation, block, depth, seconds, by="mizzen", direct=True):
-    return io_bench.Timing(operation, io_bench.Setting(block, depth, direct), 10**9, (seconds,), by)
+    return io_bench.IoTiming(operation, io_bench.IoSetting(block, depth, direct), 10**9, (seconds,), by)
 
 
 def test_the_best_setting_is_that_of_both_together_with_few_threads():
     rows = [("read", 1, 1, 1.0), ("write", 1, 1, 9.0), ("read", 1, 4, 2.0), ("write", 1, 4, 2.0)]
     more = [("read", 1, 16, 1.99), ("write", 1, 16, 2.0), ("read", 2, 8, 3.0), ("write", 2, 8, 3.0)]
     found = io_bench.IoResult(("x",), 10**9, tuple(timing(*row) for row in rows + more))
-    assert found.best() == io_bench.Setting(1, 4)
+    assert found.best() == io_bench.IoSetting(1, 4)
     assert found.fastest("mizzen", "read").rate == 1.0 and found.fastest("dd", "read") is None
