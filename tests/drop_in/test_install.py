@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from house.tree import ROOT
-from mizzen.launcher.variables import DROP_IN
+from mizzen.launcher.job import DROP_IN
 
 INFO = next(DROP_IN.glob("*.dist-info"))
 PROJECT = tomllib.loads((ROOT / "compat" / "pyproject.toml").read_text())["project"]

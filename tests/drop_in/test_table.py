@@ -16,7 +16,7 @@ from torch import nn
 from drop_in import listing
 from house.tree import ROOT
 from mizzen.errors import NotBuilt
-from mizzen.launcher.variables import DROP_IN
+from mizzen.launcher.job import DROP_IN
 
 TABLE = listing.table()
 NAMED = [(path, name, row) for row in TABLE.ROWS for path in row.paths for name in row.names]
