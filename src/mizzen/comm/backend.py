@@ -48,15 +48,6 @@ class Tag:
         return f"step {self.step}, unit {self.unit!r}, phase {self.phase!r}"
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1`, or the ends of a long list."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"ranks {', '.join(map(str, ranks[:4]))}, ... {ranks[-1]} ({len(ranks)} of them)"
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 class Request(NamedTuple):
     """One operation, with torch.distributed's name and arguments except `group` and `async_op`."""
 

@@ -24,11 +24,11 @@ from mizzen.comm.backend import (
     KeyValueStore,
     Request,
     SignedStore,
-    ranks_in_words,
     registered_backend,
 )
 from mizzen.environment import World, environ, ranks_key
 from mizzen.errors import NotBuilt, UsageError
+from mizzen.wording import rank_list
 
 COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
     "all_reduce": dist.all_reduce,
@@ -265,9 +265,9 @@ class TorchBackend:
         if handle is dist.group.WORLD:
             title = "all ranks"
         elif handle.group_desc in ("", "undefined"):
-            title = f"the group of {ranks_in_words(ranks)}"
+            title = f"the group of {rank_list(ranks)}"
         else:
-            title = f"group {handle.group_desc!r} of {ranks_in_words(ranks)}"
+            title = f"group {handle.group_desc!r} of {rank_list(ranks)}"
         return Group(name, ranks, dist.get_rank(handle), title, self._timeouts.get(name))
 
     def new_group(self, ranks: Sequence[int] | None, timeout: timedelta | None, options: Mapping[str, Any]) -> Any:

@@ -34,6 +34,7 @@ from mizzen.plan.build import Plan
 from mizzen.plan.explain import facts_of
 from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy
+from mizzen.wording import and_more
 
 WRAPPERS: Final = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "what is inside it, its .module",
@@ -131,7 +132,7 @@ def _check_memory(model: nn.Module) -> None:
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if empty:
         raise UsageError(
-            f"{', '.join(empty[:3])}{f' and {len(empty) - 3} more' if len(empty) > 3 else ''}: no values on the meta "
+            f"{and_more(empty, 3)}: no values on the meta "
             "device. Build the model on a real one, in mizzen.zero.Init where it is too large for that, or call "
             "model.to_empty(device=...) and fill it"
         )

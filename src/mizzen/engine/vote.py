@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from mizzen.accelerator import Fetch, get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.errors import UsageError
+from mizzen.wording import and_more
 
 MANY_KINDS: Final = "some losses of this step came as (sum, count) and others as one number: return one kind"
 SOME_SCALED: Final = (
@@ -289,9 +290,7 @@ class Vote:
             collectives.all_gather_object(gathered, named[0], group=self.group)
             named = gathered
         found = [
-            f"rank {groups.get_global_rank(self.group, rank) if self.group else 0}: "
-            + ", ".join(names[:3])
-            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            f"rank {groups.get_global_rank(self.group, rank) if self.group else 0}: {and_more(names, 3)}"
             for rank, names in enumerate(named)
             if names
         ]

@@ -210,7 +210,7 @@ TOP, BOTTOM = (0, (0, 0), (2, 3)), (0, (2, 0), (4, 3))
         ([[WHOLE], [], [TOP], []], ""),
         ([[TOP], [BOTTOM], [(0, (0, 0), (4, 1))], [(0, (0, 1), (4, 3))]], ""),  # cut in another way
         ([[TOP], [], [TOP], []], "6 elements are missing (written by rank 0, 2)"),
-        ([[WHOLE], [TOP], [BOTTOM], []], "6 are there twice (written by rank 0, 1, 2)"),
+        ([[WHOLE], [TOP], [BOTTOM], []], "6 are there twice (written by ranks 0, 1, 2)"),
     ],
 )
 def test_nodes_with_filesystems_of_their_own_may_have_copies(boxes, expected):
