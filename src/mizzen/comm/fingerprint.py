@@ -51,8 +51,8 @@ def explain(ranks: Sequence[tuple[int, Mapping[str, str]]]) -> str:
             which = f"{rank_list(where)} {'has' if len(where) == 1 else 'have'}"
             told.append(f"{name}: {which} {_short(value)}, the others {_short(usual)}")
     return (
-        f"the ranks are not about to do the same: {and_more(told, SHOWN, separator='; ')}. Start all ranks with the same "
-        "code, configuration and packages"
+        f"the ranks are not about to do the same: {and_more(told, SHOWN, separator='; ')}. Start all ranks with the "
+        "same code, configuration and packages"
     )
 
 
