@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mizzen.engine.vote import Role, Tally
 from mizzen.model.home import Site, evenly
 from mizzen.model.sketch import Sketch
+from mizzen.plan.losses import Role, Tally
 from mizzen.plan.transform import Transform
 
 VOCABULARY, WIDTH, EXPERTS, LENGTH, HEADS = 16, 8, 4, 6, 4

@@ -7,7 +7,7 @@ Waiting, naming who is missing, tags and the log are the business of the callers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -46,6 +46,21 @@ class Tag:
 
     def __str__(self) -> str:
         return f"step {self.step}, unit {self.unit!r}, phase {self.phase!r}"
+
+
+MESSAGES: Final = "messages"
+"""The operation that is several messages to and from single ranks, waited for as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMessage:
+    """A tensor that goes to one rank, or comes from it. The two ends meet by group, direction and number."""
+
+    tensor: torch.Tensor
+    peer: int
+    """The global rank at the other end."""
+    number: int
+    is_sent: bool
 
 
 class Request(NamedTuple):

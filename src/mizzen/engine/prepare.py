@@ -114,7 +114,7 @@ def move_to_device(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         _move_apart(model, device, late)
     else:
         model.to(device)
-    trained = late | {p.name for p in plan.sketch.parameters if p.is_trained}
+    trained = late | {name for p in plan.sketch.parameters if p.is_trained for name in p.names}
     for name, parameter in model.named_parameters():
         if name not in trained and policy.parameters and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch_dtype(policy.parameters))

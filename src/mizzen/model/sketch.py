@@ -139,6 +139,27 @@ class ModuleSketch:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSketch:
+    """One layer of a model that is written as a list of layers."""
+
+    path: str
+    """Of its module; empty for a plain function. Layers that share a module have one path."""
+    kind: str
+    """The name of its class, or of the function."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerList:
+    """How a model that is written as a list of layers wants to be cut."""
+
+    layers: tuple[LayerSketch, ...]
+    partition: str
+    """How layers are dealt out to stages."""
+    weights: tuple[float, ...] = ()
+    """What each layer costs, where it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sketch:
     """A model without its tensors. Two models with equal sketches are planned alike."""
 
@@ -151,6 +172,8 @@ class Sketch:
     """Classes that the model itself says should not be taken apart."""
     head: HeadSketch | None = None
     """The layer that makes logits, in a model that computes its own loss from labels."""
+    layer_list: LayerList | None = None
+    """The layers of a model that is written as a list of them."""
 
     @classmethod
     def of(cls, module: "nn.Module") -> "Sketch":
@@ -350,6 +373,7 @@ class _SketchReader:
             tuple(self.modules),
             tuple(self.hints),
             self.head,
+            vars(root).get("layer_list"),
         )
 
     def _visit(self, path: str, module: "nn.Module") -> None:
