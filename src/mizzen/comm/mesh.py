@@ -204,11 +204,6 @@ class Mesh:
         return self.group("sp")
 
     @property
-    def stage(self) -> int:
-        """The place of this rank among the stages of a pipeline."""
-        return self.coordinate("pp")
-
-    @property
     def tensor_rank(self) -> int:
         """The place of this rank among those that share each matrix with it."""
         return self.coordinate("tp")

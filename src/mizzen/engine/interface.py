@@ -107,7 +107,7 @@ class EngineInterface(EngineStatus):
 
     def is_first_stage(self) -> bool:
         """Whether this rank takes the inputs of the model."""
-        return self.mesh.stage == 0
+        return self.runner.stage == 0
 
     def is_last_stage(self) -> bool:
         """Whether this rank has the losses."""
@@ -115,7 +115,7 @@ class EngineInterface(EngineStatus):
 
     def get_pipeline_parallel_rank(self) -> int:
         """This rank's place among the stages of a pipeline."""
-        return self.mesh.stage
+        return self.runner.stage
 
     def reset_activation_shape(self) -> None:
         """Nothing: what goes from stage to stage says its shapes itself, where they change."""

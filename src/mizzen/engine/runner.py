@@ -24,6 +24,8 @@ class Runner(Protocol):
 
     role: Role | None
     """Which ranks have losses; None where all have."""
+    stage: int
+    """The place of this rank among the stages of a pipeline; 0 where there is one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
@@ -61,6 +63,7 @@ class Accumulate:
     """One micro-batch after the other, on a model that is one part."""
 
     role: Role | None = None
+    stage = 0
 
     def __init__(self, running: RunnerContext) -> None:
         if len(running.parts) != 1:
