@@ -13,7 +13,7 @@ from bench.play import Game, parser_of, perform
 from bench.record import Record, header, is_ours, table, versus
 from bench.trainer import SYSTEMS
 from mizzen.environment import environ
-from mizzen.launcher.variables import with_drop_in
+from mizzen.launcher.job import with_drop_in
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -41,6 +41,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.model.trace import flow_of
 from mizzen.monitor.terminal import dump_state
 from mizzen.order import ORDER
+from mizzen.parallel.pipeline.module import LayeredModule
 from mizzen.parallel.zero.full.init import init_suspended
 from mizzen.plan.build import build
 from mizzen.plan.parts import Part
@@ -80,6 +81,7 @@ def initialize(
     given = read_source(source)
     _listen(given.get("log_level"))
     given = {**(defaults or {}), **given}
+    given |= _stages_of(model, given)
     settings = load(given | _degrees_of_mesh(mesh_param))
     world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
@@ -96,6 +98,7 @@ def initialize(
     compare_plans(plan)
     accelerator = get_accelerator()
     mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name, groups=plan.groups)
+    plan.take(model, mesh)
     move_to_device(model, plan, mesh)
     parts = plan.apply((Part(model),), mesh)
     check_equal(model, mesh, plan.not_data_parallel)
@@ -168,6 +171,19 @@ def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:
     if not isinstance(mesh_param, tuple | list) or len(mesh_param) != 2:
         raise UsageError(f"mesh_param={mesh_param!r}: give (data-parallel, sequence-parallel) ranks, such as (4, 2)")
     return {"data_parallel_size": mesh_param[0], "sequence_parallel_size": mesh_param[1]}
+
+
+def _stages_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
+    """The number of stages that a model written as a list of layers asks for itself."""
+    stages = model.options.stages if isinstance(model, LayeredModule) else None
+    if stages is None or given.get("pipeline_parallel_size") == stages:
+        return {}
+    if "pipeline_parallel_size" in given:
+        asked = given["pipeline_parallel_size"]
+        raise ConfigError(
+            "pipeline_parallel_size", f"{asked} stages, but the PipelineModule has {stages}: leave one out"
+        )
+    return {"pipeline_parallel_size": stages}
 
 
 def _degrees_of_mpu(mpu: Any, world: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mizzen.launcher.variables import DROP_IN
+from mizzen.launcher.job import DROP_IN
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

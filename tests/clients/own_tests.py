@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mizzen.launcher.variables import DROP_IN
+from mizzen.launcher.job import DROP_IN
 
 PLACES = (
     "tests/deepspeed",

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from mizzen.launcher.variables import DROP_IN
+from mizzen.launcher.job import DROP_IN
 
 
 @pytest.fixture(autouse=True)

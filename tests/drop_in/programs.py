@@ -9,7 +9,7 @@ from torch import nn
 
 import mizzen
 from mizzen.errors import NotBuilt, UsageError
-from mizzen.launcher.variables import DROP_IN
+from mizzen.launcher.job import DROP_IN
 
 
 def deepspeed():

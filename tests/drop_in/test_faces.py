@@ -271,7 +271,7 @@ def test_builders_load_what_there_is(package):
     from deepspeed.ops import op_builder
 
     assert op_builder.fused_adam.FusedAdamBuilder is op_builder.FusedAdamBuilder
-    assert package.ops.__compatible_ops__["fused_adam"] and not package.ops.__compatible_ops__["async_io"]
+    assert package.ops.__compatible_ops__["fused_adam"] and not package.ops.__compatible_ops__["gds"]
     for name, builder in package.ops.op_builder.all_ops.ALL_OPS.items():
         assert builder.name == name and builder.absolute_name() == f"deepspeed.ops.{name}"
         if builder.is_compatible():

@@ -16,7 +16,7 @@ from torch import nn
 from drop_in import listing
 from house.tree import ROOT
 from mizzen.errors import NotBuilt
-from mizzen.launcher.variables import DROP_IN
+from mizzen.launcher.job import DROP_IN
 
 TABLE = listing.table()
 NAMED = [(path, name, row) for row in TABLE.ROWS for path in row.paths for name in row.names]
@@ -102,7 +102,7 @@ def test_modules_are_reached_as_attributes_and_as_imports():
     import deepspeed
 
     assert "LRRangeTest" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
-    assert deepspeed.ops.__compatible_ops__[deepspeed.ops.aio.AsyncIOBuilder.NAME] is False
+    assert deepspeed.ops.__compatible_ops__[deepspeed.ops.aio.AsyncIOBuilder.NAME] is True
     import deepspeed.comm as dist
 
     assert dist is deepspeed.comm is deepspeed.dist

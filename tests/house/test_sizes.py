@@ -15,7 +15,7 @@ LONG = {
 """`file function` -> why it is long."""
 PARAMETERS = 8
 METHODS = 20
-TOTAL_LINES = 48_500
+TOTAL_LINES = 52_000
 """Raised in the commit that needs it, never in advance."""
 
 

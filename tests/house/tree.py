@@ -12,6 +12,7 @@ FACES = frozenset(
     {
         "api.py",
         "zero.py",
+        "pipe.py",
         "tensor.py",
         "engine/interface.py",
         "engine/status.py",

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mizzen.engine.vote import Role, Tally
 from mizzen.model.home import evenly
+from mizzen.plan.losses import Role, Tally
 from mizzen.plan.transform import Transform
 
 VOCABULARY, WIDTH, EXPERTS, LENGTH, HEADS = 16, 8, 4, 6, 4

@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from deepspeed.faces import operations
+from deepspeed.faces.aio import AsyncIo
 from mizzen.errors import NotBuilt
 
 
@@ -54,8 +55,7 @@ class OpBuilder:
 CUDAOpBuilder = CPUOpBuilder = TorchCPUOpBuilder = OpBuilder
 
 WAITING: Final = {
-    "async_io": "NVMe storage",
-    "gds": "NVMe storage",
+    "gds": "GPUDirect Storage (async_io reads and writes tensors of a device through the host)",
     "pin_memory": "offload",
     "dc": "passes over the graph",
     "random_ltd": "data efficiency",
@@ -71,7 +71,7 @@ WAITING: Final = {
 }
 
 NAMES: Final[dict[str, tuple[str, type | None]]] = {
-    "AsyncIOBuilder": ("async_io", None),
+    "AsyncIOBuilder": ("async_io", AsyncIo),
     "CCLCommBuilder": ("deepspeed_ccl_comm", None),
     "CPUAdagradBuilder": ("cpu_adagrad", operations.CpuAdagrad),
     "CPUAdamBuilder": ("cpu_adam", operations.CpuAdam),

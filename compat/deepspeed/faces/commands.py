@@ -13,7 +13,7 @@ from deepspeed.faces.errors import also
 from mizzen.cli.main import main
 from mizzen.cli.run import split
 from mizzen.environment import environ
-from mizzen.errors import MizzenError, NotBuilt, UsageError
+from mizzen.errors import MizzenError, UsageError
 from mizzen.launcher.hosts import Host, Hosts, parse_hostfile, select
 from mizzen.launcher.launch import HOSTFILE, LaunchOptions, LaunchPlan, LocalMachine, plan_launch
 from mizzen.launcher.start import execute, inspect_machine
@@ -57,13 +57,23 @@ def ds_bench(args: Sequence[str] | None = None) -> int:
 
 
 def ds_io(args: Sequence[str] | None = None) -> int:
-    """Waits for NVMe storage."""
-    return _refused("ds_io")
+    """`mizzen bench io` with one setting."""
+    from deepspeed.faces.nvme import io_words  # torch, which other commands do not need
+
+    return main(io_words(_words(args)))
 
 
 def ds_nvme_tune(args: Sequence[str] | None = None) -> int:
-    """Waits for NVMe storage."""
-    return _refused("ds_nvme_tune")
+    """`mizzen bench io`, with the best settings in the words of `aio` at the end."""
+    from deepspeed.faces.nvme import generate_main, parse_sweep_arguments, sweep_main
+
+    given = parse_sweep_arguments(_words(args))
+    try:
+        sweep_main(given)
+        generate_main(given.log_dir)
+    except MizzenError as error:
+        return _told(error)
+    return 0
 
 
 def parse_universal(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -192,10 +202,6 @@ def _said(words: list[str]) -> list[str]:
         elif NOTHING.fullmatch(" ".join(own[place : place + 2])):
             del own[place : place + 2]
     return [*own, *rest]
-
-
-def _refused(name: str) -> int:
-    return _told(NotBuilt(f"{name} waits for a capability that is not built yet: NVMe storage"))
 
 
 def _told(error: MizzenError) -> int:

@@ -3,7 +3,7 @@
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from mizzen.accelerator import Timer
 from mizzen.accelerator import get_accelerator as own_accelerator
 from mizzen.comm import groups
 from mizzen.environment import World, environ
+from mizzen.parallel.pipeline import partition
 
 Value = TypeVar("Value")
 
@@ -231,3 +232,17 @@ class ThroughputTimer:
 def get_caller_func(frame: int = 3) -> str:
     """The name of a function on the way here."""
     return sys._getframe(frame).f_code.co_name
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where each of so many parts begins, and the end; the last ones are empty where there are too few items."""
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    return list(partition.uniform(num_items, num_parts))
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Where each of so many parts begins, and the end, the heaviest as light as can be."""
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return list(partition.balanced(weights, num_parts))

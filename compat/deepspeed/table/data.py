@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from deepspeed.table.row import DATA, NVME, PASSES, TUNING, Row
+from deepspeed.table.row import DATA, PASSES, TUNING, WRITERS, Row
 
 ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.data_pipeline.data_sampling.data_analyzer", "DataAnalyzer DistributedDataAnalyzer", waits_for=DATA),
@@ -20,8 +20,8 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd save_without_random_ltd", waits_for=DATA),
     Row("runtime.data_pipeline.data_routing.basic_layer", "RandomLayerTokenDrop", waits_for=DATA),
     Row("runtime.data_pipeline.curriculum_scheduler", "CurriculumScheduler", waits_for=DATA),
-    Row("io", "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter", waits_for=NVME),
-    Row("nvme", "ds_io_main sweep_main", waits_for=NVME),
+    Row("io", "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter", waits_for=WRITERS),
+    Row("nvme", "ds_io_main sweep_main parse_sweep_arguments generate_main", ".nvme"),
     Row("compile", "init_z1 init_z3", waits_for=PASSES),
     Row(
         "autotuning.scheduler",
@@ -46,19 +46,18 @@ ROWS: Final[tuple[Row, ...]] = (
         "write_experiments memory_to_string number_to_string",
         waits_for=TUNING,
     ),
-    Row("io.base_file_writer", "BaseFileWriter", waits_for=NVME),
-    Row("io.base_io_buffer", "Base_IO_Buffer", waits_for=NVME),
-    Row("io.double_io_buffer", "Double_IO_Buffer", waits_for=NVME),
-    Row("io.fast_file_writer", "FastFileWriterConfig FastFileWriter", waits_for=NVME),
-    Row("io.mock_file_writer", "MockFileWriter", waits_for=NVME),
-    Row("io.py_file_writer", "PyFileWriter", waits_for=NVME),
-    Row("io.single_io_buffer", "Single_IO_Buffer", waits_for=NVME),
+    Row("io.base_file_writer", "BaseFileWriter", waits_for=WRITERS),
+    Row("io.base_io_buffer", "Base_IO_Buffer", waits_for=WRITERS),
+    Row("io.double_io_buffer", "Double_IO_Buffer", waits_for=WRITERS),
+    Row("io.fast_file_writer", "FastFileWriterConfig FastFileWriter", waits_for=WRITERS),
+    Row("io.mock_file_writer", "MockFileWriter", waits_for=WRITERS),
+    Row("io.py_file_writer", "PyFileWriter", waits_for=WRITERS),
+    Row("io.single_io_buffer", "Single_IO_Buffer", waits_for=WRITERS),
     Row(
         "io.utils",
         "tensor_to_bytes bytes_to_tensor required_minimum_torch_version obj_serialization_details",
-        waits_for=NVME,
+        waits_for=WRITERS,
     ),
-    Row("nvme", "parse_sweep_arguments generate_main", waits_for=NVME),
     Row("runtime.data_pipeline.data_routing.helper", "remove_random_ltd_state_dict", waits_for=DATA),
     Row("runtime.data_pipeline.data_routing.scheduler", "BaseScheduler RandomLTDScheduler", waits_for=DATA),
     Row("runtime.data_pipeline.data_routing.utils", "bsh_decoder_gather bsh_decoder_scatter", waits_for=DATA),
@@ -83,18 +82,18 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "runtime.model_checkpointing runtime.model_checkpointing.writer_factory",
         "CheckpointWriterFactory",
-        waits_for=NVME,
+        waits_for=WRITERS,
     ),
-    Row("runtime.model_checkpointing.constants", "CheckpointWriterType CheckpointDataParallel", waits_for=NVME),
+    Row("runtime.model_checkpointing.constants", "CheckpointWriterType CheckpointDataParallel", waits_for=WRITERS),
     Row(
         "runtime.model_checkpointing.data_parallel_writer_factory",
         "DataParallelWriterConfig DataParallelWriterFactory",
-        waits_for=NVME,
+        waits_for=WRITERS,
     ),
     Row(
         "runtime.model_checkpointing.utils",
         "MPUInfo ExpertParallelInfo UniversalParallelInfo create_universal_parallel_info "
         "create_data_parallel_writer_config",
-        waits_for=NVME,
+        waits_for=WRITERS,
     ),
 )

@@ -7,12 +7,9 @@ from deepspeed.table.row import ENGINE, EXPERTS, INFERENCE, LAYERS, MODULE, PIPE
 ROWS: Final[tuple[Row, ...]] = (
     Row("pipe runtime.pipe runtime.pipe.module deepspeed", "PipelineModule", waits_for=PIPELINE, base=MODULE),
     Row("pipe runtime.pipe runtime.pipe.module", "LayerSpec TiedLayerSpec", waits_for=PIPELINE),
-    Row("pipe runtime.pipe runtime.pipe.topology", "ProcessTopology", waits_for=PIPELINE),
-    Row(
-        "runtime.pipe.topology",
-        "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
-        waits_for=PIPELINE,
-    ),
+    Row("pipe runtime.pipe runtime.pipe.topology", "ProcessTopology", "mizzen.config.topology"),
+    Row("runtime.pipe.topology", "PipeDataParallelTopology PipeModelDataParallelTopology", "mizzen.config.topology"),
+    Row("runtime.pipe.topology", "PipelineParallelGrid", "mizzen.comm.grid"),
     Row("runtime.pipe.engine deepspeed", "PipelineEngine", waits_for=PIPELINE, base=ENGINE),
     Row("runtime.pipe.engine runtime.pipe.module", "PipelineError=NotBuilt", "mizzen.errors"),
     Row(
@@ -21,7 +18,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "ReduceGrads "
         "ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad "
         "BufferOpInstruction",
-        waits_for=PIPELINE,
+        ".pipe_schedules",
     ),
     Row("moe.layer", "MoE", waits_for=EXPERTS, base=MODULE),
     Row("moe.experts", "Experts", waits_for=EXPERTS, base=MODULE),

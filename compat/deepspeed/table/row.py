@@ -1,6 +1,6 @@
 """A row of the table, and the capabilities that names may wait for."""
 
-OFFLOAD, NVME = "offload", "NVMe storage"
+OFFLOAD, WRITERS = "offload", "writers of files past the page cache (an engine saves by itself)"
 PIPELINE, EXPERTS, SEQUENCE, TENSOR = (
     "pipeline parallelism",
     "mixture of experts",

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from deepspeed.table.row import NVME, OFFLOAD, Row
+from deepspeed.table.row import OFFLOAD, Row
 
 ROWS: Final[tuple[Row, ...]] = (
     # ZeRO
@@ -48,7 +48,7 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row("runtime.zero.muon.muon_optimizer runtime.zero.muon.original_muon", "MuonWithAuxAdam", ".optimizers"),
     Row("runtime.zero.offload_states", "offload_optimizer_states reload_optimizer_states", waits_for=OFFLOAD),
-    Row("runtime.swap_tensor", "AsyncPartitionedParameterSwapper PartitionedOptimizerSwapper", waits_for=NVME),
+    Row("runtime.swap_tensor", "AsyncPartitionedParameterSwapper PartitionedOptimizerSwapper", waits_for=OFFLOAD),
     Row("runtime.zenflow runtime.zenflow.zenflow_config", "ZenFlowConfig", "mizzen.config.zero"),
     Row("runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig=LeafModuleConfig", "mizzen.config.zero"),
     Row("runtime.superoffload", "SuperOffloadOptimizer_Stage3", waits_for=OFFLOAD),
@@ -72,24 +72,28 @@ ROWS: Final[tuple[Row, ...]] = (
         "TaskKeys ResultKeys EventTypes superoffload_optimizer_worker SuperOffloadCPUOptimizer",
         waits_for=OFFLOAD,
     ),
-    Row("runtime.swap_tensor.async_swapper", "AsyncTensorSwapper", waits_for=NVME),
+    Row("runtime.swap_tensor.async_swapper", "AsyncTensorSwapper", waits_for=OFFLOAD),
     Row(
         "runtime.swap_tensor.optimizer_utils",
         "FlattenedTensorSwapInfo SwapTensorContext OptimizerStateSwapInfo OptimizerSwapper",
-        waits_for=NVME,
+        waits_for=OFFLOAD,
     ),
-    Row("runtime.swap_tensor.partitioned_optimizer_swapper", "PartitionedOptimizerSwapper", waits_for=NVME),
+    Row("runtime.swap_tensor.partitioned_optimizer_swapper", "PartitionedOptimizerSwapper", waits_for=OFFLOAD),
     Row(
         "runtime.swap_tensor.partitioned_param_swapper",
         "PartitionedParamStatus AsyncPartitionedParameterSwapper",
-        waits_for=NVME,
+        waits_for=OFFLOAD,
     ),
-    Row("runtime.swap_tensor.pipelined_optimizer_swapper", "OptimizerSwapOp PipelinedOptimizerSwapper", waits_for=NVME),
+    Row(
+        "runtime.swap_tensor.pipelined_optimizer_swapper",
+        "OptimizerSwapOp PipelinedOptimizerSwapper",
+        waits_for=OFFLOAD,
+    ),
     Row(
         "runtime.swap_tensor.utils",
         "swap_in_tensors swap_out_tensors print_object SwapBuffer SwapBufferPool SwapBufferManager "
         "get_sized_buffer get_sized_buffers",
-        waits_for=NVME,
+        waits_for=OFFLOAD,
     ),
     Row(
         "runtime.zenflow.engine",

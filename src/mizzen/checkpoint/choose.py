@@ -12,6 +12,7 @@ from mizzen.checkpoint.rank_group import RankGroup, Validation, attempt, in_word
 from mizzen.checkpoint.read import MANIFEST, Reader, read_manifest
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
+from mizzen.wording import and_more
 
 CALL: Final = "load_checkpoint()"
 LEFT_FOR_OTHERS: Final = "drop-in.json"
@@ -211,7 +212,7 @@ def open_together(asked: LoadRequest, name: str, group: RankGroup) -> Reader:
         said = _shown_by_all(reader, failure, group)
     if broken := _broken(said, asked.root / name):
         _close(reader)
-        raise CheckpointError("; ".join(list(dict.fromkeys(broken.values()))[:8]))
+        raise CheckpointError(and_more(dict.fromkeys(broken.values()), separator="; "))
     if reader is None:
         raise AssertionError("a checkpoint that opened without a word is not there")
     return reader

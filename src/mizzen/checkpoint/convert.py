@@ -45,6 +45,7 @@ from mizzen.files import (
 )
 from mizzen.log import get_logger
 from mizzen.model.box import Box
+from mizzen.wording import and_more
 
 UNITS: Final = {
     "": 1,
@@ -291,7 +292,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: str | Pat
         if name in own and own[name].shape != value.shape
     ]
     if wrong or not own.keys() & state.keys():
-        reason = "; ".join(wrong[:8]) or f"no name is in both; it has {', '.join([*state][:4])}"
+        reason = and_more(wrong, separator="; ") or f"no name is in both; it has {and_more(state, 4)}"
         raise CheckpointError(f"{checkpoint_dir}: made for another model: {reason}")
     result = model.load_state_dict(state, strict=False)
     told = {
@@ -300,7 +301,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: str | Pat
     }
     for what, names in told.items():
         if names:
-            get_logger().warning(f"{checkpoint_dir}: {len(names)} names {what}: {', '.join(names[:8])}")
+            get_logger().warning(f"{checkpoint_dir}: {len(names)} names {what}: {and_more(names)}")
     return model
 
 

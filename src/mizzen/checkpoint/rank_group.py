@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from mizzen.comm import collectives
 from mizzen.errors import CheckpointError, CommError, MizzenError, UsageError
 from mizzen.log import get_logger
+from mizzen.wording import and_more, rank_list
 
 Result = TypeVar("Result")
 Validation = Literal["Warn", "Ignore", "Fail"]
@@ -129,7 +130,4 @@ def in_words(failures: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, words in failures.items():
         ranks.setdefault(words, []).append(rank)
-    told = [f"rank {', '.join(map(str, who[:8]))}: {words}" for words, who in list(ranks.items())[:3]]
-    if len(ranks) > 3:
-        told.append(f"and {len(ranks) - 3} more")
-    return "; ".join(told)
+    return and_more((f"{rank_list(who)}: {words}" for words, who in ranks.items()), 3, separator="; ")

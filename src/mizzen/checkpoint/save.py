@@ -47,6 +47,7 @@ from mizzen.errors import CheckpointError, FileError, MizzenError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
 from mizzen.log import get_logger
 from mizzen.model.piece import Piece
+from mizzen.wording import rank_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ def _in_one_folder(
     }
     if lost := [rank for rank, seen in enumerate(said) if not any(seen)]:
         raise CheckpointError(
-            f"the ranks were given different folders: {in_words(places)}; and rank {', '.join(map(str, lost[:8]))} "
+            f"the ranks were given different folders: {in_words(places)}; and {rank_list(lost)} "
             f"cannot see that of the first. {UNSHARED}"
         )
     if not all(sees_own for sees_own, _ in said):

@@ -26,7 +26,7 @@ from mizzen.errors import CheckpointError
 from mizzen.files import write_chunks
 from mizzen.model.box import Box, coverage
 from mizzen.model.piece import Piece
-from mizzen.wording import and_more
+from mizzen.wording import and_more, rank_list
 
 WEIGHT: Final = "model"
 """The kind under which weights and buffers are saved."""
@@ -253,8 +253,7 @@ def flaws(written: Mapping[int, Written], nodes: Sequence[str] = ()) -> str:
     for stored in by_tensor(tensors, files).values():
         if words := _flaw(stored, places[stored.files] if nodes else None):
             writers = sorted(set(ranks[stored.files].tolist()))
-            more = ", ..." if len(writers) > RANKS else ""
-            whose = f"written by rank {', '.join(map(str, writers[:RANKS]))}{more}" if writers else "no rank wrote it"
+            whose = f"written by {rank_list(writers, RANKS)}" if writers else "no rank wrote it"
             found.append(f"{stored.entry}: {words} ({whose})")
     if not found:
         return ""

@@ -17,7 +17,7 @@ from typing import Final
 
 from mizzen.cli.parser import Parser, add_help, examples, write
 from mizzen.errors import FileError, UsageError
-from mizzen.launcher.variables import DROP_IN
+from mizzen.launcher.job import DROP_IN
 
 NAME: Final = "deepspeed"
 OURS: Final = "+mizzen"

@@ -47,7 +47,7 @@ GROUPS: Final = (
         "on a machine",
         (
             Subcommand("report", "versions, devices and what works here", "mizzen.cli.report"),
-            Subcommand("bench", "measure communication", "mizzen.cli.bench"),
+            Subcommand("bench", "measure communication, or disks", "mizzen.cli.bench"),
             Subcommand("compat", "let `import deepspeed` find mizzen here, or no longer", "mizzen.cli.compat"),
         ),
     ),

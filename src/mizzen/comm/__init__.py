@@ -6,7 +6,7 @@ collectives in `collectives.py`, groups in `groups.py`, the log in `report.py`.
 
 from torch.distributed import ReduceOp
 
-from mizzen.comm.backend import Backend, Tag, register_backend
+from mizzen.comm.backend import Backend, PeerMessage, Tag, register_backend
 from mizzen.comm.collectives import (
     all_gather,
     all_gather_coalesced,
@@ -19,6 +19,7 @@ from mizzen.comm.collectives import (
     barrier,
     broadcast,
     broadcast_object_list,
+    exchange,
     gather,
     gather_object,
     irecv,
@@ -58,6 +59,7 @@ from mizzen.comm.report import (
 __all__ = [
     "Backend",
     "Mesh",
+    "PeerMessage",
     "ReduceOp",
     "Tag",
     "Work",
@@ -74,6 +76,7 @@ __all__ = [
     "broadcast_object_list",
     "configure",
     "destroy_process_group",
+    "exchange",
     "gather",
     "gather_object",
     "get_all_ranks_from_group",

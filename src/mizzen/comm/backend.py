@@ -7,7 +7,7 @@ Waiting, naming who is missing, tags and the log are the business of the callers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -48,13 +48,19 @@ class Tag:
         return f"step {self.step}, unit {self.unit!r}, phase {self.phase!r}"
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1`, or the ends of a long list."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"ranks {', '.join(map(str, ranks[:4]))}, ... {ranks[-1]} ({len(ranks)} of them)"
-    return f"ranks {', '.join(map(str, ranks))}"
+MESSAGES: Final = "messages"
+"""The operation that is several messages to and from single ranks, waited for as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMessage:
+    """A tensor that goes to one rank, or comes from it. The two ends meet by group, direction and number."""
+
+    tensor: torch.Tensor
+    peer: int
+    """The global rank at the other end."""
+    number: int
+    is_sent: bool
 
 
 class Request(NamedTuple):

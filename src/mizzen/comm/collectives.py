@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from mizzen.backport import gloo_exchanges_lists
-from mizzen.comm.backend import Request
+from mizzen.comm.backend import MESSAGES, PeerMessage, Request
 from mizzen.comm.communicator import CoalescedWork, Extras, LogExtras, Work, compare_sizes, run
 from mizzen.comm.groups import get_global_rank, get_rank, root
 
@@ -309,6 +309,28 @@ def recv(
         # Borrowed from torch (docs/borrowed.md): the public `source_rank` warns that it will go.
         return get_global_rank(group, work._source_rank())
     return root("recv", src, group_src, group)
+
+
+def exchange(
+    messages: Sequence[PeerMessage], group: Any = None, *, what: str = "", **extras: Unpack[LogExtras]
+) -> Work | None:
+    """Start several messages to and from single ranks, which are waited for as one; `what` says what they carry.
+
+    None where there are none. A message that is sent waits for its receiver alone, never for another message.
+    """
+    if not messages:
+        return None
+    ends = {(message.is_sent, message.peer): None for message in messages}
+    peers = tuple(dict.fromkeys(peer for _, peer in ends))
+    detail = " and ".join(f"{'to' if is_sent else 'from'} rank {peer}" for is_sent, peer in ends)
+    request = Request(
+        MESSAGES,
+        (tuple(messages),),
+        payload=tuple(message.tensor for message in messages),
+        peers=peers,
+        detail=f"{detail}, {what}" if what else detail,
+    )
+    return run(request, group, async_op=True, extras=cast(Extras, extras))
 
 
 def broadcast_object_list(

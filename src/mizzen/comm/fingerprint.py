@@ -15,7 +15,7 @@ from mizzen.comm.agreement import differing_texts
 from mizzen.comm.collectives import all_gather_into_tensor
 from mizzen.comm.groups import exchange_device, get_all_ranks_from_group
 from mizzen.errors import CommError
-from mizzen.wording import and_more
+from mizzen.wording import and_more, rank_list
 
 ABSENT: Final = "nothing"
 SHOWN: Final = 6
@@ -43,17 +43,16 @@ def explain(ranks: Sequence[tuple[int, Mapping[str, str]]]) -> str:
     for name in names:
         values = {rank: fields.get(name, ABSENT) for rank, fields in ranks}
         usual, _ = Counter(values.values()).most_common(1)[0]
-        odd: dict[str, list[str]] = {}
+        odd: dict[str, list[int]] = {}
         for rank, value in values.items():
             if value != usual:
-                odd.setdefault(value, []).append(str(rank))
+                odd.setdefault(value, []).append(rank)
         for value, where in odd.items():
-            which = f"rank {where[0]} has" if len(where) == 1 else f"ranks {and_more(where)} have"
+            which = f"{rank_list(where)} {'has' if len(where) == 1 else 'have'}"
             told.append(f"{name}: {which} {_short(value)}, the others {_short(usual)}")
-    rest = f" (and {len(told) - SHOWN} more differences)" if len(told) > SHOWN else ""
     return (
-        f"the ranks are not about to do the same: {'; '.join(told[:SHOWN])}{rest}. Start all ranks with the same code, "
-        "configuration and packages"
+        f"the ranks are not about to do the same: {and_more(told, SHOWN, separator='; ')}. Start all ranks with the "
+        "same code, configuration and packages"
     )
 
 

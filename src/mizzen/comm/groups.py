@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from mizzen.ambient import AMBIENT
-from mizzen.comm.backend import Group, ranks_in_words
+from mizzen.comm.backend import Group
 from mizzen.comm.communicator import Communicator, current, use
 from mizzen.comm.torch_backend import TorchBackend, make_backend
 from mizzen.environment import World, environ
 from mizzen.errors import UsageError
+from mizzen.wording import rank_list
 
 
 def is_available() -> bool:
@@ -78,7 +79,7 @@ def root(operation: str, rank: int | None, group_rank: int | None, group: Any, *
         raise UsageError(f"{operation} needs a rank to send to or to come from")
     members = _members(group)
     if members is not None and named not in members.ranks:  # gloo would wait for it for ever
-        raise UsageError(f"{operation}: rank {named} is not in {members}, which has {ranks_in_words(members.ranks)}")
+        raise UsageError(f"{operation}: rank {named} is not in {members}, which has {rank_list(members.ranks)}")
     return named
 
 

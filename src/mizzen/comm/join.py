@@ -28,6 +28,7 @@ from mizzen.comm.watchdog import Patience
 from mizzen.environment import Switches, World, environ
 from mizzen.errors import CommError, DeviceError, UsageError
 from mizzen.log import get_logger
+from mizzen.wording import counted
 
 AGAIN: Final = timedelta(seconds=30)
 """How long a rank that has lost the store waits for it to come back."""
@@ -181,7 +182,7 @@ def _index(world: World, *, shared: bool) -> int:
     # A launcher may let each rank see its own device only: then it is number 0 for all of them.
     if ranks > count and not shared and not (count == 1 and variable in environ()):
         raise DeviceError(
-            f"rank {world.rank} is one of {ranks} on its host, but it sees {count} {accelerator.name} device"
-            f"{'' if count == 1 else 's'}: start at most {count} on a host, or check {variable}"
+            f"rank {world.rank} is one of {ranks} on its host, but it sees "
+            f"{counted(count, f'{accelerator.name} device')}: start at most {count} on a host, or check {variable}"
         )
     return world.local_rank % count

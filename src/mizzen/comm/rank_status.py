@@ -196,12 +196,14 @@ def states(
     peers = []
     for rank in wait.peers:
         peer = peer_statuses.get(rank)
-        has_come = _calls(wait, peer).issued >= wait.number
+        has_come = wait.number > 0 and _calls(wait, peer).issued >= wait.number
         if peer is None:
             state = RankState(rank, step=NEVER)
         else:
             seen, torch_call = peer.status, peer.status.torch_call
             elsewhere = f"torch.distributed.{torch_call.operation}() at {torch_call.place}" if torch_call else ""
+            if not wait.number and seen.waits:  # whoever owes a message may wait for one itself
+                elsewhere = seen.waits[0].title
             state = RankState(rank, step=seen.step, unit=seen.unit, phase=seen.phase, elsewhere=elsewhere)
         peers.append(replace(state, **here) if has_come else state)
     return me, peers

@@ -13,10 +13,11 @@ from typing import Any, Final
 import torch
 
 from mizzen.comm.agreement import Gather, differing_texts
-from mizzen.comm.backend import Backend, Group, Request, Tag, ranks_in_words
+from mizzen.comm.backend import Backend, Group, Request, Tag
 from mizzen.comm.torch_backend import SideChannel, Threaded, TorchBackend
 from mizzen.comm.watchdog import Call, Watchdog
 from mizzen.errors import CommError
+from mizzen.wording import rank_list
 
 TEXT: Final = 256
 """Bytes of a tag in words, as they are exchanged once tags differ."""
@@ -144,7 +145,7 @@ def compare(text: str, ranks: Sequence[int], gather: Gather, numbers: Sequence[i
         places.setdefault(texts.get(place, "yet other places"), []).append(rank)
     raise CommError(
         "the ranks have parted ways; nothing was exchanged. "
-        + "; ".join(f"{ranks_in_words(members)} at {place}" for place, members in places.items())
+        + "; ".join(f"{rank_list(members)} at {place}" for place, members in places.items())
     )
 
 

@@ -18,17 +18,19 @@ import torch.distributed as dist
 from mizzen.ambient import AMBIENT
 from mizzen.backport import all_gather_single, check_options, reduce_scatter_single
 from mizzen.comm.backend import (
+    MESSAGES,
     Backend,
     Group,
     Handle,
     KeyValueStore,
+    PeerMessage,
     Request,
     SignedStore,
-    ranks_in_words,
     registered_backend,
 )
 from mizzen.environment import World, environ, ranks_key
 from mizzen.errors import NotBuilt, UsageError
+from mizzen.wording import rank_list
 
 COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
     "all_reduce": dist.all_reduce,
@@ -45,7 +47,8 @@ COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
     "barrier": dist.barrier,
 }
 """Those that return at once with `async_op=True`."""
-MESSAGES: Final[Mapping[str, Callable[..., Any]]] = {"send": dist.isend, "recv": dist.irecv}
+SINGLE: Final[Mapping[str, Callable[..., Any]]] = {"send": dist.isend, "recv": dist.irecv}
+"""Single messages."""
 OBJECTS: Final[Mapping[str, Callable[..., Any]]] = {
     "broadcast_object_list": dist.broadcast_object_list,
     "all_gather_object": dist.all_gather_object,
@@ -123,6 +126,27 @@ class Streamed:
     def is_completed(self) -> bool:
         """Whether the device is done with it."""
         return self.work.is_completed()
+
+    def abandon(self) -> None:
+        """Nothing holds the process here."""
+
+
+class StreamedAll:
+    """Several operations on a device that are waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.work = works[-1]
+        self._works = tuple(works)
+
+    def poll(self, seconds: float) -> bool:
+        """Order the current stream after all of them."""
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with all of them."""
+        return all(work.is_completed() for work in self._works)
 
     def abandon(self) -> None:
         """Nothing holds the process here."""
@@ -265,9 +289,9 @@ class TorchBackend:
         if handle is dist.group.WORLD:
             title = "all ranks"
         elif handle.group_desc in ("", "undefined"):
-            title = f"the group of {ranks_in_words(ranks)}"
+            title = f"the group of {rank_list(ranks)}"
         else:
-            title = f"group {handle.group_desc!r} of {ranks_in_words(ranks)}"
+            title = f"group {handle.group_desc!r} of {rank_list(ranks)}"
         return Group(name, ranks, dist.get_rank(handle), title, self._timeouts.get(name))
 
     def new_group(self, ranks: Sequence[int] | None, timeout: timedelta | None, options: Mapping[str, Any]) -> Any:
@@ -285,8 +309,10 @@ class TorchBackend:
         name, arguments, options = request.operation, request.arguments, request.options
         if name == "monitored_barrier" and not sliced:
             name, options = "barrier", {}  # torch has the monitored one for gloo only
-        if name in MESSAGES:
-            work = MESSAGES[name](*arguments, group=handle, **options)
+        if name == MESSAGES:
+            return start_messages(arguments[0], handle, sliced=sliced)
+        if name in SINGLE:
+            work = SINGLE[name](*arguments, group=handle, **options)
             return Threaded(work.wait, handle, work) if sliced else Streamed(work)
         if name in BLOCKING:
             check_lists(request, handle)
@@ -334,6 +360,21 @@ class TorchBackend:
         for known in (self._groups, self._timeouts, self._backends) if handle is not None else ():
             known.pop(handle.group_name, None)
         dist.destroy_process_group(handle)
+
+
+def start_messages(messages: Sequence[PeerMessage], group: Any, *, sliced: bool) -> Handle:
+    """Start messages to and from single ranks: on a device as one group, which no order of its parts can stop."""
+    if not sliced:
+        calls = [
+            dist.P2POp(dist.isend if each.is_sent else dist.irecv, each.tensor, each.peer, group, each.number)
+            for each in messages
+        ]
+        return StreamedAll(dist.batch_isend_irecv(calls))
+    works: list[Any] = [
+        (dist.isend if each.is_sent else dist.irecv)(each.tensor, each.peer, group=group, tag=each.number)
+        for each in messages
+    ]
+    return Threaded(lambda: [work.wait() for work in works], group, works[-1])
 
 
 def check_lists(request: Request, group: Any) -> None:

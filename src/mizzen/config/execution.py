@@ -154,7 +154,7 @@ class AioConfig(Section):
     queue_depth: Count = 8
     """Reads and writes under way at once, each in a thread of its own."""
     intra_op_parallelism: Count = 1
-    """Multiplies `queue_depth`: files that were written for libaio have it as the number of threads with such a queue."""
+    """Multiplies `queue_depth`: in files that were written for libaio it says how many threads have such a queue."""
     direct: Flag = True
     """Read and write past the page cache, where the filesystem can; false keeps what was written in free memory."""
     verify: Flag = True

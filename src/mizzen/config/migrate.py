@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from mizzen.config.section import Fate, Nest, OpenSection, Section, fate_of, keys_of, nest_in, schema_keys, shown
 from mizzen.errors import ConfigError
 from mizzen.log import warn_once
+from mizzen.wording import and_more
 
 _HARMLESS: Final = {
     "comms_config": "what is read is comms_logger",
@@ -162,7 +163,7 @@ def _unknown(key: str, known: Iterable[str], root: type[Section]) -> str:
         return f"unknown key here; did you mean {' or '.join(elsewhere)}?"
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"unknown key; did you mean '{near[0]}'?"
-    return f"unknown key; known here: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+    return f"unknown key; known here: {and_more(names, 12)}"
 
 
 def move_old_keys(raw: dict[str, Any], root: type[Section]) -> dict[str, str]:

@@ -26,11 +26,16 @@ from mizzen.config.section import (
 class PipelineConfig(Section):
     """How a model that is cut into pipeline stages runs."""
 
+    schedule: Name | tuple[Text, ...] = "1f1b"
+    """Order of forwards and backwards: 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, zbv or dualpipev; or a table
+    of your own, one text for each stage such as "0F0 0F1 0B0 0B1" (chunk, letter, micro-batch)."""
+    virtual_stages: Count | None = None
+    """Chunks of the model on each stage; absent takes as many as the schedule is made for."""
     activation_checkpoint_interval: Whole = 0
-    """Layers between recomputed activations; 0 recomputes none."""
-    pipe_partitioned: Flag = True
+    """Layers between recomputed activations of a PipelineModule; 0 recomputes none, or as many as that says itself."""
+    pipe_partitioned: Flag = no_effect(True, "activations go from stage to stage whole, on every tensor-parallel rank")
     """Send activations between stages in parts when tensor parallelism holds them more than once."""
-    grad_partitioned: Flag = True
+    grad_partitioned: Flag = no_effect(True, "their gradients come back whole, on every tensor-parallel rank")
     """Send gradients of activations between stages in parts, likewise."""
     stages: CountOrAuto = no_effect("auto", "never read; use pipeline_parallel_size or PipelineModule(num_stages=...)")
     """Number of stages."""

@@ -24,6 +24,7 @@ from mizzen.parallel.zero.full.sharded_parameter import ShardedParameter
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
 from mizzen.rewrite.forward import restore
+from mizzen.wording import and_more
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -255,7 +256,7 @@ def load_state_dict(module: nn.Module, owners: Iterable[Owner], state: Any, *, s
     wrong = {str(name): type(name).__name__ for name in state if not isinstance(name, str)}
     wrong |= {name: type(state[name]).__name__ for name in own if name in state and not isinstance(state[name], Tensor)}
     if wrong:
-        shown = ", ".join(f"{name!r} is a {kind}" for name, kind in list(wrong.items())[:8])
+        shown = and_more(f"{name!r} is a {kind}" for name, kind in wrong.items())
         raise UsageError(f"a state dict has names that are texts, and tensors under those of the model: {shown}")
     try:
         module.load_state_dict(state, strict=strict)

@@ -1,7 +1,7 @@
 """The engine: forward, backward, step. It decides nothing; what varies was chosen in `build.py`."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from mizzen.engine.interface import EngineInterface
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
-from mizzen.engine.runner import LossFunction, Runner
+from mizzen.engine.runner import Runner
 from mizzen.engine.saving import Saving
 from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
@@ -23,6 +23,7 @@ from mizzen.log import warn_once
 from mizzen.monitor.report import ACCUMULATING, Meter, Observer, StepReport
 from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.schedules import Stepper
+from mizzen.plan.losses import LossFunction
 from mizzen.precision.scaler import LossScaler
 
 
@@ -69,6 +70,7 @@ class Engine(EngineInterface):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as it is."""
+        self.runner.check_open_loop("forward")
         self.stop_if_asked()
         if self.training:
             self.step_in_progress.count_forward((args, kwargs))
@@ -84,6 +86,7 @@ class Engine(EngineInterface):
         if not loss.requires_grad:
             raise UsageError("backward takes a loss that depends on trained parameters; this one needs no gradient")
         self._require_updater("backward")
+        self.runner.check_open_loop("backward")
         accumulation = self.batch.accumulation
         self.step_in_progress.add_loss(loss, is_share=not scale_wrt_gas)
         weighted = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
@@ -100,6 +103,7 @@ class Engine(EngineInterface):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepReport:
         """Count a micro-batch; at the boundary also update the parameters, and then the learning rate."""
         self._require_updater("step")
+        self.runner.check_open_loop("step")
         if self.step_in_progress.kept_local_by:
             raise UsageError(f"step() inside {self.step_in_progress.kept_local_by}(): leave the context first")
         if self.managed and not self.is_gradient_accumulation_boundary():
@@ -155,20 +159,18 @@ class Engine(EngineInterface):
                 "train_batch() in the middle of an accumulation: finish it with backward() and step() first"
             )
         self.stop_if_asked()
-        micros = self._pull(data_iter if data_iter is not None else self.data_iterator())
+        micros = self.pull(
+            lambda: data_iter if data_iter is not None else self.data_iterator(), self.batch.accumulation
+        )
         for micro in micros:
             self.step_in_progress.count_forward(micro)
         self.step_in_progress.tally = self.runner.run(micros, loss_fn)
         return self._end_step(len(micros), None)
 
-    def _pull(self, source: Iterator[Any]) -> list[Any]:
-        micros = []
-        for _ in range(self.batch.accumulation):
-            try:
-                micros.append(next(source))
-            except StopIteration:
-                break
-        if self.fewest_over_ranks(len(micros)) < self.batch.accumulation:
+    def pull(self, source: Callable[[], Iterator[Any]], count: int) -> list[Any]:
+        """So many micro-batches on every rank, or StopIteration on all of them."""
+        micros = self.runner.pull(lambda: map(self.run_state.batch_function, source()), count)
+        if self.fewest_over_ranks(len(micros)) < count:
             if micros:
                 warn_once("the data ended on some rank before a whole batch was there; the rest of it is dropped")
             raise StopIteration

@@ -13,12 +13,14 @@ from weakref import ref
 
 from mizzen.data.loader import Loader, RepeatingLoader
 from mizzen.engine.access import load_state_dict, refresh_masters
+from mizzen.engine.evaluation import evaluate, mean_loss
 from mizzen.engine.export import save, whole_state_dict
 from mizzen.engine.loading import LoadOptions, load_checkpoint
 from mizzen.engine.run_state import RunState
 from mizzen.engine.saving import Given, save_and_wait, save_checkpoint
 from mizzen.engine.status import GETTERS, NEGATED, UNBUILT, EngineStatus, RunContext
 from mizzen.errors import NotBuilt, UsageError
+from mizzen.plan.losses import LossFunction
 from mizzen.profiler.step import tree_of
 from mizzen.profiler.tree import Branch
 from mizzen.rewrite.compile import compile_blocks
@@ -65,6 +67,61 @@ class EngineInterface(EngineStatus):
     def set_dataloader(self, loader: Any) -> None:
         """Where `train_batch()` without an iterator takes its data from."""
         self.run_state.set_loader(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Let `train_batch()` without an iterator take its data from this one."""
+        self.run_state.loader, self.run_state.iterator = iterator, iterator
+
+    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
+        """Let a function make of each batch of the data the one that the model is given: `(inputs, labels)`, say."""
+        self.run_state.batch_function = function
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+        loss_fn: LossFunction | None = None,
+    ) -> Any:
+        """Forward of some micro-batches, without gradients: their mean loss over all ranks, and outputs if asked for.
+
+        `reduce_output=None` gives a list with the loss of each, where they were computed. Outputs, and with
+        `bcast_loss=False` the loss too, are on the last stage of a pipeline alone; elsewhere they are None.
+        """
+        if reduce_output not in ("avg", None):
+            raise UsageError(f"eval_batch(reduce_output={reduce_output!r}): it is 'avg' for a mean, or None for a list")
+        micros = self.pull(
+            lambda: data_iter if data_iter is not None else self.data_iterator(),
+            num_micro_batches or self.batch.accumulation,
+        )
+        found = evaluate(self.run_state, self.runner, micros, loss_fn, has_loss=compute_loss)
+        output: Any = found.outputs or None
+        if compute_loss:
+            has_losses = bool(found.losses)
+            output = mean_loss(found.tally, self.run_context) if reduce_output else found.losses or None
+            output = output if has_losses or bcast_loss else None
+        return (output, found.outputs or None) if return_logits and compute_loss else output
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank takes the inputs of the model."""
+        return self.runner.stage == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the losses."""
+        return self.runner.role is None or self.runner.role.has_losses
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's place among the stages of a pipeline."""
+        return self.runner.stage
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: what goes from stage to stage says its shapes itself, where they change."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing: tensors of any dtype go from stage to stage."""
 
     def data_iterator(self) -> Iterator[Any]:
         """The engine's own data, epoch after epoch."""
@@ -179,6 +236,10 @@ class EngineInterface(EngineStatus):
 
     def restart_step(self) -> None:
         """State was set from outside: nothing of the step under way counts any more."""
+        raise NotImplementedError
+
+    def pull(self, source: Callable[[], Iterator[Any]], count: int) -> list[Any]:
+        """So many micro-batches on every rank, or StopIteration on all of them."""
         raise NotImplementedError
 
     def finish_saving(self) -> None:

@@ -26,6 +26,7 @@ from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import get_logger, log_dist, warn_once
 from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.rewrite.recompute import Checkpointing
+from mizzen.wording import and_more
 
 SHOWN: Final = 8
 STATES: Final = 1 << 22
@@ -86,11 +87,7 @@ class LoadReport:
             ("of another shape", self.misshaped),
             ("optimizer states missing", self.states),
         )
-        return "; ".join(
-            f"{len(names)} {what}: {', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}"
-            for what, names in rows
-            if names
-        )
+        return "; ".join(f"{len(names)} {what}: {and_more(names, SHOWN)}" for what, names in rows if names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +245,7 @@ def _load(
     if missing and options.strict:
         raise Unfit(
             f"{reader.folder}: {len(missing)} optimizer states are not in the checkpoint: "
-            f"{', '.join(missing[:SHOWN])}; load_optimizer_states=False starts the optimizer afresh, "
+            f"{and_more(missing, SHOWN)}; load_optimizer_states=False starts the optimizer afresh, "
             f"load_module_strict=False only those. {MIXED}"
         )
     if read is None:

@@ -17,6 +17,7 @@ from mizzen.model.tree import ModelTree, every_name, joined_module
 from mizzen.optim.guard import ParameterGuard, Sides
 from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.plan.parts import Store
+from mizzen.wording import and_more
 
 
 class ModelChanges:
@@ -138,4 +139,4 @@ def _compare(sums: Mapping[str, str], group: ProcessGroup) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    return and_more([f"'{name}'" for name in names], 1)

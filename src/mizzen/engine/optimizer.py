@@ -15,6 +15,7 @@ from mizzen.optim.own_rules import Lamb
 from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
+from mizzen.wording import and_more
 
 
 class EngineOptimizer(Optimizer):
@@ -123,7 +124,7 @@ def use_masters(optimizer: Optimizer, stores: Sequence[Store]) -> None:
         names = {id(parameter): name for store in stores for name, parameter in store.contents.trained.items()}
         known = [names.get(id(parameter), "?") for parameter in optimizer.state]
         raise UsageError(
-            f"the optimizer already has states, for {', '.join(known[:3])}{' ...' if len(known) > 3 else ''}: give "
+            f"the optimizer already has states, for {and_more(known, 3)}: give "
             "`initialize` an optimizer that has not stepped yet, and load its states from a checkpoint"
         )
     masters = [master for store in stores for master in store.contents.masters]

@@ -22,6 +22,7 @@ from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
 from mizzen.model.piece import piece_of_whole
 from mizzen.plan.parts import Store
+from mizzen.wording import and_more
 
 States = Mapping[Tensor, Mapping[str, Any]]
 OF_THE_MACHINE: Final = frozenset(
@@ -53,7 +54,7 @@ def held_states(optimizer: Optimizer, stores: Sequence[Store], rank: int) -> Ite
                 if value.dim() and len(names) > 1:
                     raise UsageError(
                         f"the optimizer state '{key}' has shape {list(value.shape)} and belongs to {len(names)} "
-                        f"parameters, {', '.join(names[:3])} and so on: it cannot be saved by parameter"
+                        f"parameters, {and_more(names, 3)}: it cannot be saved by parameter"
                     )
                 for name in names:
                     yield HeldItem(Item(key, piece_of_whole(name, value)), holders, is_spare=name not in firsts)
@@ -82,7 +83,7 @@ def _as_tensor(value: Any, key: str, names: Sequence[str]) -> Tensor | None:
     if type(value) in (bool, int, float):
         return torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
     raise UsageError(
-        f"the optimizer state '{key}' of {', '.join(names[:2]) or 'padding'} is a {type(value).__name__}, which a "
+        f"the optimizer state '{key}' of {and_more(names, 2) or 'padding'} is a {type(value).__name__}, which a "
         "checkpoint does not keep: it keeps tensors and numbers"
     )
 

@@ -35,6 +35,7 @@ from mizzen.plan.build import Plan
 from mizzen.plan.explain import facts_of
 from mizzen.precision.arithmetic import check_device
 from mizzen.precision.policy import Policy
+from mizzen.wording import and_more
 
 WRAPPERS: Final = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "what is inside it, its .module",
@@ -117,7 +118,7 @@ def move_to_device(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         _move_apart(model, device, late)
     else:
         model.to(device)
-    trained = late | {p.name for p in plan.sketch.parameters if p.is_trained}
+    trained = late | {name for p in plan.sketch.parameters if p.is_trained for name in p.names}
     for name, parameter in model.named_parameters():
         if name not in trained and policy.parameters and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch_dtype(policy.parameters))
@@ -169,7 +170,7 @@ def _check_memory(model: nn.Module) -> None:
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if empty:
         raise UsageError(
-            f"{', '.join(empty[:3])}{f' and {len(empty) - 3} more' if len(empty) > 3 else ''}: no values on the meta "
+            f"{and_more(empty, 3)}: no values on the meta "
             "device. Build the model on a real one, in mizzen.zero.Init where it is too large for that, or call "
             "model.to_empty(device=...) and fill it"
         )

@@ -1,6 +1,6 @@
 """Where a run stands: what a save writes down, a load sets and a stop looks at. How a step is taken is not here."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,9 @@ from mizzen.config.schema import Config
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.runner import tokens_in
-from mizzen.engine.vote import Tally
 from mizzen.errors import UsageError
 from mizzen.model.tree import joined_module
+from mizzen.plan.losses import Tally
 from mizzen.plan.parts import Parts, Store
 from mizzen.precision.scaler import LossScaler
 
@@ -107,6 +107,8 @@ class RunState:
     """Where `train_batch()` without an iterator takes its data from."""
     iterator: Any = None
     """What is under way of the loader."""
+    batch_function: Callable[[Any], Any] = lambda batch: batch
+    """What makes of a batch of the data the one that the model is given."""
     step_in_progress: StepInProgress = field(default_factory=StepInProgress)
     """The micro-batches since the last step."""
     applied_steps: int = 0

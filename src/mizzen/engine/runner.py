@@ -1,9 +1,9 @@
 """Forward and backward of micro-batches on a model that is whole on this rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,15 +12,11 @@ from mizzen.comm.mesh import Mesh
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.phases import Phases
 from mizzen.engine.randomness import RandomStream
-from mizzen.engine.vote import Role, Tally
 from mizzen.errors import CommError, PlanError, UsageError
 from mizzen.log import get_logger
-from mizzen.model.inputs import change_tensors
+from mizzen.plan.losses import Evaluation, LossFunction, Role, Tally, call, loss_of, pull, to_device
 from mizzen.plan.parts import Parts
 from mizzen.precision.arithmetic import Arithmetic
-
-LOSS: Final = "loss"
-LossFunction = Callable[[Any, Any], Any]
 
 
 class Runner(Protocol):
@@ -28,6 +24,8 @@ class Runner(Protocol):
 
     role: Role | None
     """Which ranks have losses; None where all have."""
+    stage: int
+    """The place of this rank among the stages of a pipeline; 0 where there is one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
@@ -37,6 +35,15 @@ class Runner(Protocol):
 
     def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
         """Forward and backward of all of them. They are where the loader left them: what is needed is moved."""
+
+    def evaluate(self, micros: Sequence[Any], loss_function: LossFunction | None, *, has_loss: bool) -> Evaluation:
+        """Forward of all of them, without gradients; `has_loss` asks for losses, else only outputs are kept."""
+
+    def pull(self, source: Callable[[], Iterator[Any]], count: int) -> list[Any]:
+        """The next micro-batches, or as many as there are; on a rank that needs no data as many placeholders."""
+
+    def check_open_loop(self, call: str) -> None:
+        """Refuse a call of an open loop where only whole batches can be run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,7 @@ class Accumulate:
     """One micro-batch after the other, on a model that is one part."""
 
     role: Role | None = None
+    stage = 0
 
     def __init__(self, running: RunnerContext) -> None:
         if len(running.parts) != 1:
@@ -116,6 +124,23 @@ class Accumulate:
             self.backward(weighted, last=number == len(micros))
         return tally
 
+    def evaluate(self, micros: Sequence[Any], loss_function: LossFunction | None, *, has_loss: bool) -> Evaluation:
+        """Forward of one micro-batch after the other."""
+        found = Evaluation()
+        for micro in micros:
+            output = self._output(to_device(micro, self.device), loss_function)
+            found.outputs.append(output)
+            if has_loss:
+                found.add(*loss_of(output))
+        return found
+
+    def pull(self, source: Callable[[], Iterator[Any]], count: int) -> list[Any]:
+        """The next micro-batches: this rank computes with all of them."""
+        return pull(source(), count)
+
+    def check_open_loop(self, call: str) -> None:
+        """Any call is right here."""
+
     def _output(self, micro: Any, loss_function: LossFunction | None) -> Any:
         if loss_function is None:
             return call(self.forward, micro)
@@ -124,41 +149,6 @@ class Accumulate:
         output = call(self.forward, micro[0])
         with self.arithmetic.region():
             return loss_function(output, micro[1])
-
-
-def call(function: Callable[..., Any], batch: Any) -> Any:
-    """A dict is passed as keywords, a tuple or list as arguments, anything else as the one argument."""
-    if isinstance(batch, Mapping):
-        return function(**batch)
-    if isinstance(batch, tuple | list):
-        return function(*batch)
-    return function(batch)
-
-
-def loss_of(output: Any) -> tuple[Tensor, Tensor | None]:
-    """The loss in what a model returned, with its count where it came as `(sum, count)`."""
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get(LOSS)
-    elif not isinstance(output, Tensor | tuple | list):
-        found = getattr(output, LOSS, None)
-    if isinstance(found, tuple | list) and len(found) == 2 and all(_is_number(value) for value in found):
-        return found[0], torch.as_tensor(found[1])
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found.reshape(()), None
-    raise UsageError(
-        f"no loss in the model's output, a {type(output).__name__}: return a scalar, an object with .loss, a dict with "
-        "'loss', or (sum, count); or give train_batch a loss_fn(output, target)"
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on the device, in the structure that it has."""
-    return change_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def tokens_in(batch: Any) -> int | None:

@@ -20,6 +20,7 @@ from mizzen.engine.loading import LoadReport
 from mizzen.engine.optimizer import EngineOptimizer
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.run_state import RunState, StepInProgress
+from mizzen.engine.runner import Runner
 from mizzen.engine.saving import Saving
 from mizzen.engine.stopping import Stopping
 from mizzen.environment import World
@@ -98,9 +99,6 @@ UNBUILT: Final[Mapping[str, str]] = {
     "set_data_post_process_func": "data efficiency",
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "random_ltd_initialize": "random layer-token drop",
-    "eval_batch": "pipeline parallelism",
-    "set_dataiterator": "pipeline parallelism",
-    "set_batch_fn": "pipeline parallelism",
 }
 """Call -> the capability it waits for."""
 
@@ -162,6 +160,7 @@ class EngineStatus(nn.Module):
         self.mp_world_size = context.resolved.layout.tp
         self.sequence_parallel_size = context.resolved.layout.sp
         self.managed = self.settings.managed_gradient_accumulation
+        self.runner: Runner
         self.saving: Saving
         self.stopping: Stopping
         self.observers: tuple[Observer, ...] = ()

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.stopping import Stopping
-from mizzen.engine.vote import NOT_FINITE, Decision, PendingDecision, ShareOf, StepSums, Tally, Vote
+from mizzen.engine.vote import NOT_FINITE, Decision, PendingDecision, ShareOf, StepSums, Vote
 from mizzen.errors import UsageError
 from mizzen.optim.rules import decided, decides, only, scaled, why_not_apart
+from mizzen.plan.losses import Tally
 from mizzen.plan.parts import ReducedGradients, Store
 from mizzen.precision.scaler import LossScaler
 

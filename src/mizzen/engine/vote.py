@@ -16,8 +16,9 @@ from torch.distributed import ProcessGroup
 from mizzen.accelerator import Fetch, get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.errors import UsageError
+from mizzen.plan.losses import MANY_KINDS, Role
+from mizzen.wording import and_more
 
-MANY_KINDS: Final = "some losses of this step came as (sum, count) and others as one number: return one kind"
 SOME_SCALED: Final = (
     "some ranks called engine.scale(loss).backward() in this step and others a bare loss.backward(): use one of the two"
 )
@@ -27,27 +28,6 @@ NO_GRADIENT: Final = (
 )
 NOT_FINITE: Final = "the gradient norm is not finite"
 SUM_OVERFLOWS: Final = "the gradient norm is not finite although every rank's own gradients are: their sum overflows"
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """What one rank adds up over the micro-batches of a step."""
-
-    loss: Tensor | None = None
-    """The sum of its losses, or of the numerators of `(sum, count)`."""
-    count: Tensor | float = 0.0
-    """The number of losses, or the sum of the counts."""
-    is_counted: bool = False
-    """Whether the losses came as `(sum, count)`, by whose count the gradient then still has to be divided."""
-
-    def plus(self, loss: Tensor, count: Tensor | float, *, is_counted: bool = False) -> "Tally":
-        """With one more micro-batch. Nothing here waits for the device."""
-        loss = loss.detach().float()
-        if self.loss is None:
-            return Tally(loss, count, is_counted)
-        if is_counted != self.is_counted:
-            raise UsageError(MANY_KINDS)
-        return Tally(self.loss + loss, self.count + count, is_counted)
 
 
 class StepSums(NamedTuple):
@@ -89,16 +69,6 @@ class Seen(NamedTuple):
     def of(cls, sums: StepSums) -> "Seen":
         """What any rank has seen."""
         return cls(*(bool(count > 0) for count in _counts(sums)))
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """Which ranks have losses: all of them, or those of the last stage of a pipeline."""
-
-    loss_ranks: int
-    """The number of ranks that have losses."""
-    has_losses: bool = True
-    """Whether this rank is one of them."""
 
 
 ShareOf = Callable[[bool, bool, bool], float]
@@ -289,9 +259,7 @@ class Vote:
             collectives.all_gather_object(gathered, named[0], group=self.group)
             named = gathered
         found = [
-            f"rank {groups.get_global_rank(self.group, rank) if self.group else 0}: "
-            + ", ".join(names[:3])
-            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            f"rank {groups.get_global_rank(self.group, rank) if self.group else 0}: {and_more(names, 3)}"
             for rank, names in enumerate(named)
             if names
         ]

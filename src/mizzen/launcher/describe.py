@@ -13,9 +13,8 @@ from typing import Any
 
 from mizzen.errors import UsageError
 from mizzen.launcher.backends import VARIABLE, interpreter, split_words
-from mizzen.launcher.job import Job
+from mizzen.launcher.job import Job, is_plain
 from mizzen.launcher.launch import PORT, LaunchOptions, LaunchPlan
-from mizzen.launcher.variables import is_plain
 from mizzen.wording import and_more, counted
 
 

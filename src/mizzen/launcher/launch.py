@@ -21,8 +21,7 @@ from mizzen.launcher.hosts import (
     select,
     visible,
 )
-from mizzen.launcher.job import Job, Kind, Program, Supervision
-from mizzen.launcher.variables import exported, parse_file, with_interface
+from mizzen.launcher.job import Job, Kind, Program, Supervision, exported, parse_file, with_interface
 
 HOSTFILE: Final = "/job/hostfile"
 PORT: Final = 29500

@@ -19,10 +19,10 @@ from mizzen.launcher.backends import INPUT
 from mizzen.launcher.hosts import ROOT, Host, find_devices, in_allocation, is_number
 from mizzen.launcher.job import ENDED, TAKEN, Job
 from mizzen.launcher.output import open_standard_streams, say, write
-from mizzen.launcher.process_tree import SHARED_MEMORY, CleanupProcess
 from mizzen.launcher.rendezvous import Node, PortTaken, open_rendezvous
 from mizzen.launcher.signals import StopSignals
 from mizzen.launcher.supervisor import Supervisor
+from mizzen.launcher.workers import SHARED_MEMORY, CleanupProcess
 from mizzen.log import set_level
 from mizzen.wording import and_more
 

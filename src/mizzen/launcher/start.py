@@ -33,12 +33,11 @@ from mizzen.launcher.backends import (
     ssh,
 )
 from mizzen.launcher.hosts import Host, Hosts, count_devices, find_devices
-from mizzen.launcher.job import ENDED, SAID, TAKEN
+from mizzen.launcher.job import ENDED, SAID, TAKEN, common_secret, file_paths
 from mizzen.launcher.launch import HOSTFILE, LaunchOptions, LaunchPlan, LocalMachine, with_next_port
 from mizzen.launcher.output import PipeReader, ProcessOutput, say, write
-from mizzen.launcher.process_tree import dies_with_parent
 from mizzen.launcher.signals import HANDLED, UNSAVED, block_signals, is_handled
-from mizzen.launcher.variables import common_secret, file_paths
+from mizzen.launcher.workers import dies_with_parent
 from mizzen.network import fresh_key, resolve
 from mizzen.wording import and_more
 

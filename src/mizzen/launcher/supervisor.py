@@ -18,15 +18,13 @@ from typing import Final
 from mizzen.errors import LaunchError
 from mizzen.hang import RankState, find_hang
 from mizzen.launcher.hosts import find_devices, numa_nodes, numactl, physical, shares
-from mizzen.launcher.job import Job
+from mizzen.launcher.job import Job, inherited, rank_environment, with_drop_in
 from mizzen.launcher.outcome import Failure, Outcome, decide, record_outcome, root_cause
 from mizzen.launcher.output import ProcessOutput, open_log, say
-from mizzen.launcher.process_tree import CleanupProcess
 from mizzen.launcher.rendezvous import JobStopped, Node, Rendezvous
 from mizzen.launcher.rendezvous_state import Assignment, RendezvousStatus
 from mizzen.launcher.signals import SAVED, UNSAVED, Interrupted, StopSignals
-from mizzen.launcher.variables import inherited, rank_environment, with_drop_in
-from mizzen.launcher.workers import TICK, WorkerGroup, WorkerSpec
+from mizzen.launcher.workers import TICK, CleanupProcess, WorkerGroup, WorkerSpec
 from mizzen.log import LEVELS
 
 STATUS_INTERVAL: Final = 0.25

@@ -144,6 +144,27 @@ class ModuleSketch:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSketch:
+    """One layer of a model that is written as a list of layers."""
+
+    path: str
+    """Of its module; empty for a plain function. Layers that share a module have one path."""
+    kind: str
+    """The name of its class, or of the function."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerList:
+    """How a model that is written as a list of layers wants to be cut."""
+
+    layers: tuple[LayerSketch, ...]
+    partition: str
+    """How layers are dealt out to stages."""
+    weights: tuple[float, ...] = ()
+    """What each layer costs, where it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sketch:
     """A model without its tensors. Two models with equal sketches are planned alike."""
 
@@ -160,6 +181,8 @@ class Sketch:
     """How the model itself says that its layers are split over ranks: patterns of paths, and transformers' styles."""
     flow: Flow | None = field(default=None, repr=False, compare=False)
     """Which layers read what others give, where somebody has looked (`with_flow`)."""
+    layer_list: LayerList | None = None
+    """The layers of a model that is written as a list of them."""
 
     @classmethod
     def of(cls, module: "nn.Module") -> "Sketch":
@@ -310,6 +333,9 @@ def joined(drafts: Drafts) -> Sketch:
         tuple({module.path: module for draft in drafts for module in draft.modules}.values()),
         tuple(dict.fromkeys(hint for draft in drafts for hint in draft.hints)),
         next((draft.head for draft in drafts if draft.head is not None), None),
+        drafts[0].split_plan,
+        drafts[0].flow,
+        drafts[0].layer_list,
     )
 
 
@@ -364,6 +390,7 @@ class _SketchReader:
             tuple(self.hints),
             self.head,
             _split_plan(root),
+            layer_list=vars(root).get("layer_list"),
         )
 
     def _visit(self, path: str, module: "nn.Module") -> None:

@@ -1,6 +1,7 @@
 """The modules and parameters of a model: whether one was exchanged since some time, and parts as one model."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -48,6 +49,18 @@ class ModelTree:
 def every_name(model: nn.Module) -> dict[str, Tensor]:
     """The parameters of a model by name, a tied one under each of its names."""
     return dict(model.named_parameters(remove_duplicate=False))
+
+
+def with_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
+    """A module like another, of whose tensors and settings it has the very ones, with children of its own."""
+    found = copy.copy(module)
+    vars(found)["_modules"] = dict(children)
+    return found
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children of a module by name, those that are None included."""
+    return dict(module._modules)
 
 
 def joined_module(modules: Sequence[nn.Module]) -> nn.Module:

@@ -37,7 +37,9 @@ def address(view: memoryview) -> int:
 class DirectFile:
     """One file, open for reading and writing. Threads may read and write different places of it at once."""
 
-    def __init__(self, path: str | Path, *, direct: bool = True, create: bool = True, write: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, *, direct: bool = True, create: bool = True, write: bool = True, mode: int = 0o600
+    ) -> None:
         self.path = Path(path)
         self.size = 0
         """The bytes that the file is known to have; `check` compares."""
@@ -46,21 +48,21 @@ class DirectFile:
         self._cached = self._direct = -1
         created = os.O_CREAT if create and write else 0
         if direct:
-            self._direct = self._open_direct(created)
+            self._direct = self._open_direct(created, mode)
         if self._direct < 0:
-            self._cached = perform("open", self.path, os.open, self.path, self._mode | created, 0o600)
+            self._cached = perform("open", self.path, os.open, self.path, self._mode | created, mode)
 
     @property
     def is_direct(self) -> bool:
         """Whether what is aligned goes past the page cache."""
         return self._direct >= 0
 
-    def _open_direct(self, created: int) -> int:
+    def _open_direct(self, created: int, mode: int) -> int:
         if not O_DIRECT:
             self._say_refusal("this system has no O_DIRECT")
             return -1
         try:
-            return perform("open", self.path, os.open, self.path, self._mode | created | O_DIRECT, 0o600)
+            return perform("open", self.path, os.open, self.path, self._mode | created | O_DIRECT, mode)
         except FileError as error:
             if error.errno not in REFUSALS:
                 raise
@@ -112,6 +114,11 @@ class DirectFile:
                     "reason"
                 )
             view, offset = view[count:], offset + count
+
+    def leave_cache(self) -> None:
+        """Wait until all that was written is on the disk, and let the page cache forget the file."""
+        perform("fsync", self.path, os.fsync, self._any())
+        os.posix_fadvise(self._any(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _transfer(self, operation: str, view: memoryview, offset: int) -> int:
         """One call to the system; how many bytes it has read or written."""

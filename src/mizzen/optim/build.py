@@ -22,6 +22,7 @@ from mizzen.model.sketch import ParameterSketch
 from mizzen.optim.own_rules import Lamb, Muon, split_groups
 from mizzen.optim.rules import ELEMENTWISE
 from mizzen.optim.schedules import SCHEDULES, LRSchedule
+from mizzen.wording import and_more
 
 OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {
     kind.__name__.lower(): kind for kind in (*ELEMENTWISE, Adafactor, Lamb, Muon)
@@ -282,7 +283,7 @@ def _parameters_of(group: Mapping[str, Any], number: int) -> Iterator[Tensor]:
 def _not_in_the_model(model: nn.Module, parameter: Tensor, number: int, place: int) -> UsageError:
     shape = list(parameter.shape)
     alike = [name for name, own in model.named_parameters() if list(own.shape) == shape]
-    hint = f"; of that shape the model has {', '.join(alike[:3])}" if alike else ""
+    hint = f"; of that shape the model has {and_more(alike, 3)}" if alike else ""
     return UsageError(
         f"model_parameters: entry {place} of group {number}, of shape {shape}, is no parameter of the model{hint}. "
         "Take the parameters from the model after its last change"

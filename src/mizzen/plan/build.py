@@ -16,6 +16,8 @@ from mizzen.plan.unbuilt import refusals
 from mizzen.precision.policy import FLOATING, Policy, wider
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mizzen.comm.mesh import Mesh
     from mizzen.plan.parts import Parts
 
@@ -104,6 +106,11 @@ class Plan:
             for dtype, wide in sums.items()
             if asked and wide != policy.accumulation
         )
+
+    def take(self, model: "nn.Module", mesh: "Mesh") -> None:
+        """Leave of the model what this rank runs of it."""
+        for step in self.steps:
+            step.transform.take(model, step.choice, mesh)
 
     def apply(self, parts: "Parts", mesh: "Mesh") -> "Parts":
         """Change the parts, one transform after the other, in the order that `ORDER` gives."""

@@ -9,6 +9,8 @@ from mizzen.model.sketch import Drafts
 from mizzen.plan.cost import Cost
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mizzen.comm.mesh import Mesh
     from mizzen.plan.parts import Parts
 
@@ -30,6 +32,7 @@ class Transform(Protocol):
                              redraw(choice, drafts)        -> the drafts that the next transform decides on
                              groups(choice)                -> ranks that need a group which no product of axes gives
                              price(choice, rank)           -> what the change adds to the bytes of a rank
+    plan.take, every rank:   take(model, choice, mesh)     -> nothing; what other ranks run of the model is gone
     plan.apply, every rank:  apply(parts, choice, mesh)    -> the parts, changed; it never sees the config
     """
 
@@ -57,6 +60,10 @@ class Transform(Protocol):
     def moved_by_apply(self, choice: Any) -> Iterable[str]:
         """The parameters that `apply` itself brings to the device; the others are there before."""
         return ()
+
+    def take(self, model: "nn.Module", choice: Any, mesh: "Mesh") -> None:
+        """Leave of a model what this rank runs, before anything is brought to the device; all of it by default."""
+        return
 
     def apply(self, parts: "Parts", choice: Any, mesh: "Mesh") -> "Parts":
         """Do what was decided."""

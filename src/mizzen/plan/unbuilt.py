@@ -57,8 +57,6 @@ UNBUILT: Final = (
     Unbuilt("zero_optimization.offload_param", "parameter offload"),
     Unbuilt("zero_optimization.offload_optimizer", "optimizer offload"),
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
-    Unbuilt("pipeline_parallel_size", "pipeline parallelism"),
-    Unbuilt("pipeline", "pipeline parallelism"),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
     Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", asks=False),
     Unbuilt("expert_parallel", "expert parallelism", _ON),

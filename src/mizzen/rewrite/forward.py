@@ -8,6 +8,7 @@ from torch import nn
 from mizzen.errors import PlanError
 from mizzen.model.blocks import Block, Blocks
 from mizzen.model.sketch import Sketch
+from mizzen.wording import counted
 
 
 class ReplacedForward:
@@ -44,6 +45,6 @@ def called_blocks(sketch: Sketch, choice: Sequence[str], *, key: str) -> tuple[B
 
 def in_words(units: Sequence[Block], *, among: int) -> str:
     """How many there are, of how many, and of which classes."""
-    count = f"{len(units)} of {among}" if len(units) < among else f"{among}"
+    some = f"{len(units)} of " if len(units) < among else ""
     kinds = ", ".join(dict.fromkeys(unit.kind for unit in units))
-    return f"{count} block{'s' if among > 1 else ''} ({kinds})"
+    return f"{some}{counted(among, 'block')} ({kinds})"

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import mizzen
 from mizzen.accelerator import Fetch
 from mizzen.comm import collectives
-from mizzen.engine.vote import Role, StepSums, Tally, Vote
+from mizzen.engine.vote import StepSums, Vote
+from mizzen.plan.losses import Role, Tally
 from parity.programs import Case, build, micro_batches
 
 NOTHING = StepSums(0.0, None, 0.0, False, False, False, False, False, False, False, True, 1)

@@ -179,7 +179,7 @@ MATRIX = {("model", "a"): (4, 3)}
 
 def test_the_error_has_counts_and_ranks():
     found = flaws({2: written(MATRIX, [(0, (0, 0), (2, 3))]), 5: written(MATRIX, [(0, (1, 0), (3, 3))])})
-    assert "model 'a' [4, 3]: 3 elements are missing and 3 are there twice (written by rank 2, 5)" in found
+    assert "model 'a' [4, 3]: 3 elements are missing and 3 are there twice (written by ranks 2, 5)" in found
 
 
 def test_what_every_rank_leaves_to_another_is_missed():
@@ -209,8 +209,8 @@ TOP, BOTTOM = (0, (0, 0), (2, 3)), (0, (2, 0), (4, 3))
         ([[TOP], [TOP], [BOTTOM], [BOTTOM]], ""),  # what two ranks of a node bring is kept once
         ([[WHOLE], [], [TOP], []], ""),
         ([[TOP], [BOTTOM], [(0, (0, 0), (4, 1))], [(0, (0, 1), (4, 3))]], ""),  # cut in another way
-        ([[TOP], [], [TOP], []], "6 elements are missing (written by rank 0, 2)"),
-        ([[WHOLE], [TOP], [BOTTOM], []], "6 are there twice (written by rank 0, 1, 2)"),
+        ([[TOP], [], [TOP], []], "6 elements are missing (written by ranks 0, 2)"),
+        ([[WHOLE], [TOP], [BOTTOM], []], "6 are there twice (written by ranks 0, 1, 2)"),
     ],
 )
 def test_nodes_with_filesystems_of_their_own_may_have_copies(boxes, expected):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mizzen.ambient import AMBIENT
-from mizzen.comm.backend import Group, Request, ranks_in_words, register_backend, registered_backend
+from mizzen.comm.backend import Group, Request, register_backend, registered_backend
 from mizzen.comm.join import init_distributed
 from mizzen.comm.torch_backend import Finished, Sliced, Streamed, Threaded, TorchBackend, check_name, make_backend
 from mizzen.environment import World
@@ -21,19 +21,6 @@ def one_rank():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1], "ranks 0, 1"),
-        (list(range(8)), "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
-        (list(range(0, 64, 2)), "ranks 0, 2, 4, 6, ... 62 (32 of them)"),
-    ],
-)
-def test_ranks_in_words(ranks, text):
-    assert ranks_in_words(ranks) == text
 
 
 def test_titles():

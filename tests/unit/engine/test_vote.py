@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mizzen.engine.vote import MANY_KINDS, NO_GRADIENT, NOT_FINITE, SOME_SCALED, Seen, StepSums, StepTerms, Vote, decide
+from mizzen.engine.vote import NO_GRADIENT, NOT_FINITE, SOME_SCALED, Seen, StepSums, StepTerms, Vote, decide
 from mizzen.errors import UsageError
+from mizzen.plan.losses import MANY_KINDS
 
 
 def share_of(has_losses: bool, has_unannounced: bool, has_scaled: bool) -> float:

@@ -9,9 +9,8 @@ from mizzen.errors import UsageError
 from mizzen.launcher.backends import NAMES
 from mizzen.launcher.describe import describe, emit_k8s, emit_slurm
 from mizzen.launcher.hosts import KINDS
-from mizzen.launcher.job import Job
+from mizzen.launcher.job import DROP_IN, Job, with_drop_in
 from mizzen.launcher.launch import PORTS, LaunchOptions, LocalMachine, plan_launch, with_next_port
-from mizzen.launcher.variables import DROP_IN, with_drop_in
 
 HOSTFILE = "w0 slots=4\nw1 slots=2\n"
 EVEN = "w0 slots=4\nw1 slots=4\n"

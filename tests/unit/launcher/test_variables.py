@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mizzen.errors import UsageError
-from mizzen.launcher.variables import (
+from mizzen.launcher.job import (
     SECRET_FILE,
     common_secret,
     exported,

@@ -34,8 +34,6 @@ ASKED = {
     "zero_optimization.offload_param": zero(stage=2, offload_param={"device": "cpu"}),
     "zero_optimization.offload_optimizer": zero(offload_optimizer={"device": "cpu"}),
     "zero_optimization.zenflow": zero(zenflow={}),
-    "pipeline_parallel_size": {"pipeline_parallel_size": 2},
-    "pipeline": {"pipeline": {"activation_checkpoint_interval": 1}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
     "tensor_parallel.tensor_parallel.tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
     "sequence_parallel_size": {"sequence_parallel_size": 2},

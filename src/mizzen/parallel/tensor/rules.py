@@ -37,12 +37,7 @@ class Said:
     is_summed: bool = False
     """Of a parameter that stays whole: gradients are added up over the ranks."""
     is_users: bool = False
-    """Whether the user says so. A plan of transformers gathers what a region of ours keeps apart."""
-
-    @property
-    def is_gathered_by_user(self) -> bool:
-        """Whether outputs have to be put together because the user wants them so."""
-        return self.gathers and self.is_users
+    """Whether the user says so, and not the model."""
 
 
 STYLES: Final[Mapping[str, Said]] = {
@@ -163,10 +158,8 @@ class _Decider:
         """Cut a region, where nobody says otherwise of its layers."""
         columns = [said.get(layer.path) for layer in region.sources]
         rows = [said.get(layer.path) for layer in region.sinks]
-        cut = [
-            words is None or (words.style == "column" and not (words.gathers and words.is_users)) for words in columns
-        ]
-        cut += [words is None or (words.style == "row" and not (words.splits and words.is_users)) for words in rows]
+        cut = [words is None or (words.style == "column" and not words.gathers) for words in columns]
+        cut += [words is None or (words.style == "row" and not words.splits) for words in rows]
         if not all(cut):
             if any(cut) and any(words is not None and words.style in ("column", "row") for words in (*columns, *rows)):
                 self._check_apart(region, said)

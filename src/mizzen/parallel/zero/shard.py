@@ -21,6 +21,7 @@ from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.precision.policy import FLOATING, Policy, wider
+from mizzen.wording import counted
 
 Stage = Literal[0, 1, 2]
 
@@ -188,7 +189,7 @@ class ZeroChoice:
             return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard"
         buckets = [bucket for family in held for buffer in family.buffers for bucket in buffer.buckets]
         owned = sum(bucket.is_whole for bucket in buckets)
-        words = f" in {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}" if buckets else ""
+        words = f" in {counted(len(buckets), 'bucket')}" if buckets else ""
         words += f", {owned} of them with one owner each" if owned and self.flat.stage else ""
         return f"ZeRO stage {self.asked} over dp={ranks}{words}, sums in {self.flat.policy.wire or 'float32'}"
 

@@ -1,0 +1,217 @@
+"""A pipeline as a transform: which part of a model is on which stage, and how micro-batches go through them.
+
+A model that is written as a list of layers is cut between layers, any other between its repeated blocks.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+from torch import nn
+
+from mizzen.comm.mesh import Mesh
+from mizzen.config.layout import Layout
+from mizzen.config.parallel import PipelineConfig
+from mizzen.config.schema import Config
+from mizzen.errors import PlanError
+from mizzen.model.sketch import Drafts, Sketch
+from mizzen.parallel.pipeline.blocks import BlockList, chunk_of, leave
+from mizzen.parallel.pipeline.module import LayeredModule, cut_layers
+from mizzen.parallel.pipeline.runner import Pipelined
+from mizzen.parallel.pipeline.schedule import Schedule, peak_activations
+from mizzen.parallel.pipeline.tables import make_schedule
+from mizzen.plan.parts import Parts
+from mizzen.plan.transform import MakeRunner, Transform
+from mizzen.wording import counted
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleChoice:
+    """Which table is run: one by name, for any number of micro-batches, or one that the user has written."""
+
+    name: str
+    stages: int
+    virtual_stages: int | None
+    written: Schedule | None = None
+
+    @classmethod
+    def of(cls, config: PipelineConfig, stages: int) -> "ScheduleChoice":
+        """Read it out of a configuration; a table that cannot be run is refused."""
+        if isinstance(config.schedule, str):
+            return cls(config.schedule, stages, config.virtual_stages)
+        written = Schedule.of(config.schedule)
+        if written.stages != stages:
+            raise PlanError(
+                f"pipeline.schedule has {counted(written.stages, 'row')} for pipeline_parallel_size {stages}: give one "
+                "for each stage"
+            )
+        return cls("custom", stages, config.virtual_stages, written)
+
+    @property
+    def example(self) -> Schedule:
+        """A table for twice as many micro-batches as stages, or the one that was written."""
+        return self.table(self.written.micro_batches if self.written is not None else 2 * self.stages)
+
+    def table(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
+        """The table for so many micro-batches."""
+        if self.written is None:
+            return make_schedule(self.name, self.stages, micro_batches, self.virtual_stages, forward_only=forward_only)
+        if forward_only:
+            return make_schedule(
+                "looped_bfs", self.stages, micro_batches, self.written.chunks_per_stage, forward_only=True
+            )
+        if self.written.micro_batches != micro_batches:
+            raise PlanError(
+                f"pipeline.schedule is a table for {self.written.micro_batches} micro-batches, and a step has "
+                f"{micro_batches}: gradient_accumulation_steps has to be that number"
+            )
+        return self.written
+
+
+@dataclass(frozen=True, slots=True)
+class CutChoice:
+    """The chunks of a model, and the stage of each."""
+
+    layout: Layout
+    schedule: ScheduleChoice
+    placement: tuple[int, ...]
+    chunks: tuple[range, ...]
+    """The layers, or blocks, of each chunk, by number."""
+    names: tuple[frozenset[str], ...]
+    """The parameters of each chunk, by the name that the whole model has for them."""
+    interval: int = 0
+    """Layers between recomputed activations; 0 leaves that to the model."""
+    blocks: BlockList | None = None
+    """The blocks of a model; None for one that is written as a list of layers."""
+
+    def chunks_at(self, stage: int) -> tuple[int, ...]:
+        """The chunks of a stage, in the order of their parts."""
+        return tuple(chunk for chunk, place in enumerate(self.placement) if place == stage)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The chunks in the order of drafts: the first of every stage, then the second of every stage, and so on."""
+        per_stage = len(self.placement) // self.layout.pp
+        return tuple(self.chunks_at(stage)[turn] for turn in range(per_stage) for stage in range(self.layout.pp))
+
+    def __str__(self) -> str:
+        sizes = "+".join(str(len(numbers)) for numbers in self.chunks)
+        what = "blocks" if self.blocks is not None else "layers"
+        table = self.schedule.example
+        kept = max(peak_activations(table))
+        micros = f"{kept} micro-batch{'es' if kept > 1 else ''}"
+        chunks = f" in {len(self.chunks)} chunks" if len(self.chunks) > self.layout.pp else ""
+        cut = f" of {sizes} {what}" if any(self.chunks) else ""
+        return (
+            f"{counted(self.layout.pp, 'stage')}{chunks}{cut}, schedule {self.schedule.name}, which keeps activations "
+            f"of at most {micros} out of {table.micro_batches}"
+        )
+
+
+class PipelineCut(Transform):
+    """Stages over pp; a model that is written as a list of layers is run by its batch convention on one stage, too."""
+
+    name = "pipeline"
+
+    def wants(self, config: Config, layout: Layout, drafts: Drafts) -> CutChoice | None:
+        """Cut a model into chunks; None where there is one stage and no list of layers."""
+        (sketch,) = drafts
+        layers = sketch.layer_list
+        if layout.pp == 1 and layers is None:
+            _refuse_alone(config.pipeline)
+            return None
+        schedule = ScheduleChoice.of(config.pipeline, layout.pp)
+        placement = schedule.example.placement
+        if layers is not None:
+            weights = [_weight(sketch, layer.path) for layer in layers.layers]
+            chunks = _ranges(cut_layers(layers, weights, len(placement)))
+            paths = [{layers.layers[number].path for number in numbers} - {""} for numbers in chunks]
+            names = tuple(_names_under(sketch, each) for each in paths)
+            interval = config.pipeline.activation_checkpoint_interval
+            return CutChoice(layout, schedule, placement, chunks, names, interval)
+        if not sketch.modules:
+            return CutChoice(layout, schedule, placement, (range(0),) * len(placement), (frozenset(),) * len(placement))
+        blocks = BlockList.find(sketch)
+        chunks = _ranges(blocks.cut(sketch, len(placement)))
+        return CutChoice(layout, schedule, placement, chunks, blocks.names(sketch, chunks), blocks=blocks)
+
+    def redraw(self, choice: CutChoice, drafts: Drafts) -> Drafts:
+        """One piece for each chunk. What several stages use lives on all of them, and on each in one piece."""
+        (whole,) = drafts
+        if not choice.names:
+            return drafts
+        places: dict[str, list[int]] = {}
+        for held, stage in zip(choice.names, choice.placement, strict=True):
+            for name in held:
+                places.setdefault(name, []).append(stage)
+        found, seen = [], set[tuple[str, int]]()
+        for chunk in choice.order:
+            stage = choice.placement[chunk]
+            names = {name for name in choice.names[chunk] if (name, stage) not in seen}
+            seen |= {(name, stage) for name in names}
+            found.append(_placed(whole.having(names), places))
+        return tuple(found) if len(found) > 1 else (_placed(whole, places),)
+
+    def runner(self, choice: CutChoice) -> MakeRunner:
+        """Micro-batches by the table."""
+        return partial(Pipelined, placement=choice.placement, table=choice.schedule.table)
+
+    def take(self, model: nn.Module, choice: CutChoice, mesh: Mesh) -> None:
+        """Build this rank's layers, and let go of all others."""
+        own = choice.chunks_at(mesh.coordinate("pp"))
+        if isinstance(model, LayeredModule):
+            numbers = sorted(number for chunk in own for number in choice.chunks[chunk])
+            model.build(numbers)
+            model.keep(numbers)
+            firsts = [numbers.start for numbers in choice.chunks]
+            model.bounds = (*firsts, choice.chunks[-1].stop) if len(firsts) == choice.layout.pp else ()
+            model.activation_checkpoint_interval = choice.interval or model.activation_checkpoint_interval
+        elif choice.blocks is not None:
+            own_blocks, last = [choice.chunks[chunk] for chunk in own], len(choice.chunks) - 1
+            leave(model, choice.blocks, own_blocks, is_first=0 in own, is_last=last in own)
+
+    def apply(self, parts: Parts, choice: CutChoice, mesh: Mesh) -> Parts:
+        """One part for each chunk."""
+        (part,) = parts
+        own = choice.chunks_at(mesh.coordinate("pp"))
+        return tuple(replace(part, module=_module(part.module, choice, chunk, len(own) == 1)) for chunk in own)
+
+
+def _module(model: nn.Module, choice: CutChoice, chunk: int, is_alone: bool) -> nn.Module:
+    numbers = choice.chunks[chunk]
+    if choice.blocks is not None:
+        return chunk_of(model, choice.blocks, numbers, is_alone=is_alone)
+    if isinstance(model, LayeredModule) and not is_alone:
+        return model.chunk(numbers)
+    return model
+
+
+def _placed(draft: Sketch, places: Mapping[str, Collection[int]]) -> Sketch:
+    """A piece whose parameters live on the stages that use them."""
+    homes = (p.home.at("pp", *sorted(set(places[p.name]))) if p.name in places else p.home for p in draft.parameters)
+    return replace(
+        draft, parameters=tuple(replace(p, home=home) for p, home in zip(draft.parameters, homes, strict=True))
+    )
+
+
+def _ranges(bounds: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+
+def _names_under(sketch: Sketch, paths: Collection[str]) -> frozenset[str]:
+    """The parameters that have a name below one of these modules."""
+    prefixes = tuple(f"{path}." for path in paths)
+    return frozenset(p.name for p in sketch.parameters if any(name.startswith(prefixes) for name in p.names))
+
+
+def _weight(sketch: Sketch, path: str) -> int:
+    names = _names_under(sketch, {path}) if path else frozenset[str]()
+    return sum(p.numel for p in sketch.parameters if p.name in names and p.requires_grad)
+
+
+def _refuse_alone(config: PipelineConfig) -> None:
+    default = PipelineConfig.model_construct()
+    for key in ("schedule", "virtual_stages"):
+        if getattr(config, key) != getattr(default, key):
+            raise PlanError(f"pipeline.{key} is set, but there is one stage: set pipeline_parallel_size, too")

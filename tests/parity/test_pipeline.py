@@ -1,0 +1,79 @@
+"""A model in stages trains as one process does: every schedule, every ZeRO stage, uneven layers, odd micro-batches."""
+
+import os
+from functools import cache
+
+import pytest
+import torch
+
+from breadth import choice
+from mizzen.parallel.pipeline.tables import TABLES
+from parity import pipelines
+
+CASES = [
+    (2, "1f1b", 1, 3),
+    (2, "gpipe", 0, 4),
+    (2, "interleaved", 0, 3),
+    (2, "looped_bfs", 1, 4),
+    (2, "zero_bubble", 0, 4),
+    (2, "zbv", 0, 3),
+    (2, "dualpipev", 1, 4),
+    (4, "1f1b", 2, 3),
+    (4, "zero_bubble", 2, 4),
+    (4, "interleaved", 3, 3),
+    (4, "zbv", 1, 1),
+]
+"""Ranks, schedule, ZeRO stage, micro-batches."""
+if os.environ.get("FULL"):
+    CASES = [(4, name, stage, micros) for name in TABLES for stage in range(4) for micros in (1, 3, 4)]
+    CASES += [(8, "1f1b", 1, 3), (8, "interleaved", 3, 1)]
+SHORT = [(2, "1f1b", 1, 3), (2, "zbv", 0, 3), (4, "zero_bubble", 2, 4), (4, "interleaved", 3, 3)]
+
+
+@cache
+def reference() -> tuple:
+    """One process with plain torch, one batch at a time."""
+    model = pipelines.build(1)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, norms = [], []
+    for step in range(pipelines.STEPS):
+        generator = torch.Generator().manual_seed(step)
+        shape = (pipelines.SAMPLES, pipelines.LENGTH + 1)
+        tokens = torch.randint(0, pipelines.VOCABULARY, shape, generator=generator)
+        loss = pipelines.loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        optimizer.step()
+        losses.append(loss.item())
+    updates = {name: parameter.detach() - start[name] for name, parameter in model.named_parameters()}
+    return losses, norms, start, updates
+
+
+def check(runs: list) -> None:
+    losses, norms, start, updates = reference()
+    seen = set()
+    for found, found_norms, found_values in runs:
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        for name, value in found_values.items():
+            difference = (value - start[name] - updates[name]).norm()
+            assert difference <= 2e-3 * updates[name].norm(), name
+            seen.add(name)
+    assert seen == set(updates)
+
+
+@pytest.mark.parametrize(("ranks", "schedule", "stage", "micros"), choice(CASES, SHORT))
+def test_a_pipeline_trains_as_one_process_does(world, ranks, schedule, stage, micros):
+    check(world(ranks).run(pipelines.train, 2, stage, schedule, micros))
+
+
+@pytest.mark.parametrize(("schedule", "micros"), choice([("1f1b", 3), ("gpipe", 1), ("zbv", 2)], [("1f1b", 3)]))
+def test_four_stages_of_uneven_layers_train_as_one_process_does(world, schedule, micros):
+    """Nine layers on four stages, and fewer micro-batches than stages."""
+    check(world(4).run(pipelines.train, 4, 0, schedule, micros))
+
+
+def test_one_stage_trains_as_one_process_does(world):
+    check(world(2).run(pipelines.train, 1, 1, "1f1b", 2))
