@@ -86,9 +86,11 @@ class PartitionConfig(Section):
     """Ranks that share each layer."""
     layer_specs: tuple[LayerSpecConfig, ...] = ()
     """Rules in the order in which they are tried."""
-    embedding_partition_dim: Integer = 1
+    embedding_partition_dim: Integer = no_effect(1, "tables of tokens are cut by rows, so that a vocabulary is shared out")
     """Dimension along which embeddings are split."""
-    lm_head_patterns: tuple[Name, ...] = ("lm_head", "embed_out")
+    lm_head_patterns: tuple[Name, ...] = no_effect(
+        ("lm_head", "embed_out"), "the layer that makes logits is found by what it gives"
+    )
     """Names of the layer that makes the logits."""
     use_default_specs: Flag = True
     """Try the rules of the preset after these."""
@@ -106,8 +108,10 @@ class TensorParallelConfig(Section):
     tensor_parallel: TensorParallelSizeConfig = also_spelled(TensorParallelSizeConfig, "tp")
     """The degree in the words of the inference section."""
     partition_config: PartitionConfig | None = None
-    """Rules of your own; absent takes the preset, then the model's own plan, then the names of its layers."""
-    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = None
+    """Rules of your own; absent takes the model's own plan, then what its layers read of each other."""
+    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = no_effect(
+        None, "layers are found by what they read, whatever the family"
+    )
     """Rules made for a family of models."""
     dtype: Dtype = no_effect("fp16", "parameters have the format of the enabled precision section")
     """Format to which the model is converted."""

@@ -19,6 +19,7 @@ from mizzen.errors import PlanError, UsageError
 from mizzen.model.flow import Flow, layer_kind
 from mizzen.model.head import HeadSketch, head_of
 from mizzen.model.home import Home, evenly
+from mizzen.model.layer_list import LayerList
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -141,27 +142,6 @@ class ModuleSketch:
     """The whole numbers that it has as attributes, such as how many heads."""
     own: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     """The names of what the module itself has, beside its class: a forward that somebody has given it, say."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSketch:
-    """One layer of a model that is written as a list of layers."""
-
-    path: str
-    """Of its module; empty for a plain function. Layers that share a module have one path."""
-    kind: str
-    """The name of its class, or of the function."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerList:
-    """How a model that is written as a list of layers wants to be cut."""
-
-    layers: tuple[LayerSketch, ...]
-    partition: str
-    """How layers are dealt out to stages."""
-    weights: tuple[float, ...] = ()
-    """What each layer costs, where it was measured."""
 
 
 @dataclass(frozen=True, slots=True)

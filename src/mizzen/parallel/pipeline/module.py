@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mizzen.environment import World, environ
 from mizzen.errors import UsageError
-from mizzen.model.sketch import LayerList, LayerSketch
+from mizzen.model.layer_list import LayerList, LayerSketch
 from mizzen.model.tree import children_of, with_children
 from mizzen.parallel.pipeline.partition import partition
 

@@ -64,7 +64,7 @@ def decide(sketch: Sketch, ranks: int, section: TensorParallelConfig) -> TensorC
 
 
 @dataclass(slots=True)
-class _Found:
+class _Taken:
     layers: dict[str, LayerCut] = field(default_factory=dict)
     parameters: dict[str, ParameterCut] = field(default_factory=dict)
     sizes: dict[tuple[str, str], SizeChange] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class _Decider:
         self.modules = {module.path: module for module in sketch.modules if module.same_as is None}
         self.shapes = {name: p.shape for name, p in sketch.by_name().items()}
         self.layers = self._layers()
-        self.found = _Found()
+        self.found = _Taken()
 
     def decide(self) -> TensorChoice:
         said = self._said()
@@ -175,7 +175,7 @@ class _Decider:
         for layer in region.sources:
             self._add(LayerCut(layer.path, "column", parts.runs[layer.path], layer.kind == "transposed", name))
         for layer in region.tables:
-            self._add(LayerCut(layer.path, "columns of a table", parts.runs[layer.path], True, name))
+            self._add(LayerCut(layer.path, "columns of a table", parts.runs[layer.path], region=name))
         for layer in region.sinks:
             self._add(LayerCut(layer.path, "row", (parts.inputs,), layer.kind == "transposed", name))
         self.found.parameters |= {each.name: each for each in summed}
@@ -221,7 +221,7 @@ class _Decider:
             size = layer.inputs if rows else layer.outputs
             style: Style = "rows of a table" if rows else "columns of a table"
             self._add(
-                LayerCut(layer.path, style, (balanced(size, self.ranks),), not rows, layer.path, gathers=not rows)
+                LayerCut(layer.path, style, (balanced(size, self.ranks),), gathers=not rows)
             )
             return
         runs = words.runs or (size,)
