@@ -63,6 +63,9 @@ class OnDevice:
     def forget(self) -> None:
         """Nothing was brought."""
 
+    def pass_through(self, *, is_streamed: bool) -> None:
+        """It is stepped here."""
+
     def bring_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """They are here."""
 
@@ -210,6 +213,11 @@ class OnHost:
         self._left, self._is_compared = None, False
         self._ahead.clear()
 
+    def pass_through(self, *, is_streamed: bool) -> None:
+        """Choose where the step runs."""
+        self.forget()
+        self.is_streamed = is_streamed
+
     def bring_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """Copies on the device, of those that rest here."""
         homes = {id(home) for home in self._homes.values()}
@@ -246,7 +254,7 @@ def mark_of(values: Tensor) -> Tensor:
     width = 32
     table = bits[: bits.numel() // width * width].view(-1, width)
     rows = table.sum(1, dtype=torch.int64)
-    weights = torch.arange(1, 2 * len(rows), 2, device=bits.device)
+    weights = 2 * torch.arange(len(rows), device=bits.device) + 1
     rest = bits[table.numel() :].sum(dtype=torch.int64)
     return torch.cat([table.sum(0, dtype=torch.int64), (rows * weights).sum()[None], rest[None]])
 

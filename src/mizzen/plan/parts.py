@@ -67,6 +67,9 @@ class Rest(Protocol):
     def forget(self) -> None:
         """Gradients were cleared."""
 
+    def pass_through(self, *, is_streamed: bool) -> None:
+        """Say whether what rests outside the device passes through it for a step, between two steps."""
+
     def bring_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """Let the states of what is stepped be where the step runs."""
 

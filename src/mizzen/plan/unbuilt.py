@@ -55,7 +55,6 @@ _TECHNIQUES: Final = (
 
 UNBUILT: Final = (
     Unbuilt("zero_optimization.offload_param", "parameter offload"),
-    Unbuilt("zero_optimization.offload_optimizer", "optimizer offload"),
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
     Unbuilt("tensor_parallel", "tensor parallelism", ("autotp_size", "tensor_parallel.tp_size"), inert=(1,)),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),

@@ -115,6 +115,8 @@ class LiveBucket:
     def send(self) -> None:
         """Start to bring what was stepped to the values."""
         mine = self.mine(self.values)
+        if not self.targets:
+            return
         self.rest.send(mine, self.master, [(target.place(mine), target.tensor) for target in self.targets])
 
     def unload(self) -> None:

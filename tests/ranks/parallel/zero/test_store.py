@@ -67,7 +67,9 @@ def groups_of_masters(stage):
     bag = Bag()
     store = hold(bag, stage, limit=60, groups={"b": 1, "d": 2})
     names = {
-        target.tensor: {slot.name for slot in bucket.plan.slots} for bucket in store.buckets for target in bucket.targets
+        target.tensor: {slot.name for slot in bucket.plan.slots}
+        for bucket in store.buckets
+        for target in bucket.targets
     }
     return [(group, sorted(names[master])) for group, master in store.contents.masters]
 
