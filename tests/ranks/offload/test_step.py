@@ -83,7 +83,7 @@ def left_of(engine):
         for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             if any(key in state for state in engine.basic_optimizer.state.values()):
                 found[f"{name} {key}"] = mizzen.zero.safe_get_full_optimizer_state(parameter, key)
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def both(stage, dtype, rule, accumulation, offload, budgets):
