@@ -62,3 +62,8 @@ def test_messages_are_on_the_page(call):
     with pytest.raises(PlanError) as refused:
         call()
     assert str(refused.value) in PAGE
+
+
+def test_what_slow_messages_cost():
+    bubbles = {name: timeline(make_schedule(name, 4, 8), Times(transfer=0.1)).bubble for name in ("gpipe", "1f1b")}
+    assert f"`gpipe` is {100 * bubbles['gpipe']:.1f} %, that of `1f1b` {100 * bubbles['1f1b']:.1f} %" in PAGE
