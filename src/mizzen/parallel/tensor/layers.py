@@ -107,7 +107,7 @@ def mark_sequence_parallel(*modules: nn.Module | nn.Parameter) -> None:
             vars(parameter)["sequence_parallel"] = True
 
 
-class ColumnParallel(nn.Module):
+class ColumnCutLinear(nn.Module):
     """A linear layer each of whose ranks has some of the output features."""
 
     def __init__(
@@ -145,7 +145,7 @@ class ColumnParallel(nn.Module):
         return f"{self.input_size}, {self.output_size} over tp={self.options.ranks}, bias={self.bias is not None}"
 
 
-class RowParallel(nn.Module):
+class RowCutLinear(nn.Module):
     """A linear layer each of whose ranks has the weights of some of the input features; their outputs are summed."""
 
     def __init__(
@@ -187,7 +187,7 @@ class RowParallel(nn.Module):
         return f"{self.input_size} over tp={self.options.ranks}, {self.output_size}, bias={self.bias is not None}"
 
 
-class VocabParallel(nn.Module):
+class VocabCutEmbedding(nn.Module):
     """An embedding each of whose ranks has some rows of the table; the last one may have fewer."""
 
     def __init__(self, sizes: tuple[int, int], options: LayerOptions) -> None:
