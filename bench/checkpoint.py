@@ -26,11 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mizzen.checkpoint import save as protocol
-from mizzen.checkpoint.save import SaveThread
 from mizzen.checkpoint.manifest import BoxTable, FileEntry, Manifest, StoredBox, TensorEntry
 from mizzen.checkpoint.rank_group import RankGroup, attempt
 from mizzen.checkpoint.read import Reader
-from mizzen.checkpoint.save import SaveOptions, merge
+from mizzen.checkpoint.save import SaveOptions, SaveThread, merge
 from mizzen.checkpoint.write import Item, Written
 from mizzen.model.box import Box
 from mizzen.model.piece import Piece

@@ -51,6 +51,8 @@ class Score:
     losses: list[float] = field(default_factory=list)
     setups: list[float] = field(default_factory=list)
     peak: int = 0
+    held: int = 0
+    resident: int = 0
     about: dict[str, str] = field(default_factory=dict)
 
     def start(self, team: Team, game: Game) -> None:
@@ -70,12 +72,16 @@ class Score:
     def _run(self, team: Team, steps: int) -> list[Turn]:
         ranks: list[Turn] = team.ask("run", steps)
         self.peak = max(self.peak, *(rank.peak for rank in ranks))
+        self.held = max(rank.held for rank in ranks)
+        self.resident = max(self.resident, *(rank.resident for rank in ranks))
         self.losses += [mean(losses) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
         return ranks
 
     def result(self, name: str) -> Result:
         """All of it."""
-        return Result(name, self.turns, self.processor, tuple(self.losses), self.peak, median(self.setups))
+        setup = median(self.setups)
+        losses = tuple(self.losses)
+        return Result(name, self.turns, self.processor, losses, self.peak, setup, self.held, self.resident)
 
 
 def play(game: Game, bench: str) -> Record:

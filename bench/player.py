@@ -52,6 +52,10 @@ class Turn:
     losses: list[float]
     peak: int
     """Bytes, the most so far: allocated on a GPU, resident elsewhere."""
+    held: int = 0
+    """Bytes on a GPU after the last step."""
+    resident: int = 0
+    """Bytes of host memory, the most so far, less what was there before the system was built."""
 
 
 class Player:
@@ -62,10 +66,11 @@ class Player:
         self.system = system
         self.step: Step | None = None
         self.done = 0
+        self.before = 0
 
     def prepare(self, settings: dict[str, Any]) -> Ready:
         """Build the system."""
-        begin = time.perf_counter()
+        begin, self.before = time.perf_counter(), _resident()
         self.step = self.workload.prepare(self.system, settings)
         self._synchronize()
         return Ready(time.perf_counter() - begin, self._about())
@@ -81,7 +86,9 @@ class Player:
             effort.tick()
             if number < steps:
                 losses.append(self.take_step())
-        return Turn(clock.laps(), effort.laps(), [float(loss) for loss in losses], self._peak())
+        laps, numbers = clock.laps(), [float(loss) for loss in losses]
+        held = torch.cuda.memory_allocated() if self._is_on_device() else 0
+        return Turn(laps, effort.laps(), numbers, self._peak(), held, _resident() - self.before)
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Where the time of some steps goes."""
@@ -111,8 +118,13 @@ class Player:
     def _peak(self) -> int:
         if self._is_on_device():
             return int(torch.cuda.max_memory_allocated())
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        return _resident()
+
+
+def _resident() -> int:
+    """The most bytes of host memory that this process ever had."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 class _HostClock:

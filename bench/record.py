@@ -27,6 +27,10 @@ class Result:
     """The most bytes that any rank held: resident on a CPU, allocated on a GPU."""
     setup: float
     """Seconds from an imported torch to an engine that can step; the median, if there were several starts."""
+    held: int = 0
+    """Bytes on a GPU after the last step, the most of any rank."""
+    resident: int = 0
+    """The most bytes of host memory that any rank had, less what it had before the system was built."""
 
     @property
     def seconds(self) -> float:

@@ -89,15 +89,19 @@ def flat(work: Work) -> Step:
 
 def fsdp2(work: Work) -> Step:
     """FSDP2 on one rank: bf16 compute, fp32 sums, parameters kept after forward, or not at stage 3."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     if not dist.is_initialized():
-        dist.init_process_group(device_id=work.device if work.device.index is not None else None)
+        kinds = (
+            "cpu:gloo,cuda:nccl" if work.device.type == "cuda" else "gloo"
+        )  # what rests on the host is clipped there
+        dist.init_process_group(kinds, device_id=work.device if work.device.index is not None else None)
     is_freed = work.config["zero_optimization"]["stage"] == 3
+    rests = {"offload_policy": CPUOffloadPolicy()} if "offload_optimizer" in work.config["zero_optimization"] else {}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in work.blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=is_freed)
-    model: Any = fully_shard(work.model, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=is_freed, **rests)
+    model: Any = fully_shard(work.model, mp_policy=policy, reshard_after_forward=False, **rests)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
 
     loss: Tensor
@@ -197,9 +201,10 @@ def _engine_loop(engine: Any, work: Work) -> Step:
 
     def step(number: int) -> Any:
         nonlocal loss
-        loss = engine(**work.batch(number)).loss
-        engine.backward(loss)
-        engine.step()
+        for _ in range(work.config.get("gradient_accumulation_steps", 1)):
+            loss = engine(**work.batch(number)).loss
+            engine.backward(loss)
+            engine.step()
         return loss.detach()
 
     return step
@@ -243,6 +248,8 @@ def assemble(system: str, model: Any, blocks: Sequence[nn.Module], batch: Callab
     if "tp" in extras:
         config["tensor_parallel"] = {"autotp_size": ranks or dist.get_world_size()}
         config["train_batch_size"] = config.pop("train_micro_batch_size_per_gpu")
+    for extra in extras:
+        config |= _offload_keys(extra, config)
     if "fused" in extras:
         config["fused"] = FUSED_KEYS[type(model).__name__]
     if "whole" in extras:
@@ -253,6 +260,19 @@ def assemble(system: str, model: Any, blocks: Sequence[nn.Module], batch: Callab
         for block in blocks:
             block.compile()
     return KINDS[kind](Work(model.train(), blocks, batch, device, config, "told" in extras))
+
+
+def _offload_keys(extra: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `cpu`: states in host memory; of `params`: parameters too; of `stream30`: 30 % through the device."""
+    zero = config["zero_optimization"]
+    if extra in ("cpu", "params"):
+        key = "offload_optimizer" if extra == "cpu" else "offload_param"
+        return {"zero_optimization": {**zero, key: {"device": "cpu", "pin_memory": True}}}
+    if extra.startswith("stream"):
+        return {"offload": {"device_bytes": 0, "streamed_ratio": int(extra.removeprefix("stream")) / 100}}
+    if extra.startswith("accumulate"):
+        return {"gradient_accumulation_steps": int(extra.removeprefix("accumulate"))}
+    return {}
 
 
 def pretend(ranks: int) -> None:

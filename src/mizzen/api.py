@@ -12,6 +12,7 @@ from mizzen.accelerator import get_accelerator
 from mizzen.comm.join import init_distributed
 from mizzen.comm.mesh import Mesh, check_groups, layout_from_mpu
 from mizzen.config.load import ConfigSource, load, read_source
+from mizzen.config.resolve import split_degree
 from mizzen.config.schema import Config
 from mizzen.engine.access import release_model
 from mizzen.engine.build import build_engine
@@ -132,7 +133,7 @@ def initialize(
 def sketch_of(model: nn.Module, settings: Config) -> Sketch:
     """What a plan has to know of a model: how activations go through it only where its matrices are to be cut."""
     sketch = Sketch.of(model).unsplit(settings.tensor_parallel_size)
-    return sketch.with_flow(flow_of(model)) if settings.tensor_parallel.degree > 1 else sketch
+    return sketch.with_flow(flow_of(model)) if split_degree(settings) > 1 else sketch
 
 
 def _only_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from mizzen.comm.grid import PipelineParallelGrid
+from mizzen.config.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from mizzen.engine.engine import Engine
 from mizzen.parallel.pipeline.module import LayeredModule, LayerSpec, PipelineOptions, TiedLayerSpec
 from mizzen.parallel.pipeline.schedule import Instruction, InstructionKind, Schedule
@@ -86,8 +88,12 @@ __all__ = [
     "Instruction",
     "InstructionKind",
     "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
     "PipelineEngine",
     "PipelineModule",
+    "PipelineParallelGrid",
+    "ProcessTopology",
     "Schedule",
     "TiedLayerSpec",
     "make_schedule",

@@ -21,10 +21,10 @@ from mizzen.parallel.tensor import exchange
 from mizzen.parallel.tensor.batches import broadcast_batch
 from mizzen.parallel.tensor.cross_entropy import vocab_cross_entropy
 from mizzen.parallel.tensor.layers import (
-    ColumnParallel,
+    ColumnCutLinear,
     LayerOptions,
-    RowParallel,
-    VocabParallel,
+    RowCutLinear,
+    VocabCutEmbedding,
     mark_sequence_parallel,
     vocab_logits,
 )
@@ -99,7 +99,7 @@ def _options(given: Any, fill: Fill, config: Any, *, sequence: bool, **others: A
     return LayerOptions(_group(given), fill, dtype, sequence_dim=dim if is_cut else None, **others)
 
 
-class ColumnParallelLinear(ColumnParallel):
+class ColumnParallelLinear(ColumnCutLinear):
     """A linear layer each of whose tensor-parallel ranks has some output features. Returns (output, bias not added).
 
     With `sequence_parallel` its input is this rank's part of the sequence, along `sequence_dim`. `stride` is the number
@@ -145,7 +145,7 @@ class ColumnParallelLinear(ColumnParallel):
         )
 
 
-class RowParallelLinear(RowParallel):
+class RowParallelLinear(RowCutLinear):
     """A linear layer each of whose tensor-parallel ranks has some input features. Returns (output, bias not added).
 
     Its input is this rank's features with `input_is_parallel`, else all of them. With `sequence_parallel` its output is
@@ -194,7 +194,7 @@ class RowParallelLinear(RowParallel):
         )
 
 
-class VocabParallelEmbedding(VocabParallel):
+class VocabParallelEmbedding(VocabCutEmbedding):
     """An embedding each of whose tensor-parallel ranks has some rows; a vocabulary need not divide among them.
 
     With `reduce_scatter_embeddings` its output is this rank's part of the sequence, along `sequence_dim`.

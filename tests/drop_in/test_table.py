@@ -49,10 +49,10 @@ def is_at_home(path, name, row):
 def is_spelt_like_its_kind(name, value):
     """Classes have words with capitals, constants have capitals only, and all else is called or is a module."""
     bare = name.strip("_")
+    if name in ("AUTOTP_MODE", "csvMonitor", "pp_int"):
+        return isclass(value)
     if bare.isupper() or not callable(value):
         return not isclass(value)
-    if name in ("csvMonitor", "pp_int"):
-        return isclass(value)
     return isclass(value) or callable(value) if bare[0].isupper() else callable(value) or ismodule(value)
 
 

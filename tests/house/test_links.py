@@ -41,10 +41,26 @@ def test_every_link_leads_somewhere():
     assert [found for page in documents() for found in broken(page)] == []
 
 
-def test_the_tour_answers_where_do_i():
+def tour() -> list[str]:
+    """The rows of the tour's table of tasks."""
     table = (ROOT / "docs" / "tour.md").read_text().split("## Where do I")[1].split("\n## ")[0]
-    rows = [row for row in table.splitlines() if row.startswith("| ") and "](" in row]
-    assert len(rows) >= 10
+    return [row for row in table.splitlines() if row.startswith("| ") and "](" in row]
+
+
+def names_that_are_elsewhere(row: str) -> list[str]:
+    """Names of the code in a row that none of the files and folders has to which the row leads."""
+    targets = [(ROOT / "docs" / link).resolve() for link in LINK.findall(row)]
+    files = [file for target in targets for file in ([target] if target.is_file() else target.glob("*.py"))]
+    text = "\n".join(file.read_text(encoding="utf8") for file in files)
+    names = re.findall(r"(?<!\[)`(\w+)`|\[`(\w+)`\]", row)
+    return [name for pair in names for name in pair if name and not re.search(rf"\b{name}\b", text)]
+
+
+def test_the_tour_leads_a_newcomer_to_the_right_file():
+    """One click to the tour's table, one from there to a file that has the name which the row gives."""
+    assert len(tour()) >= 10
+    assert [found for row in tour() for found in names_that_are_elsewhere(row)] == []
+    assert names_that_are_elsewhere("| x | `Nowhere` in [`a.py`](../src/mizzen/api.py), `initialize` |") == ["Nowhere"]
 
 
 def test_what_is_broken(tmp_path):

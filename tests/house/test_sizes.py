@@ -15,6 +15,10 @@ LONG = {
 """`file function` -> why it is long."""
 PARAMETERS = 8
 METHODS = 20
+WIDE = {
+    "accelerator/cpu.py Cpu": "every method of the protocol `Accelerator`, and how it is made",
+}
+"""`file class` -> why it has more methods."""
 TOTAL_LINES = 52_000
 """Raised in the commit that needs it, never in advance."""
 
@@ -38,7 +42,7 @@ def oversized(files: Iterable[Module]) -> list[str]:
                 found.append(f"{module.name}:{function.lineno} {function.name} has {count} parameters")
         for owner in module.classes():
             count = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in owner.body)
-            if count > METHODS:
+            if count > METHODS and f"{module.name} {owner.name}" not in WIDE:
                 found.append(f"{module.name}:{owner.lineno} {owner.name} has {count} methods")
     return found
 

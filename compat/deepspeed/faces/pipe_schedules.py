@@ -116,7 +116,7 @@ class PipeSchedule(ABC):
 
     @classmethod
     def table(cls, micro_batches: int, stages: int) -> Schedule:
-        """This schedule as a table of mizzen's, checked: `pipeline.schedule` and `mizzen.pipe` take it."""
+        """This schedule as a table of mizzen's, checked; its rows as texts are a value of `pipeline.schedule`."""
         rows = [_row(cls(micro_batches, stages, stage), stage) for stage in range(stages)]
         return Schedule.of(rows, name=cls.__name__)
 

@@ -60,7 +60,14 @@ ROWS: Final[tuple[Row, ...]] = (
         waits_for=SEQUENCE,
     ),
     Row("runtime.domino.transformer runtime.domino", "DominoTransformer DominoTransformerLayer", waits_for=TENSOR),
-    Row("module_inject module_inject.layers", "LinearLayer LinearAllreduce set_autotp_mode", waits_for=TENSOR),
+    Row("module_inject module_inject.layers", "LinearLayer LinearAllreduce set_autotp_mode", ".tensor"),
+    Row(
+        "module_inject.layers",
+        "LmHeadLinearAllreduce GateUpPack_LinearLayer TensorParallel_Layer RowParallel ColumnParallel "
+        "get_auto_tp_mode is_autotp_training_mode",
+        ".tensor",
+    ),
+    Row("runtime.tensor_parallel runtime.tensor_parallel.config", "AUTOTP_MODE", ".tensor"),
     Row(
         "module_inject module_inject.autotp_config",
         "AutoTPConfig TPLayerSpec PartitionType AutoTPPresets",
@@ -68,8 +75,7 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row(
         "module_inject.layers",
-        "LmHeadLinearAllreduce SubParamLinearLayer SubParamLinearAllreduce EmbeddingLayer TensorParallel_Layer "
-        "GateUpPack_LinearLayer fused_LinearLayer",
+        "SubParamLinearLayer SubParamLinearAllreduce EmbeddingLayer fused_LinearLayer",
         waits_for=TENSOR,
     ),
     Row("module_inject.auto_ep_layer", "AutoEPMoELayer", waits_for=EXPERTS),
@@ -127,7 +133,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("module_inject.inject", "module_inject", waits_for=INFERENCE),
     Row(
         "module_inject.layers",
-        "get_auto_tp_mode is_autotp_training_mode add_bias RowParallel AsyncColumnParallel ColumnParallel "
+        "add_bias AsyncColumnParallel "
         "GatherFromTensorParallelRegion configure_tensor_parallel_runtime "
         "collect_autotp_universal_checkpoint_info "
         "GatherReplacedLayerParams SubParamColumnParallel FusedModuleWrapper Yuan_LinearAllreduce "

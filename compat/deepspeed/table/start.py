@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from deepspeed.table.row import INFERENCE, LAYERS, TENSOR, Row
+from deepspeed.table.row import INFERENCE, LAYERS, Row
 
 ROWS: Final[tuple[Row, ...]] = (
     # The way in
@@ -27,7 +27,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("deepspeed", "DeepSpeedInferenceConfig", waits_for=INFERENCE),
     Row("deepspeed", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig", waits_for=LAYERS),
     Row("deepspeed", "replace_transformer_layer revert_transformer_layer", waits_for=LAYERS),
-    Row("deepspeed", "set_autotp_mode", waits_for=TENSOR),
+    Row("deepspeed", "set_autotp_mode", ".tensor"),
     Row(
         "git_version_info",
         "version git_hash git_branch installed_ops compatible_ops torch_info accelerator_name",

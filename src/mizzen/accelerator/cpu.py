@@ -4,7 +4,7 @@ import torch
 
 from mizzen.accelerator import host
 from mizzen.accelerator.device import computes
-from mizzen.accelerator.protocol import Capacity, DeviceInfo, Memory
+from mizzen.accelerator.protocol import Capacity, DeviceInfo, LockPages, Memory
 from mizzen.accelerator.streams import HostEvent, InOrderStream
 from mizzen.environment import Switches, World, environ
 
@@ -19,6 +19,7 @@ class Cpu:
     shares_host_memory: bool = True
     is_asynchronous: bool = False
     has_streams: bool = False
+    lock_pages: LockPages | None = None
 
     def __init__(self) -> None:
         self._index = World.detect(environ()).local_rank
@@ -84,9 +85,6 @@ class Cpu:
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself: there is no transfer to speed up."""
         return tensor
-
-    def lock_pages(self, tensor: torch.Tensor) -> None:
-        """Nothing to lock for: there is no transfer to speed up."""
 
     def stream(self, *, priority: int = 0) -> InOrderStream:
         """The one queue: calls run in order."""

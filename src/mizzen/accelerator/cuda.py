@@ -40,6 +40,7 @@ class Cuda(TorchDevice):
             comm_backend="nccl" if nccl else "gloo",  # builds for Windows have no NCCL
             visible_devices="HIP_VISIBLE_DEVICES" if rocm else "CUDA_VISIBLE_DEVICES",
             export_prefixes=("NCCL_", "RCCL_", "HSA_", "MIOPEN_") if rocm else ("NCCL_",),
+            lock_pages=lock_pages,
         )
 
     def unavailable(self) -> str | None:
@@ -63,21 +64,22 @@ class Cuda(TorchDevice):
             self._supported[dtype] = dtype in _float8(*_architecture(self.device()))
         return super().supports(dtype)
 
-    def lock_pages(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Tell the driver of the memory, for every device of this process."""
-        runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
-        size = tensor.numel() * tensor.element_size()
-        if error := int(runtime.cudaHostRegister(address, size, 0)):
-            raise DeviceError(
-                f"{byte_size(size)} of host memory cannot be page-locked (CUDA error {error}): raise `ulimit -l`, or "
-                "set pin_memory to false in the offload sections"
-            )
-        return partial(runtime.cudaHostUnregister, address)
-
     def describe(self, index: int | None = None) -> DeviceInfo:
         """The device, its compute capability, and the versions of what drives it."""
         device = self.device(index)
         return DeviceInfo(torch.cuda.get_device_name(device), *_architecture(device), _versions())
+
+
+def lock_pages(tensor: torch.Tensor) -> Callable[[], None]:
+    """Tell the driver of the memory of a host tensor, for every device of this process; returns what unlocks it."""
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
+    size = tensor.numel() * tensor.element_size()
+    if error := int(runtime.cudaHostRegister(address, size, 0)):
+        raise DeviceError(
+            f"{byte_size(size)} of host memory cannot be page-locked (CUDA error {error}): raise `ulimit -l`, or "
+            "set pin_memory to false in the offload sections"
+        )
+    return partial(runtime.cudaHostUnregister, address)
 
 
 def _architecture(device: torch.device) -> tuple[str, tuple[int, int]]:

@@ -5,13 +5,12 @@ type is found out by doing so; what a recipe needs beyond that is the business o
 the same of one device, the current one of the process; here a device is asked for by its name.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mizzen.accelerator.protocol import Capacity, DeviceInfo, Event, Memory, Stream
+from mizzen.accelerator.protocol import Capacity, DeviceInfo, Event, LockPages, Memory, Stream
 from mizzen.environment import environ
 from mizzen.errors import DeviceError
 
@@ -70,6 +69,7 @@ class TorchDevice:
     shares_host_memory: bool = False
     is_asynchronous: bool = True
     has_streams: bool = True
+    lock_pages: LockPages | None = None
     _supported: dict[torch.dtype, bool] = field(default_factory=dict, init=False, repr=False)
 
     def unavailable(self) -> str | None:
@@ -155,10 +155,6 @@ class TorchDevice:
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A page-locked copy, unless the tensor is page-locked or rests in shared memory already."""
         return tensor if self.shares_host_memory else tensor.pin_memory()
-
-    def lock_pages(self, tensor: torch.Tensor) -> Callable[[], None] | None:
-        """None: torch has no common way to lock memory where it lies."""
-        return None
 
     def stream(self, *, priority: int = 0) -> Stream:
         """A new stream of the current device."""

@@ -47,6 +47,9 @@ class DeviceInfo:
     """Of the driver, the runtime and the communication library."""
 
 
+LockPages = Callable[["torch.Tensor"], Callable[[], None]]
+
+
 class Event(Protocol):
     """A point in the device's work. record() marks it; the others refer to the last mark."""
 
@@ -129,6 +132,11 @@ class Accelerator(Protocol):
     has_streams: bool
     """Two streams can run at the same time; where they cannot, `stream()` gives one queue and waiting is free."""
 
+    lock_pages: "LockPages | None"
+    """Page-locks a host tensor where it lies, and returns what unlocks it; None where that gains nothing.
+
+    The memory is the caller's, who unlocks it before giving it back."""
+
     def unavailable(self) -> str | None:
         """Why this device cannot be used here and what to do about it; None when it can."""
         ...
@@ -187,13 +195,6 @@ class Accelerator(Protocol):
 
     def pin_memory(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """A copy in page-locked memory, from which transfers overlap; the tensor itself where that gains nothing."""
-        ...
-
-    def lock_pages(self, tensor: "torch.Tensor") -> Callable[[], None] | None:
-        """Page-lock the memory of a host tensor where it lies; returns what unlocks it, None where that gains nothing.
-
-        The memory is the caller's: it is unlocked before it is given back.
-        """
         ...
 
     def stream(self, *, priority: int = 0) -> Stream:

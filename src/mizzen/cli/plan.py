@@ -2,21 +2,26 @@
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mizzen.api import sketch_of
 from mizzen.cli.config_file import add_source, batch_words, read
 from mizzen.cli.parser import Parser, examples, write
 from mizzen.config.describe import wrong_names
-from mizzen.config.resolve import resolve
+from mizzen.config.resolve import Resolved, resolve
 from mizzen.config.schema import Config
 from mizzen.engine.prepare import choose_optimizer, with_optimizer_groups
 from mizzen.errors import PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
+from mizzen.parallel.pipeline.cut import ScheduleChoice
+from mizzen.parallel.pipeline.drawing import draw
+from mizzen.parallel.pipeline.timeline import Times, timeline
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
 
@@ -31,12 +36,22 @@ def configure(parser: Parser) -> None:
         "mizzen plan config.json --world 512",
         "mizzen plan config.json --world 8 --model train:build_model",
         "mizzen plan trainer.json --world 8 --batch 4 --drop-in",
+        "mizzen plan config.json --world 8 --schedule timeline.svg --times measured.json",
     )
     add_source(parser, "config", required=True, help="number of ranks")
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
         help="function without arguments that builds the model; it is called on the meta device",
+    )
+    parser.add_argument(
+        "--schedule", metavar="FILE.svg", help="draw the schedule of a pipeline over time, with the bubble in percent"
+    )
+    parser.add_argument(
+        "--times",
+        metavar="FILE.json",
+        help="measured times for --schedule: forward, backward, backward_input and transfer, the first three as one "
+        "number or one for each chunk, and their unit; without it a backward is taken to be two forwards long",
     )
     parser.set_defaults(run=run)
 
@@ -47,6 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     for wrong in wrong_names(config):
         raise wrong
     resolved = resolve(config, arguments.world)
+    if arguments.times and not arguments.schedule:
+        raise UsageError(f"--times {arguments.times}: these are for --schedule FILE.svg, which is not there")
+    if arguments.schedule:
+        write(draw_schedule(resolved, Path(arguments.schedule), arguments.times))
     sketch = sketch_at(arguments.model, config) if arguments.model else Sketch(parameters=())
     try:
         plan = build(config, arguments.world, sketch, ORDER)
@@ -58,6 +77,37 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def draw_schedule(resolved: Resolved, path: Path, times: str | None) -> str:
+    """Write the picture of a pipeline's schedule; what it shows in one line."""
+    stages = resolved.layout.pp
+    if stages == 1:
+        raise UsageError(f"--schedule {path}: there is one stage, which has no schedule; set pipeline_parallel_size")
+    made = ScheduleChoice.of(resolved.config.pipeline, stages).table(resolved.batch.accumulation)
+    measured, unit = read_times(Path(times)) if times else (Times(), "")
+    line = timeline(made, measured)
+    path.write_text(draw(line, unit=unit, assumed=times is None), encoding="utf8")
+    source = f"times of {times}" if times else "assumed times"
+    return f"schedule {made.name}: bubble {100 * line.bubble:.1f} % with {source}, drawn to {path}"
+
+
+def read_times(path: Path) -> tuple[Times, str]:
+    """The times of a JSON file, and their unit."""
+    try:
+        found = json.loads(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise UsageError(f"--times {path}: this is not JSON: {error}") from None
+    names = ("forward", "backward", "backward_input", "transfer", "unit")
+    if not isinstance(found, dict) or not {"forward", "backward"} <= found.keys() or found.keys() - set(names):
+        raise UsageError(f"--times {path}: it has forward and backward, and may have {', '.join(names[2:])}")
+    unit = found.pop("unit", "")
+    numbers = [each for given in found.values() for each in (given if isinstance(given, list) else [given])]
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
+        raise UsageError(f"--times {path}: times are numbers, or lists with one number for each chunk")
+    if isinstance(found.get("transfer"), list):
+        raise UsageError(f"--times {path}: transfer is one number")
+    return Times(**found), str(unit)
+
+
 def sketch_at(address: str, config: Config) -> Sketch:
     """Call `module:function` on the meta device, where tensors have shapes but no memory, and read what it builds."""
     import torch
@@ -67,7 +117,7 @@ def sketch_at(address: str, config: Config) -> Sketch:
         model = function()
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"--model {address}: returned a {type(model).__name__}, not a torch.nn.Module")
-    sketch = Sketch.of(model)
+    sketch = sketch_of(model, config)
     if config.optimizer is None:
         return sketch
     return with_optimizer_groups(sketch, model, choose_optimizer(None, config, model, sketch))

@@ -229,7 +229,9 @@ _CONDITIONS: Final = (
         "sequence_parallel_size is 1",
     ),
     _Condition(
-        "tensor_parallel", lambda config: config.tensor_parallel.degree > 1, "no size in tensor_parallel is above 1"
+        "tensor_parallel",
+        lambda config: max(config.tensor_parallel.autotp_size, config.tensor_parallel.tensor_parallel.tp_size) > 1,
+        "no size in tensor_parallel is above 1",
     ),
 )
 

@@ -86,7 +86,9 @@ class PartitionConfig(Section):
     """Ranks that share each layer."""
     layer_specs: tuple[LayerSpecConfig, ...] = ()
     """Rules in the order in which they are tried."""
-    embedding_partition_dim: Integer = no_effect(1, "tables of tokens are cut by rows, so that a vocabulary is shared out")
+    embedding_partition_dim: Integer = no_effect(
+        1, "tables of tokens are cut by rows, so that a vocabulary is shared out"
+    )
     """Dimension along which embeddings are split."""
     lm_head_patterns: tuple[Name, ...] = no_effect(
         ("lm_head", "embed_out"), "the layer that makes logits is found by what it gives"
@@ -123,11 +125,6 @@ class TensorParallelConfig(Section):
         False, "a matter of inference; leave the key out of a training file", "kernel_inject"
     )
     """Replace layers by fused inference kernels."""
-
-    @property
-    def degree(self) -> int:
-        """The ranks that share each layer, under whichever key."""
-        return max(1, self.autotp_size, self.tensor_parallel.tp_size)
 
 
 class ExpertParallelConfig(Section):

@@ -168,10 +168,16 @@ def _as_given(config: Config) -> Config:
     return fresh.with_origins({key: Origin() for key in stale})
 
 
+def split_degree(config: Config) -> int:
+    """The ranks that are to share each layer of a model that is split by the configuration, under whichever key."""
+    tensor = config.tensor_parallel
+    return max(1, tensor.autotp_size, tensor.tensor_parallel.tp_size)
+
+
 def _layout(config: Config, world: int) -> Layout:
     expert = config.expert_parallel
     degrees: dict[str, Any] = {
-        "tp": max(config.tensor_parallel.degree, config.tensor_parallel_size),
+        "tp": max(split_degree(config), config.tensor_parallel_size),
         "pp": config.pipeline_parallel_size,
         "sp": config.sequence_parallel_size,
         "ep": expert.autoep_size if expert.enabled else 1,

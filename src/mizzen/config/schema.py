@@ -64,7 +64,7 @@ from mizzen.config.section import (
     refused,
     section,
 )
-from mizzen.config.zero import ZeroConfig
+from mizzen.config.zero import OffloadConfig, ZeroConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -145,6 +145,9 @@ class Config(Section):
 
     zero_optimization: ZeroConfig = section(ZeroConfig)
     """How training state is sharded over the data-parallel ranks."""
+    offload: OffloadConfig | None = None
+    """Byte budgets for masters and optimizer states; absent keeps all on the device, unless `zero_optimization` has an
+    offload section."""
     data_parallel_size: Count | None = None
     """Data-parallel ranks; absent takes what the other degrees leave of the world."""
     data_parallel_replicate_size: Count = 1

@@ -12,6 +12,7 @@ from mizzen.config.section import (
     Flag,
     FromMinusOne,
     Name,
+    NumberOrAuto,
     Ratio,
     Section,
     Size,
@@ -76,6 +77,22 @@ class OffloadOptimizerConfig(_OffloadConfig):
     """Step on the host during the backward pass, and take the step back if the gradients turn out to be bad."""
     cpuadam_cores_perc: Ratio = 0.8
     """Share of the CPU cores that the step on the host may use with `super_offload`."""
+
+
+class OffloadConfig(Section):
+    """Byte budgets for masters and optimizer states on each rank: what does not fit a place rests in the next one."""
+
+    device_bytes: Size | None = None
+    """Bytes that may rest on the device; absent is without a limit, 0 keeps nothing there between steps."""
+    host_bytes: Size | None = None
+    """Bytes that may rest in host memory; absent is without a limit."""
+    nvme_bytes: Size | None = 0
+    """Bytes that may rest on the NVMe drive of `offload_optimizer.nvme_path`; absent is none, null without a limit."""
+    streamed_ratio: NumberOrAuto = "auto"
+    """Share of what rests in host memory that is stepped on the device, through which it passes; the host steps the
+    others at the same time. "auto" measures both when the engine is made."""
+    threads: CountOrAuto = "auto"
+    """Threads of the step on the host; "auto" shares the cores of the machine among its ranks."""
 
 
 class ZenFlowConfig(Section):

@@ -1,17 +1,23 @@
 """From an applied plan to an engine: the only place where a run's variants are chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mizzen.accelerator import get_accelerator
+from mizzen.accelerator.host import cores
 from mizzen.ambient import AMBIENT
 from mizzen.checkpoint.save import SaveThread
+from mizzen.comm import collectives
+from mizzen.config.zero import OffloadConfig
 from mizzen.engine.access import Owner, trained_name
 from mizzen.engine.engine import Engine, EngineComponents
 from mizzen.engine.model_changes import ModelChanges
+from mizzen.engine.offloaded_step import OffloadedStep
 from mizzen.engine.optimizer import use_masters
 from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
@@ -24,7 +30,7 @@ from mizzen.engine.vote import Vote
 from mizzen.monitor.report import Observer
 from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.guard import Guard
-from mizzen.plan.parts import Parts
+from mizzen.plan.parts import Parts, Store
 from mizzen.plan.transform import MakeRunner
 from mizzen.precision.arithmetic import Arithmetic
 from mizzen.precision.scaler import LossScaler
@@ -83,15 +89,46 @@ def build_engine(
             changes=changes,
             stopping=stopping,
         )
+        updater.offloaded = _offloaded(stores, optimizer, context)
+    meters = (
+        instruments.meters if updater is None or updater.offloaded is None else (*instruments.meters, updater.offloaded)
+    )
     saving = Saving(config.checkpoint, rank_group_of(mesh), SaveThread(mesh.aside), told=observers)
     followers = (observer for part in parts for observer in part.observers)
     observers = (*observers, *instruments.observers, *followers, saving)
-    components = EngineComponents(run_state, runner, updater, phases, saving, stopping, observers, instruments.meters)
+    components = EngineComponents(run_state, runner, updater, phases, saving, stopping, observers, meters)
     engine = make(components, context)
     _own(engine, arithmetic.scaler)
     if config.checkpoint.dir is not None:
         preflight(run_state, folder_of(config.checkpoint, None))
     return engine
+
+
+def _offloaded(stores: Sequence[Store], optimizer: Optimizer, context: RunContext) -> OffloadedStep | None:
+    """What steps lots of which some rest outside the device; None where all rest on it."""
+    lots = [lot for store in stores for lot in store.contents.lots]
+    if all(lot.rest.place == "device" for lot in lots):
+        return None
+    asked = context.resolved.config.offload or OffloadConfig()
+    own_cores = max(1, cores() // max(1, context.world.local_size))
+    stepping = OffloadedStep(optimizer, context.device, threads=own_cores if asked.threads == "auto" else asked.threads)
+    stepping.split(lots, _streamed_ratio(asked, stepping, context))
+    return stepping
+
+
+def _streamed_ratio(asked: OffloadConfig, stepping: OffloadedStep, context: RunContext) -> float:
+    """The share of what rests in host memory that passes through the device, the same on all ranks.
+
+    It is measured where the device works beside the host, unless it was given, or the same bits are wanted each time.
+    """
+    if asked.streamed_ratio != "auto":
+        return min(1.0, asked.streamed_ratio)
+    if context.resolved.config.deterministic or not get_accelerator().has_streams:
+        return 0.0
+    found = torch.tensor(stepping.measure(), device=context.device)
+    if context.mesh.everyone is not None:
+        collectives.all_reduce(found, ReduceOp.MIN, group=context.mesh.everyone)
+    return float(found)
 
 
 def _own(engine: Engine, scaler: LossScaler) -> None:

@@ -194,6 +194,8 @@ class Engine(EngineInterface):
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
         super().destroy()
+        if self.updater is not None and self.updater.offloaded is not None:
+            self.updater.offloaded.close()
         self.updater, self.meters = None, ()
 
     # What both end with

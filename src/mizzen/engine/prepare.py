@@ -68,7 +68,7 @@ def without_needless_offload(config: Config) -> Config:
     zero = config.zero_optimization
     sections = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
     needless = [name for name, section in sections.items() if section is not None and section.device == "cpu"]
-    if get_accelerator().name != "cpu" or not needless:
+    if not get_accelerator().shares_host_memory or not needless:
         return config
     for name in needless:
         warn_once(f"zero_optimization.{name} to the cpu has no effect here: training runs on the cpu")

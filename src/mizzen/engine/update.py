@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mizzen.engine.model_changes import ModelChanges
+from mizzen.engine.offloaded_step import OffloadedStep
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.vote import NOT_FINITE, Decision, PendingDecision, ShareOf, StepSums, Vote
 from mizzen.errors import UsageError
 from mizzen.optim.rules import decided, decides, only, scaled, why_not_apart
 from mizzen.plan.losses import Tally
-from mizzen.plan.parts import ReducedGradients, Store
+from mizzen.plan.parts import Lot, ReducedGradients, Store
 from mizzen.precision.scaler import LossScaler
 
 STEADY: Final = 8
@@ -59,6 +60,8 @@ class Updater:
         self.max_norm = max_norm
         self.one_by_one = one_by_one
         """Whether one lot after the other is loaded, stepped and written back: the same bits in less memory."""
+        self.offloaded: OffloadedStep | None = None
+        """What steps the lots where some of them rest outside the device."""
         self.goes_ahead = vote.device.type != "cpu"
         """Whether a step is launched before its norm is known here: what a CPU computes, it has computed."""
         self._unclipped = 0
@@ -74,7 +77,7 @@ class Updater:
         or error.
         """
         self.changes.check_step()
-        if self.one_by_one and (reason := why_not_apart(self.optimizer)):
+        if (self.one_by_one or self.offloaded) and (reason := why_not_apart(self.optimizer)):
             raise UsageError(f"{type(self.optimizer).__name__} {reason}: it cannot be stepped one lot after the other")
         reduced = [store.reduce() for store in self.stores]
         is_ahead = self._is_ahead()
@@ -92,7 +95,7 @@ class Updater:
 
     def _is_ahead(self) -> bool:
         """Whether this rank launches the step before its norm is known. What has to be repeated must leave no trace."""
-        may_repeat = not self.one_by_one and all(rest == 1 for _, rest in self._factors())
+        may_repeat = not self.one_by_one and self.offloaded is None and all(rest == 1 for _, rest in self._factors())
         return self.goes_ahead and may_repeat and decides(self.optimizer)
 
     def _launch(self, pending: PendingDecision, *, is_ahead: bool) -> LaunchedStep:
@@ -116,7 +119,9 @@ class Updater:
         """Confirm what was launched, or do it now."""
         is_confirmed = launch.is_confirmed(decision)
         self._unclipped = self._unclipped + 1 if decision.factor == 1 else 0
-        if not (launch.is_stepped and is_confirmed):
+        if self.offloaded is not None:
+            self.offloaded.step(self._lots(1.0), decision.factor)
+        elif not (launch.is_stepped and is_confirmed):
             with scaled(self.optimizer, decision.factor, self.vote.device) as rest:
                 self._step(rest)
         if not (launch.is_published and is_confirmed and decision.all_ahead):
@@ -140,7 +145,7 @@ class Updater:
 
     def _step(self, factor: float) -> None:
         """Step all lots at once, or one after the other: what only a step needs is then there for one at a time."""
-        lots = [(lot, factor * rest) for store, rest in self._factors() for lot in store.contents.lots]
+        lots = self._lots(factor)
         if not self.one_by_one:
             for lot, its_factor in lots:
                 lot.load(its_factor)
@@ -152,6 +157,10 @@ class Updater:
                 self.optimizer.step()
             lot.write_back()
             lot.unload()
+
+    def _lots(self, factor: float) -> list[tuple[Lot, float]]:
+        """All lots, each with what its gradients are multiplied with."""
+        return [(lot, factor * rest) for store, rest in self._factors() for lot in store.contents.lots]
 
     def clear(self, *, taken: bool = False) -> None:
         """Forget all gradients; `taken` says that a step was taken with them."""

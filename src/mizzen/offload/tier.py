@@ -115,10 +115,9 @@ class HostTier:
             return found
         self.drop(name)
         memory = host_memory(like.numel() * torch.empty((), dtype=dtype).element_size())
-        if self.pin and memory.numel():
+        if self.pin and self.accelerator.lock_pages is not None and memory.numel():
             memory.zero_()  # every page is there, by all threads, before they are locked one after the other
-            if (unlock := self.accelerator.lock_pages(memory)) is not None:
-                self._unlock[name] = unlock
+            self._unlock[name] = self.accelerator.lock_pages(memory)
         self._held[name] = memory.view(dtype).view(like.shape)
         return self._held[name]
 
@@ -130,15 +129,23 @@ class HostTier:
 
     def write(self, name: str, tensor: Tensor) -> DeviceCopy:
         """Copy a tensor here, after the work that the current stream has now."""
-        place = self.place(name, tensor)
-        return self._copy(place, tensor, self.outward)
+        return self.copy_out(self.place(name, tensor), tensor)
 
     def read(self, name: str, into: Tensor) -> DeviceCopy:
         """Copy what rests here into a tensor, after the work that the current stream has now."""
-        return self._copy(into, self.held(name).view(into.shape), self.inward)
+        return self.copy_in(into, self.held(name).view(into.shape))
 
-    def _copy(self, into: Tensor, source: Tensor, stream: Any) -> DeviceCopy:
-        stream.wait_stream(self.accelerator.current_stream())
+    def copy_out(self, place: Tensor, value: Tensor) -> DeviceCopy:
+        """Copy a tensor to host memory, after the work that the current stream has now."""
+        return self._copy(place, value, self.outward)
+
+    def copy_in(self, into: Tensor, source: Tensor, *, after_current: bool = True) -> DeviceCopy:
+        """Copy host memory to the device, after the work that the current stream has now, unless told not to."""
+        return self._copy(into, source, self.inward, after_current=after_current)
+
+    def _copy(self, into: Tensor, source: Tensor, stream: Any, *, after_current: bool = True) -> DeviceCopy:
+        if after_current:
+            stream.wait_stream(self.accelerator.current_stream())
         with stream, torch.no_grad():
             into.copy_(source, non_blocking=True)
             return DeviceCopy(self.accelerator, into, source)

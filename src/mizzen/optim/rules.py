@@ -111,6 +111,20 @@ def only(optimizer: Optimizer, tensors: Iterable[Tensor]) -> Iterator[None]:
             group["params"] = parameters
 
 
+def view_of(optimizer: Optimizer, tensors: Iterable[Tensor]) -> Optimizer:
+    """The optimizer over some of its parameters, with the same settings and states: two threads may step two views."""
+    wanted = set(map(id, tensors))
+    view = object.__new__(type(optimizer))
+    vars(view).update(vars(optimizer))
+    if vars(view).pop("step", None) is not None:  # a schedule of torch has wrapped it, to see that it is called
+        vars(optimizer)["_opt_called"] = True
+    view.param_groups = [
+        {**group, "params": [each for each in group["params"] if id(each) in wanted]}
+        for group in optimizer.param_groups
+    ]
+    return view
+
+
 @contextmanager
 def decided(optimizer: Optimizer, factor: Tensor | None, is_off: Tensor) -> Iterator[None]:
     """Let the step multiply gradients with a factor that need not be known yet, or do nothing where `is_off`.

@@ -32,6 +32,10 @@ class Cost:
     gradients: int = 0
     masters: int = 0
     states: int = 0
+    host: int = 0
+    """In host memory, beside the device: masters and states that rest there, and gradients on their way."""
+    nvme: int = 0
+    """On an NVMe drive."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
@@ -39,17 +43,19 @@ class Cost:
             self.gradients + other.gradients,
             self.masters + other.masters,
             self.states + other.states,
+            self.host + other.host,
+            self.nvme + other.nvme,
         )
 
     def __neg__(self) -> "Cost":
-        return Cost(-self.parameters, -self.gradients, -self.masters, -self.states)
+        return Cost(-self.parameters, -self.gradients, -self.masters, -self.states, -self.host, -self.nvme)
 
     def __sub__(self, other: "Cost") -> "Cost":
         return self + -other
 
     @property
     def total(self) -> int:
-        """The bytes of all four."""
+        """The bytes on the device."""
         return self.parameters + self.gradients + self.masters + self.states
 
     def __str__(self) -> str:
@@ -59,7 +65,8 @@ class Cost:
             f"masters {byte_size(self.masters)}",
             f"states {byte_size(self.states)}",
         )
-        return f"{byte_size(self.total)} ({', '.join(parts)})"
+        beside = [f"{byte_size(size)} {where}" for size, where in ((self.host, "host"), (self.nvme, "nvme")) if size]
+        return " + ".join([f"{byte_size(self.total)} ({', '.join(parts)})", *beside])
 
 
 def replicated(config: Config, sketch: Sketch) -> Cost:

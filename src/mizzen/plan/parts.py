@@ -1,9 +1,9 @@
 """What a plan makes of a model: always a tuple of parts, one when the model is not pipelined."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -13,14 +13,85 @@ from mizzen.model.piece import Piece
 from mizzen.monitor.report import Observer
 from mizzen.optim.own_rules import Portion
 
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""(place, value): what is to be copied where."""
+
+
+class Rest(Protocol):
+    """The resting place of the masters and states of one lot. The lot calls everything but the last two rows.
+
+    keep(master, values)       once: the masters from now on, with these values
+    leave(gradient)            in backward, as soon as the gradient is complete
+    keep_writes(values, m)     before a step and whenever the model was changed
+    gradient(g), values(m)     the gradient and the values to step, in the same memory
+    put(pairs), send(...)      after the step: to the masters, and to the values that the model computes with
+    forget()                   gradients were cleared: whatever was brought here for a step is gone
+    bring_states, rest_states  by the step, before and after it
+    compare(...), wait()       by the step, before and after all lots
+    """
+
+    place: str
+    """device, host or nvme."""
+
+    @property
+    def is_stepped_on_host(self) -> bool:
+        """Whether the step runs on the host."""
+
+    def keep(self, master: Tensor, values: Tensor) -> Tensor:
+        """Take masters in, and see the values that the model has of them; returns them as they are from now on."""
+
+    def leave(self, gradient: Callable[[], Tensor]) -> None:
+        """The gradient is complete, and no other comes before the step: what can be moved ahead of it, is."""
+
+    def keep_writes(self, values: Tensor, master: Tensor) -> None:
+        """Let masters have what somebody has written to the values that the model computes with."""
+
+    def compare(self, values: Tensor, master: Tensor) -> None:
+        """Do now what `keep_writes` would do later in the step."""
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient where the step runs."""
+
+    def values(self, master: Tensor) -> Tensor:
+        """The masters where the step runs."""
+
+    def put(self, pairs: Pairs) -> None:
+        """Bring what was stepped, in other memory than the masters', to these."""
+
+    def send(self, values: Tensor, master: Tensor, stepped: Pairs) -> None:
+        """Start to bring new masters to the values that the model computes with, ahead of `arrived`."""
+
+    def arrived(self, values: Tensor, master: Tensor) -> Pairs:
+        """Let the values be those of the masters; returns copies on the device that the caller is to make."""
+
+    def forget(self) -> None:
+        """Gradients were cleared."""
+
+    def pass_through(self, *, is_streamed: bool) -> None:
+        """Say whether what rests outside the device passes through it for a step, between two steps."""
+
+    def bring_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
+        """Let the states of what is stepped be where the step runs."""
+
+    def rest_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
+        """Let states as large as what is stepped rest here; small ones stay where they are."""
+
+    def wait(self) -> None:
+        """Let the host wait until all that was stepped rests."""
+
 
 class Lot(Protocol):
     """What is stepped together: a bucket, a unit's share, some parameters that have one owner. It is there for life.
 
     load(f)       what the optimizer steps has its values, and as `.grad` the owned gradients times a factor
     write_back()  the masters have what was stepped; nothing is done where nothing was loaded
+    send()        the values that the model computes with are on their way from there, ahead of `Store.write_back`
     unload()      what only a step needs is let go
     """
+
+    @property
+    def rest(self) -> Rest:
+        """Where its masters and states rest."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -38,6 +109,12 @@ class Lot(Protocol):
 
     def write_back(self) -> None:
         """Bring what was stepped to the masters."""
+
+    def compare(self) -> None:
+        """Let masters have what somebody has written to the model now, so that `load` need not ask the device."""
+
+    def send(self) -> None:
+        """Start to bring what was stepped to the values that the model computes with, where that takes time."""
 
     def unload(self) -> None:
         """Let go of what only a step needs."""

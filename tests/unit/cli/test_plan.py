@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -156,3 +157,58 @@ def test_a_model_that_cannot_be_had_is_one_line(plan, address, message):
     assert ran.err.startswith("mizzen: error: --model ")
     assert message in ran.err
     assert ran.err.count("\n") == 1
+
+
+PIPELINE = '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline_parallel_size": 4%s}'
+
+
+def test_a_schedule_is_drawn(plan, tmp_path):
+    (tmp_path / "pipeline.json").write_text(PIPELINE % "")
+    ran = plan("pipeline.json", 4, "--schedule", "line.svg")
+    assert ran.out.splitlines()[0] == "schedule 1f1b: bubble 27.3 % with assumed times, drawn to line.svg"
+    picture = (tmp_path / "line.svg").read_text()
+    assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "1f1b: bubble 27.3 %" in picture and "with assumed times" in picture
+    assert picture.count("<title>") == 4 * 8 * 2
+    assert "3B7: chunk 3, backward of micro-batch 7, 31 to 33" not in picture
+    assert "0B7: chunk 0, backward of micro-batch 7, 31 to 33" in picture
+
+
+def test_a_schedule_is_drawn_with_measured_times(plan, tmp_path):
+    (tmp_path / "pipeline.json").write_text(PIPELINE % ', "pipeline": {"schedule": "zbv"}')
+    (tmp_path / "measured.json").write_text('{"forward": [1, 1, 1, 1, 1, 1, 1, 1], "backward": 2, "unit": "ms"}')
+    ran = plan("pipeline.json", 4, "--schedule", "line.svg", "--times", "measured.json")
+    assert "schedule zbv: bubble 5.9 % with times of measured.json" in ran.out
+    picture = (tmp_path / "line.svg").read_text()
+    assert "51 ms long" in picture and "gradients of weights" in picture and "assumed" not in picture
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ("not json", "--times measured.json: this is not JSON"),
+        ('{"forward": 1}', "it has forward and backward"),
+        ('{"forward": 1, "backward": 2, "sideways": 3}', "may have backward_input, transfer, unit"),
+        ('{"forward": "1", "backward": 2}', "times are numbers"),
+        ('{"forward": 1, "backward": 2, "transfer": [1]}', "transfer is one number"),
+        ('{"forward": [1, 2], "backward": 2}', "forward has 2 times for 4 chunks"),
+    ],
+)
+def test_times_that_cannot_be_used(plan, tmp_path, times, words):
+    (tmp_path / "pipeline.json").write_text(PIPELINE % "")
+    (tmp_path / "measured.json").write_text(times)
+    ran = plan("pipeline.json", 4, "--schedule", "line.svg", "--times", "measured.json")
+    assert ran.code == 2 and words in ran.err and not (tmp_path / "line.svg").exists()
+
+
+def test_a_schedule_without_a_pipeline_is_refused(plan):
+    assert "there is one stage, which has no schedule" in plan("plain.json", 8, "--schedule", "line.svg").err
+    assert "these are for --schedule FILE.svg" in plan("plain.json", 8, "--times", "measured.json").err
+
+
+def test_a_custom_schedule_that_would_stop_is_refused_by_the_plan(plan, tmp_path):
+    config = '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "pipeline_parallel_size": 2, %s}'
+    rows = '"pipeline": {"schedule": ["0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"]}'
+    (tmp_path / "mine.json").write_text(config % rows)
+    ran = plan("mine.json", 2, "--schedule", "line.svg")
+    assert ran.code == 2 and "would stop half-way" in ran.err

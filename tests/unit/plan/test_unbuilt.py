@@ -32,7 +32,6 @@ def zero(**keys):
 
 ASKED = {
     "zero_optimization.offload_param": zero(stage=2, offload_param={"device": "cpu"}),
-    "zero_optimization.offload_optimizer": zero(offload_optimizer={"device": "cpu"}),
     "zero_optimization.zenflow": zero(zenflow={}),
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
     "tensor_parallel.tensor_parallel.tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
@@ -155,7 +154,7 @@ def test_a_refusal_names_path_capability_and_way_out():
 
 
 def test_old_names_are_refused_under_the_new_one():
-    assert refused(zero(cpu_offload=True)) == ["zero_optimization.offload_optimizer"]
+    assert refused(zero(cpu_offload_param=True)) == ["zero_optimization.offload_param"]
 
 
 def test_several_at_once_in_the_order_of_the_table():

@@ -76,13 +76,19 @@ class LayerOptions:
         whole = torch.empty(*shape, dtype=self.dtype, device=self.device)
         with seeded(*(start if self.name is not None else (drawn_seed(),))), torch.no_grad():
             fill(whole)
-        if dim is None:
-            return nn.Parameter(whole)
-        sizes = self.parts(shape[dim], title)
-        runs = [run.split(list(sizes), dim)[self.rank] for run in whole.chunk(self.stride, dim)]  # type: ignore[no-untyped-call]
-        made = nn.Parameter(torch.cat(runs, dim) if self.ranks > 1 else whole)
-        mark_cut(made, dim, shape[dim], self.stride)
+        made = nn.Parameter(whole)
+        if dim is not None:
+            self.keep_part(made, dim, title)
         return made
+
+    def keep_part(self, parameter: nn.Parameter, dim: int, title: str) -> None:
+        """Let a whole parameter be this rank's part of it along a dimension, and say so."""
+        size = parameter.shape[dim]
+        sizes = list(self.parts(size, title))
+        if self.ranks > 1:
+            runs = [torch.split(run, sizes, dim)[self.rank] for run in parameter.data.chunk(self.stride, dim)]
+            parameter.data = torch.cat(runs, dim)
+        mark_cut(parameter, dim, size, self.stride)
 
 
 def mark_cut(parameter: nn.Parameter, dim: int, size: int, stride: int = 1) -> None:
@@ -101,7 +107,7 @@ def mark_sequence_parallel(*modules: nn.Module | nn.Parameter) -> None:
             vars(parameter)["sequence_parallel"] = True
 
 
-class ColumnParallel(nn.Module):
+class ColumnCutLinear(nn.Module):
     """A linear layer each of whose ranks has some of the output features."""
 
     def __init__(
@@ -139,7 +145,7 @@ class ColumnParallel(nn.Module):
         return f"{self.input_size}, {self.output_size} over tp={self.options.ranks}, bias={self.bias is not None}"
 
 
-class RowParallel(nn.Module):
+class RowCutLinear(nn.Module):
     """A linear layer each of whose ranks has the weights of some of the input features; their outputs are summed."""
 
     def __init__(
@@ -181,7 +187,7 @@ class RowParallel(nn.Module):
         return f"{self.input_size} over tp={self.options.ranks}, {self.output_size}, bias={self.bias is not None}"
 
 
-class VocabParallel(nn.Module):
+class VocabCutEmbedding(nn.Module):
     """An embedding each of whose ranks has some rows of the table; the last one may have fewer."""
 
     def __init__(self, sizes: tuple[int, int], options: LayerOptions) -> None:

@@ -220,9 +220,7 @@ class _Decider:
             rows = words.style in ("rows of a table", "row")
             size = layer.inputs if rows else layer.outputs
             style: Style = "rows of a table" if rows else "columns of a table"
-            self._add(
-                LayerCut(layer.path, style, (balanced(size, self.ranks),), gathers=not rows)
-            )
+            self._add(LayerCut(layer.path, style, (balanced(size, self.ranks),), gathers=not rows))
             return
         runs = words.runs or (size,)
         total = sum(runs)

@@ -59,6 +59,8 @@ class Gradients:
         self.factor = reducer.reduction.before if reducer.reduction.is_early else 1.0
         """What gradients are multiplied with as they are copied into a bucket that leaves."""
         self.overlaps = overlap
+        if any(bucket.rest.place != "device" for bucket in buckets):
+            self.in_flight = 2  # a sum that has come goes on to where its lot rests, while backward computes
         self.may_send = self.in_backward = False
         self.has_arrived = False
         """Whether autograd has put a gradient on any parameter since the last step."""
@@ -138,7 +140,8 @@ class Gradients:
             self.begin_backward(True)
             self.end_backward()
         for bucket in self.buckets:
-            bucket.is_complete = True
+            if not bucket.is_complete:
+                bucket.complete()
 
     def see_edits(self) -> None:
         """Take over what somebody has done to `grad` since gradients were complete, or say that it has no effect."""
@@ -198,10 +201,13 @@ class Gradients:
             if len(self._pending) == self.in_flight:
                 self._finish(*self._pending.pop(0))
             self._pending.append((bucket, self.leave(bucket)))
+            if self.reducer.reduction.ranks == 1:  # nothing is on its way
+                self._wait()
 
     def _finish(self, bucket: LiveBucket, finish: Finish) -> None:
         finish()
-        bucket.is_complete = self._is_last
+        if self._is_last:
+            bucket.complete()
 
     def _wait(self) -> None:
         for bucket, finish in self._pending:

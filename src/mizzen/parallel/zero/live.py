@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from mizzen.kernels.masters import keep_writes
+from mizzen.offload.rest import OnDevice
 from mizzen.parallel.zero.slots import Bucket
 from mizzen.parallel.zero.stock import Stock, Sums
+from mizzen.plan.parts import Rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class LiveBucket:
     """Whether other ranks own chunks too."""
     stock: Stock
     """Where the memory of gradients comes from."""
+    rest: Rest = field(default_factory=OnDevice)
+    """Where the master and the optimizer's states rest."""
     cuts: list[int] = field(init=False)
     """The sizes of a gap, a slot, a gap, and so on to the last gap, of which most have no elements."""
     gaps: list[int] = field(init=False)
@@ -96,32 +99,45 @@ class LiveBucket:
         self.keep_writes()
         if not self.targets:
             return
-        dtype, gradient = self.targets[0].tensor.dtype, self.gradient
+        dtype, gradient = self.targets[0].tensor.dtype, self.rest.gradient(self.gradient)
         gradient = gradient.to(dtype) if factor == 1 else gradient.to(dtype).mul_(factor)
-        values = self.master.to(dtype)
+        values = self.rest.values(self.master).to(dtype)
         for target in self.targets:
-            if self.is_widened:
-                target.tensor.data = target.place(values)
+            target.tensor.data = target.place(values)
             target.tensor.grad = target.place(gradient)
 
     def write_back(self) -> None:
-        """Bring what was stepped to the master, which it is itself unless it is wider."""
-        for target in self.targets if self.is_widened else ():
-            if target.tensor.numel():  # nothing is new of what is at rest
-                target.place(self.master).copy_(target.tensor)
+        """Bring what was stepped to the master, unless it is the master itself, or at rest."""
+        places = ((target.place(self.master), target.tensor) for target in self.targets if target.tensor.numel())
+        apart = [(place, tensor) for place, tensor in places if place.data_ptr() != tensor.data_ptr()]
+        self.rest.put(apart)
+
+    def send(self) -> None:
+        """Start to bring what was stepped to the values."""
+        mine = self.mine(self.values)
+        if not self.targets:
+            return
+        self.rest.send(mine, self.master, [(target.place(mine), target.tensor) for target in self.targets])
 
     def unload(self) -> None:
         """Let go of what only a step needs."""
         for target in self.targets:
             target.tensor.grad = None
-            if self.is_widened:
-                target.tensor.data = target.tensor.new_empty(0)
+            target.tensor.data = target.tensor.new_empty(0) if self.is_widened else target.place(self.master)
+
+    def compare(self) -> None:
+        """Look now for what `keep_writes` looks for."""
+        self.rest.compare(self.mine(self.values), self.master)
 
     def keep_writes(self) -> None:
         """Let a master that lies apart have what somebody has written to the parameters."""
-        mine = self.mine(self.values)
-        if mine.data_ptr() != self.master.data_ptr():
-            keep_writes(mine, self.master)
+        self.rest.keep_writes(self.mine(self.values), self.master)
+
+    def complete(self) -> None:
+        """The gradient is summed, and nothing more comes before the step."""
+        self.is_complete = True
+        if self.targets:
+            self.rest.leave(lambda: self.gradient)
 
     @property
     def gradient(self) -> Tensor:
@@ -184,6 +200,7 @@ class LiveBucket:
         if self.whole is not None:
             self.stock.give(self.whole)
         self.sums.forget()
+        self.rest.forget()
         self.whole = self.finite = None
         self.is_complete = False
         self.views, self.empty, self.shown = [], set(), set()

@@ -1,5 +1,6 @@
 """ZeRO as a transform: decides the buffers, buckets and reduction of a run, and moves the parameters into them."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,8 +14,9 @@ from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.model.home import Site, pieces_at
 from mizzen.model.sketch import Drafts, ParameterSketch, Sketch, bytes_per_element
+from mizzen.offload.places import DEVICE, PLACES, OffloadSettings, places_for
 from mizzen.parallel.zero.reduce import Reduction
-from mizzen.parallel.zero.slots import Buffer, Tenant, bucket_limit, lay_out
+from mizzen.parallel.zero.slots import Bucket, Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
 from mizzen.parallel.zero.twins import twin_groups, twin_sums
 from mizzen.plan.cost import Cost, states_per_parameter, trained
@@ -45,6 +47,9 @@ class FlatSettings:
     in_rank_order: bool = False
     early: bool = True
     """Whether gradients may be divided as they are copied."""
+    offload: OffloadSettings = OffloadSettings()
+    states: tuple[int, ...] = (2, 2)
+    """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
 
     @classmethod
     def of(cls, config: Config, stage: Stage, *, overlap: bool) -> "FlatSettings":
@@ -62,6 +67,8 @@ class FlatSettings:
             prescale=config.prescale_gradients,
             in_rank_order=config.deterministic,
             early=stage != 1,
+            offload=OffloadSettings.of(config),
+            states=tuple(states_per_parameter(config, is_whole=is_whole) for is_whole in (False, True)),
         )
 
     def mean(self, ranks: int, *, early: bool = False) -> Reduction:
@@ -107,9 +114,37 @@ def families(draft: Sketch, flat: FlatSettings, layout: Layout, rank: int) -> tu
     alike = [[p for p in trained if p.home.key(layout) == kind] for kind in kinds]
     found = [_family(parameters, flat, layout, rank) for parameters in alike]
     found.sort(key=lambda family: any(site.is_far for site in family.sites.values()))
+    if flat.offload.is_on:
+        found = _placed(found, flat)
     if found:
         found[0] = replace(found[0], frozen=_frozen(draft, layout, rank))
     return tuple(found)
+
+
+def _placed(found: Sequence[Family], flat: FlatSettings) -> list[Family]:
+    """Give every bucket its resting place, so that a rank keeps within its budget over all of them."""
+    buffers = [(family, buffer) for family in found for buffer in family.buffers]
+    sizes = [_resting(family, buffer, bucket, flat) for family, buffer in buffers for bucket in buffer.buckets]
+    places = iter(places_for([cost.masters + cost.states for cost in sizes], flat.offload))
+
+    def with_places(buffer: Buffer) -> Buffer:
+        return replace(buffer, buckets=tuple(replace(bucket, place=next(places)) for bucket in buffer.buckets))
+
+    def with_overlap(family: Family) -> Holding:
+        is_far = any(site.is_far for site in family.sites.values())
+        return replace(family.holding, overlap=flat.overlap and not is_far, pin=flat.offload.pin)
+
+    return [
+        replace(family, buffers=tuple(map(with_places, family.buffers)), holding=with_overlap(family))
+        for family in found
+    ]
+
+
+def _resting(family: Family, buffer: Buffer, bucket: Bucket, flat: FlatSettings) -> Cost:
+    """What a rank keeps of a bucket between steps; a master that rests elsewhere is never the parameter itself."""
+    share = bucket.numel if bucket.is_whole else bucket.numel // family.holding.chunks
+    price = trained(share, buffer.dtype, flat.policy, states=flat.states[bucket.is_whole])
+    return replace(price, masters=price.masters or price.parameters)
 
 
 def _frozen(draft: Sketch, layout: Layout, rank: int) -> dict[str, Site]:
@@ -174,8 +209,11 @@ class ZeroChoice:
     flat: FlatSettings
     drafts: Drafts
     layout: Layout
-    states: tuple[int, ...] = (2, 2)
-    """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
+        return self.flat.states
 
     def families(self, rank: int) -> Iterator[tuple[Family, ...]]:
         """What a rank holds, for each of its pieces."""
@@ -185,13 +223,24 @@ class ZeroChoice:
     def __str__(self) -> str:
         held = [family for piece in self.families(0) for family in piece]
         ranks = max((family.holding.reduction.ranks for family in held), default=self.layout.size(*DATA_AXES))
-        if ranks == 1:
-            return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard"
         buckets = [bucket for family in held for buffer in family.buffers for bucket in buffer.buckets]
+        resting = _resting_words(bucket.place for bucket in buckets)
+        if ranks == 1:
+            return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard{resting}"
         owned = sum(bucket.is_whole for bucket in buckets)
         words = f" in {counted(len(buckets), 'bucket')}" if buckets else ""
         words += f", {owned} of them with one owner each" if owned and self.flat.stage else ""
-        return f"ZeRO stage {self.asked} over dp={ranks}{words}, sums in {self.flat.policy.wire or 'float32'}"
+        return f"ZeRO stage {self.asked} over dp={ranks}{words}, sums in {self.flat.policy.wire or 'float32'}{resting}"
+
+
+def _resting_words(places: Iterable[str]) -> str:
+    """How many lots rest where, if not all rest on the device."""
+    counts = Counter(places)
+    if not counts.keys() - {DEVICE}:
+        return ""
+    return "; masters and states rest " + ", ".join(
+        f"{'on' if place != 'host' else 'in'} {place}: {counts[place]}" for place in PLACES if counts[place]
+    )
 
 
 class ZeroShard(Transform):
@@ -213,7 +262,6 @@ class ZeroShard(Transform):
             flat=FlatSettings.of(config, 0 if zero.stage == 3 else zero.stage, overlap=zero.overlap_comm),
             drafts=drafts,
             layout=layout,
-            states=tuple(states_per_parameter(config, is_whole=is_whole) for is_whole in (False, True)),
         )
 
     def groups(self, choice: ZeroChoice) -> Iterable[Partition]:
@@ -264,7 +312,22 @@ def _change(family: Family, states: Sequence[int], place: int, *, at_rest: bool)
         padded, share = price(buffer.numel), price(buffer.share(place, holding.chunks))
         gradients = {0: padded.gradients, 1: padded.gradients + share.gradients, 2: share.gradients}[holding.stage]
         change += Cost(padded.parameters, gradients, share.masters, share.states) - price(buffer.occupied)
+        for bucket in buffer.buckets:
+            change += _elsewhere(family, buffer, bucket, place, states)
     return change
+
+
+def _elsewhere(family: Family, buffer: Buffer, bucket: Bucket, place: int, states: Sequence[int]) -> Cost:
+    """What a bucket whose masters and states rest elsewhere takes from the device, and brings there."""
+    if bucket.place == DEVICE:
+        return Cost()
+    low, high = bucket.owned(place, family.holding.chunks)
+    share = trained(high - low, buffer.dtype, family.holding.policy, states=states[bucket.is_whole])
+    saved = Cost(masters=-share.masters, states=-share.states)
+    resting = (share.masters or share.parameters) + share.states
+    if bucket.place == "host":
+        return saved + Cost(host=resting + share.gradients)
+    return saved + Cost(nvme=resting)
 
 
 def check(drafts: Drafts, layout: Layout) -> None:

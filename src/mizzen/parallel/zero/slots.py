@@ -59,6 +59,8 @@ class Bucket:
     is_whole: bool = False
     owner: int = 0
     """The rank that owns all of a whole bucket; of another one each rank owns a chunk."""
+    place: str = "device"
+    """Where its masters and states rest."""
 
     @property
     def numel(self) -> int:

@@ -14,6 +14,7 @@ from mizzen.comm.communicator import Work
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes, piece_of_range
+from mizzen.offload.rest import RestingPlaces
 from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.addresses import ParameterAddresses
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
@@ -39,6 +40,8 @@ class Holding:
     """What makes of the mean over these ranks the mean that is asked for, which may be over more or fewer."""
     gain: float = 1.0
     """What the mean gradient is multiplied with before a step: 1, or the ranks where a sum was asked for."""
+    pin: bool = True
+    """Whether what rests in host memory is page-locked."""
 
     def __post_init__(self) -> None:
         if self.stage and self.reduction.ranks == 1:
@@ -73,6 +76,7 @@ class FlatStore:
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
+        self.places = RestingPlaces(pin=holding.pin)
         self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
@@ -125,6 +129,8 @@ class FlatStore:
             # The rest of a wider copy is not kept; a part of the values themselves stays one.
             if self.holding.stage and master.dtype != values.dtype:
                 master = master.clone()
+            rest = self.places.rest(bucket.place, f"{buffer.group} {buffer.dtype} {bucket.start}")
+            master = rest.keep(master, values[start:stop])
             yield LiveBucket(
                 plan=bucket,
                 group=buffer.group,
@@ -136,6 +142,7 @@ class FlatStore:
                 accumulation=accumulation,
                 is_shared=self.is_sharded,
                 stock=self.stock,
+                rest=rest,
             )
 
     def _move(self, parameters: Sequence[nn.Parameter], bucket: Bucket, values: Tensor, kept: torch.dtype) -> Tensor:
@@ -223,11 +230,8 @@ class FlatStore:
 
     def _send_all(self) -> list[Work | None]:
         mine = [bucket.mine(bucket.values) for bucket in self.buckets]
-        apart = [
-            (values, bucket.master)
-            for values, bucket in zip(mine, self.buckets, strict=True)
-            if values.data_ptr() != bucket.master.data_ptr()
-        ]
+        pairs = zip(self.buckets, mine, strict=True)
+        apart = [pair for bucket, values in pairs for pair in bucket.rest.arrived(values, bucket.master)]
         if apart:
             copy_all([values for values, _ in apart], [master for _, master in apart])
         if not self.is_sharded:
@@ -295,6 +299,7 @@ class FlatStore:
         self.addresses = ParameterAddresses((), {}, self.gradients)
         self._ranges.clear()
         self.stock.clear()
+        self.places.close()
 
 
 def part_for(parameter: Tensor, value: Tensor, site: Site | None) -> Tensor:
@@ -344,8 +349,8 @@ def _targets(bucket: Bucket, master: Tensor, dtype: torch.dtype) -> Iterator[Tar
     if not master.numel():
         return
     if not bucket.is_whole:
-        yield Target(master.to(dtype), 0, master.numel(), tuple(master.shape))
+        yield Target(master.to(dtype).data, 0, master.numel(), tuple(master.shape))
         return
     for slot in bucket.slots:
         view = master[slot.start : slot.stop].view(slot.shape)
-        yield Target(view.to(dtype), slot.start, slot.stop, slot.shape)
+        yield Target(view.to(dtype).data, slot.start, slot.stop, slot.shape)

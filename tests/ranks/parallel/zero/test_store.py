@@ -66,7 +66,11 @@ def test_pieces_of_the_ranks_hold_every_element_once(world, stage, ranks, held):
 def groups_of_masters(stage):
     bag = Bag()
     store = hold(bag, stage, limit=60, groups={"b": 1, "d": 2})
-    names = {bucket.master: {slot.name for slot in bucket.plan.slots} for bucket in store.buckets}
+    names = {
+        target.tensor: {slot.name for slot in bucket.plan.slots}
+        for bucket in store.buckets
+        for target in bucket.targets
+    }
     return [(group, sorted(names[master])) for group, master in store.contents.masters]
 
 

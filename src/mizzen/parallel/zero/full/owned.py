@@ -16,10 +16,12 @@ from torch.distributed import ProcessGroup
 from mizzen.comm import collectives, groups
 from mizzen.comm.backend import Tag
 from mizzen.model.piece import Piece, piece_of_whole
+from mizzen.offload.rest import OnDevice
 from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.full.division import Owners
 from mizzen.parallel.zero.full.shards import joined, rows_of, shard_dim
 from mizzen.parallel.zero.full.unit import LiveUnit, Share, UnitParameter
+from mizzen.plan.parts import Rest
 
 ROUND: Final = 1 << 24
 """Elements of shards that a rank sends in one message, so that messages take little memory beside what they carry."""
@@ -63,6 +65,7 @@ class Round:
         self.group = group
         self.rank, self.ranks = groups.get_rank(group), groups.get_world_size(group)
         self.step = 0
+        self.rest: Rest = OnDevice()
         self.is_loaded = False
         """Whether the owners have values that may be new."""
 
@@ -104,6 +107,12 @@ class Round:
             at += each.slot.length
         self.step += 1
         self.is_loaded = False
+
+    def compare(self) -> None:
+        """The shards are the masters."""
+
+    def send(self) -> None:
+        """Values go back in `write_back`."""
 
     def unload(self) -> None:
         """Let go of what only a step needs."""

@@ -12,6 +12,7 @@ from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.home import Site, classes, pieces_at
 from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
+from mizzen.offload.places import OffloadSettings
 from mizzen.parallel.zero.full.assemble import FullHolding
 from mizzen.parallel.zero.full.division import Division, Unit, choose_owners, divide
 from mizzen.parallel.zero.full.quantized import Quantizing, is_packed, packed_bytes
@@ -146,6 +147,9 @@ class ZeroFull(Transform):
             return None
         check(drafts, layout)
         _refuse(config, sharing)
+        if OffloadSettings.of(config).is_on:
+            key = "offload" if zero.offload_optimizer is None else "zero_optimization.offload_optimizer"
+            raise PlanError(f"{key}: optimizer offload is not built yet; leave the key out")
         choice = FullChoice(
             FlatSettings.of(config, 2, overlap=False),
             zero,

@@ -19,6 +19,7 @@ from mizzen.comm.backend import Tag
 from mizzen.errors import UsageError
 from mizzen.model.box import Box
 from mizzen.model.inputs import change_tensors, tensors_in
+from mizzen.offload.rest import OnDevice
 from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.sharded_parameter import (
     PROPERTIES,
@@ -34,6 +35,7 @@ from mizzen.parallel.zero.full.sharded_parameter import (
 from mizzen.parallel.zero.full.shards import chunk, joined, shard_dim, whole_view
 from mizzen.parallel.zero.reduce import Finish
 from mizzen.parallel.zero.stock import Stock, Sums
+from mizzen.plan.parts import Rest
 
 
 class Gather(Protocol):
@@ -415,6 +417,7 @@ class ShareLot:
 
     unit: LiveUnit
     share: Share
+    rest: Rest = field(default_factory=OnDevice)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -439,6 +442,12 @@ class ShareLot:
         share = self.share
         if share.stepped is not share.master and share.stepped.numel():  # nothing is new of what is at rest
             share.master.copy_(share.stepped)
+
+    def compare(self) -> None:
+        """The shards are the masters."""
+
+    def send(self) -> None:
+        """The shards are the masters."""
 
     def unload(self) -> None:
         """Let go of what only a step needs."""

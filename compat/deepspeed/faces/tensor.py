@@ -1,0 +1,145 @@
+"""`deepspeed.module_inject.layers`: linear layers made from whole ones, of which each rank of a group keeps a part.
+
+The parameters stay the objects that they are, and say what they are a part of: an engine leaves them as they are.
+"""
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mizzen.errors import NotBuilt
+from mizzen.parallel.tensor.exchange import copy_in, gather_along, split_along, sum_out
+from mizzen.parallel.tensor.layers import LayerOptions
+
+
+class AUTOTP_MODE(Enum):  # noqa: N801  the name is theirs
+    """What layers that are cut are for. Ours do both at any time."""
+
+    TRAINING = "TRAINING"
+    INFERENCE = "INFERENCE"
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Nothing: a layer that is cut can be trained whenever its gradients are asked for."""
+
+
+def get_auto_tp_mode() -> AUTOTP_MODE:
+    """What layers that are cut can do: be trained."""
+    return AUTOTP_MODE.TRAINING
+
+
+def is_autotp_training_mode() -> bool:
+    """Whether layers that are cut can be trained."""
+    return True
+
+
+class TensorParallel_Layer(nn.Module):  # noqa: N801  the name is theirs
+    """A linear layer of which each rank of a group has a part."""
+
+    dim = 0
+    """Of the weight, along which it is cut."""
+    stride = 1
+
+    def __init__(self, module: Any, mp_group: Any = None, skip_partition: bool = False, **kwargs: Any) -> None:
+        super().__init__()
+        self.mp_group, self.name = mp_group, kwargs.get("name")
+        self._options = LayerOptions(mp_group, stride=self.stride)
+        self.tp_world_size, self.tp_index = self._options.ranks, self._options.rank
+        self.weight: nn.Parameter = module.weight
+        self.bias: nn.Parameter | None = module.bias
+        self._size = self.weight.shape[self.dim]
+        if not skip_partition:
+            self._tp_partition([self.weight, self.bias])
+
+    def _tp_partition(self, params_list: list[nn.Parameter | None]) -> None:
+        """Keep this rank's parts of a whole weight and bias."""
+        weight, bias = params_list
+        if weight is not None:
+            self._options.keep_part(weight, self.dim, "weight")
+        if bias is not None and self.dim == 0:
+            self._options.keep_part(bias, 0, "bias")
+
+    @torch.no_grad()
+    def gather_params(self, params_list: list[nn.Parameter | None]) -> None:
+        """Let a weight and a bias be whole again on every rank."""
+        if self.stride > 1:
+            raise NotBuilt("gather_params of a layer in several runs: the checkpoint of an engine has it whole")
+        sizes = self._options.parts(self._size, "weight")
+        for parameter, is_cut in zip(params_list, (True, self.dim == 0), strict=True):
+            if parameter is not None and is_cut:
+                dim = self.dim if parameter.dim() > 1 else 0
+                parameter.data = gather_along(parameter.data, dim, self.mp_group, sizes)
+
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        return f"weight {list(self.weight.shape)}, tp={self.tp_world_size}, bias={self.bias is not None}"
+
+
+class LinearLayer(TensorParallel_Layer):
+    """Each rank has some output features; its output is that part of them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """This rank's features."""
+        return functional.linear(copy_in(input, self.mp_group), self.weight, self.bias)
+
+    @classmethod
+    def from_weights(
+        cls,
+        weight_shape: Any = None,
+        dtype: torch.dtype = torch.half,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> "LinearLayer":
+        """A layer of these weights, which are a rank's part already."""
+        given = torch.empty(*weight_shape, dtype=dtype) if weight is None else weight
+        module = nn.Linear(given.shape[1], given.shape[0], bias=bias is not None, dtype=given.dtype, device="meta")
+        module.weight = nn.Parameter(given)
+        if bias is not None:
+            module.bias = nn.Parameter(bias)
+        return cls(module, skip_partition=True)
+
+
+class GateUpPack_LinearLayer(LinearLayer):  # noqa: N801  the name is theirs
+    """Two matrices in one, gate and up: each rank has some features of both."""
+
+    stride = 2
+
+
+class LinearAllreduce(TensorParallel_Layer):
+    """Each rank has the weights of some input features, and takes that part of them; outputs are summed."""
+
+    dim = 1
+
+    def forward(self, input: Tensor) -> Tensor:
+        """All features, on every rank."""
+        output = sum_out(functional.linear(input, self.weight), self.mp_group)
+        return output if self.bias is None else output + self.bias
+
+
+class LmHeadLinearAllreduce(LinearAllreduce):
+    """A head whose input every rank has whole: it takes its part of the features, and the logits are summed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The logits of all tokens, on every rank."""
+        return super().forward(split_along(input, -1, self.mp_group, self._options.parts(self._size, "weight")))
+
+
+class RowParallel:
+    """The sum over ranks, whose gradient goes to each of them, called as an autograd function is."""
+
+    @staticmethod
+    def apply(group: Any, input: Tensor, is_inference_mode: bool = False) -> Tensor:
+        """Sum."""
+        return sum_out(input, group)
+
+
+class ColumnParallel:
+    """The way into layers that are cut, where gradients are summed, called as an autograd function is."""
+
+    @staticmethod
+    def apply(group: Any, input: Tensor) -> Tensor:
+        """As it is."""
+        return copy_in(input, group)

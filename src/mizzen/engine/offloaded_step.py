@@ -1,0 +1,133 @@
+"""The step over lots of which some rest outside the device.
+
+A thread of the host steps what rests there, lot by lot, with its own number of threads: a fused kernel of the CPU lets
+other threads run. At the same time the device steps what rests on it, and lots that pass through it. New values return
+to the model as soon as their lot is stepped. What became of a step is decided before it comes here, so a skipped step
+touches nothing.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import torch
+from torch.optim import Optimizer
+
+from mizzen.accelerator import get_accelerator
+from mizzen.log import get_logger, warn_once
+from mizzen.monitor.report import StepReport
+from mizzen.offload.split import measure
+from mizzen.optim.rules import scaled, view_of
+from mizzen.plan.parts import Lot
+
+LotFactors = Sequence[tuple[Lot, float]]
+"""Lots, each with what its gradients are multiplied with beside the factor of all."""
+EXPOSED_SHARE: Final = 0.2
+"""The share of a step that may pass with waiting for the host before that is said."""
+
+
+class OffloadedStep:
+    """Steps all lots of an engine. Its measures are those of the last step, in milliseconds."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, threads: int) -> None:
+        self.optimizer = optimizer
+        self.device = device
+        self.threads = threads
+        self._thread = ThreadPoolExecutor(1, "mizzen-host-step", initializer=torch.set_num_threads, initargs=(threads,))
+        self._measures: dict[str, float] = {}
+
+    def measure(self) -> float:
+        """The share of what rests in host memory that should pass through the device on this machine."""
+        speeds = measure(get_accelerator(), self._thread)
+        get_logger().info("offload: %s", speeds)
+        return speeds.streamed_ratio()
+
+    def split(self, lots: Sequence[Lot], ratio: float) -> None:
+        """Let a share of what rests in host memory pass through the device: the lots that backward completes first."""
+        resting = [lot for lot in lots if lot.rest.place == "host"]
+        sizes = [sum(tensor.numel() for tensor in lot.tensors) for lot in resting]
+        passed = 0
+        for lot, size in zip(resting, sizes, strict=True):
+            lot.rest.pass_through(is_streamed=passed + size / 2 < ratio * sum(sizes))
+            passed += size
+        streamed = sum(not lot.rest.is_stepped_on_host for lot in resting)
+        get_logger().info(
+            "offload: %d of %d lots rest in host memory: %d are stepped there by %d threads, %d on the device",
+            *(len(resting), len(lots), len(resting) - streamed, self.threads, streamed),
+        )
+
+    def step(self, lots: LotFactors, factor: float) -> None:
+        """Step every lot with its gradients times a factor."""
+        start = time.perf_counter()
+        for lot, _ in lots:
+            lot.compare()
+        on_host = [pair for pair in lots if pair[0].rest.is_stepped_on_host]
+        job = self._thread.submit(self._step_on_host, on_host, factor)
+        try:
+            self._step_on_device([pair for pair in lots if not pair[0].rest.is_stepped_on_host], factor)
+            device_done = time.perf_counter()
+        finally:
+            seconds = job.result()
+        host_done = time.perf_counter()
+        for lot, _ in lots:
+            lot.rest.wait()
+        end = time.perf_counter()
+        self._measures = {
+            "offload_ms": (end - start) * 1e3,
+            "offload_host_step_ms": seconds * 1e3,
+            "offload_host_wait_ms": (host_done - device_done) * 1e3,
+            "offload_copies_out_ms": (end - host_done) * 1e3,
+        }
+
+    def _step_on_host(self, lots: LotFactors, factor: float) -> float:
+        """Step lots in host memory; returns the seconds that it took."""
+        start = time.perf_counter()
+        for lot, rest in lots:
+            self._step_lot(lot, rest, factor, torch.device("cpu"))
+        return time.perf_counter() - start
+
+    def _step_on_device(self, lots: LotFactors, factor: float) -> None:
+        """Step what passes through the device one lot after the other, then what rests there in one call."""
+        here = [pair for pair in lots if pair[0].rest.place == "device"]
+        for lot, rest in (pair for pair in lots if pair[0].rest.place != "device"):
+            self._step_lot(lot, rest, factor, self.device)
+        if not here:
+            return
+        view = view_of(self.optimizer, _tensors(here))
+        with scaled(view, factor, self.device) as left:
+            for lot, rest in here:
+                lot.load(left * rest)
+            view.step()
+
+    def _step_lot(self, lot: Lot, rest: float, factor: float, device: torch.device) -> None:
+        view = view_of(self.optimizer, lot.tensors)
+        with scaled(view, factor, device) as left, torch.no_grad():
+            lot.load(left * rest)
+            lot.rest.bring_states(lot.tensors, view.state)
+            view.step()
+            lot.rest.rest_states(lot.tensors, view.state)
+            lot.write_back()
+            lot.send()
+            lot.unload()
+
+    def read(self, report: StepReport) -> Mapping[str, float]:
+        """The milliseconds of the last step that passed with stepping and waiting; said once where they are many."""
+        found = self._measures
+        exposed = found.get("offload_ms", 0.0) / 1e3
+        if report.step > 2 and report.applied and exposed > EXPOSED_SHARE * report.seconds:
+            warn_once(
+                f"{exposed / report.seconds:.0%} of a step passes with the optimizer's states outside the device "
+                f"({exposed:.2f} of {report.seconds:.2f} s): accumulate over more micro-batches, keep more of them on "
+                "the device (offload_optimizer.ratio, offload.device_bytes), or raise offload.threads",
+                key="the step outside the device is slow",
+            )
+        return found if report.applied else {}
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
+def _tensors(lots: LotFactors) -> Iterator[torch.Tensor]:
+    return (tensor for lot, _ in lots for tensor in lot.tensors)

@@ -1,0 +1,113 @@
+"""`deepspeed.module_inject.layers`: layers made from whole ones compute what these do, and an engine trains them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from drop_in import programs
+
+WIDTH, INNER, CLASSES, STEPS = 6, 10, 7, 3
+
+
+class Model(nn.Module):
+    """A gated network and a head; with a group its layers are cut over it."""
+
+    def __init__(self, group=None) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.pack, self.up = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, INNER)
+        self.down, self.head = nn.Linear(INNER, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        if group is not None:
+            programs.deepspeed()
+            from deepspeed.module_inject.layers import (
+                GateUpPack_LinearLayer,
+                LinearAllreduce,
+                LinearLayer,
+                LmHeadLinearAllreduce,
+            )
+
+            self.pack = GateUpPack_LinearLayer(self.pack, group)
+            self.up = nn.Sequential(Gather(group), LinearLayer(self.up, group, name="up"))
+            self.down, self.head = LinearAllreduce(self.down, group), LmHeadLinearAllreduce(self.head, group)
+
+    def forward(self, x, labels):
+        gate, value = self.pack(x).chunk(2, -1)
+        hidden = torch.tanh(self.up(torch.sigmoid(gate) * value))
+        return nn.functional.cross_entropy(self.head(x + self.down(hidden)), labels)
+
+
+class Gather(nn.Module):
+    def __init__(self, group) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        from mizzen.parallel.tensor.exchange import gather_along
+
+        return gather_along(x, -1, self.group)
+
+
+def batch(step: int):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, WIDTH, generator=generator), torch.randint(0, CLASSES, (4,), generator=generator)
+
+
+def train() -> tuple:
+    deepspeed = programs.deepspeed()
+    from deepspeed.utils import groups
+
+    model = Model(dist.group.WORLD)
+    kept = model.down.weight
+    config = {
+        "train_batch_size": 4,
+        "tensor_parallel_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    losses = []
+    for step in range(STEPS):
+        loss = engine(*batch(step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    asked = (groups.get_tensor_model_parallel_world_size(), groups.get_tensor_model_parallel_rank())
+    down = model.down
+    shape = tuple(down.weight.shape)
+    whole = nn.Parameter(down.weight.detach().clone())
+    down.gather_params([whole, None])
+    return losses, asked, kept is not None, shape, whole.detach(), str(down)
+
+
+def test_layers_made_from_whole_ones_train_as_these(world):
+    model = Model()
+    rule = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for step in range(STEPS):
+        loss = model(*batch(step))
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        expected.append(loss.item())
+    for rank, (losses, asked, _, shape, whole, shown) in enumerate(world(2).run(train)):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert asked == (2, rank)
+        assert shape == (WIDTH, INNER // 2)
+        torch.testing.assert_close(whole, model.down.weight.detach())
+        assert shown == "LinearAllreduce(weight [6, 5], tp=2, bias=True)"
+
+
+def test_modes_and_weights_of_ones_own():
+    deepspeed = programs.deepspeed()
+    from deepspeed.module_inject import LinearLayer
+    from deepspeed.module_inject.layers import get_auto_tp_mode, is_autotp_training_mode
+    from deepspeed.runtime.tensor_parallel.config import AUTOTP_MODE
+
+    deepspeed.set_autotp_mode(training=True)
+    assert is_autotp_training_mode() and get_auto_tp_mode() is AUTOTP_MODE.TRAINING
+    weight, bias = torch.randn(3, 4), torch.randn(3)
+    made = LinearLayer.from_weights(weight=weight, bias=bias)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(made(x), nn.functional.linear(x, weight, bias))

@@ -1,0 +1,136 @@
+"""States that rest in host memory give the bits of states that rest on the device."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mizzen
+from behind import use_behind
+from breadth import choice
+
+STEPS = 20
+PRECISION = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 6}},
+    "low": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+}
+HELD = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = layer(inputs).tanh()
+        return self.last(inputs).float().square().mean()
+
+
+def start(stage, dtype, rule="AdamW", accumulation=1, offload=None, budgets=None):
+    model = Model()
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == flag] for flag in (True, False))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    zero = {"stage": stage, "reduce_bucket_size": 80, "stage3_param_persistence_threshold": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.05,
+        "zero_optimization": zero | ({"offload_optimizer": offload} if offload else {}),
+        "optimizer": {"type": rule, "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "progress": {"enabled": False},
+        **PRECISION[dtype],
+    }
+    if budgets is not None:
+        config["offload"] = budgets
+    return mizzen.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def places(engine):
+    return [lot.rest.place for store in engine.stores for lot in store.contents.lots]
+
+
+def train(engine, dtype, accumulation=1, steps=STEPS):
+    """What is told of each step; the fourth is broken on rank 1, and after the sixth somebody writes to the model."""
+    armed, told = {"on": False}, []
+    engine.module.layers[1].weight.register_hook(lambda g: g * math.nan if armed["on"] else g)
+    for number in range(steps):
+        armed["on"] = number == 3 and engine.global_rank == engine.world_size - 1
+        for micro in range(accumulation):
+            seed = 100 * number + 10 * micro + engine.global_rank
+            inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
+            engine.backward(engine(inputs.to(HELD.get(dtype, torch.bfloat16))))
+            report = engine.step()
+        if number == 5 and engine.settings.zero_optimization.stage < 3:
+            with torch.no_grad():
+                engine.module.last.weight.data.mul_(1.5)
+        told.append((report.applied, str(report.grad_norm), str(report.loss), report.loss_scale, report.lr))
+    return told
+
+
+def left_of(engine):
+    """Masters and states by name."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        found[name] = mizzen.zero.safe_get_full_fp32_param(parameter)
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if any(key in state for state in engine.basic_optimizer.state.values()):
+                found[f"{name} {key}"] = mizzen.zero.safe_get_full_optimizer_state(parameter, key)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def both(stage, dtype, rule, accumulation, offload, budgets):
+    expected = start(stage, dtype, rule, accumulation)
+    told, left = train(expected, dtype, accumulation), left_of(expected)
+    expected.destroy()
+    use_behind()
+    engine = start(stage, dtype, rule, accumulation, offload, budgets)
+    rests = places(engine)
+    assert train(engine, dtype, accumulation) == told
+    found = left_of(engine)
+    assert found.keys() == left.keys()
+    different = [name for name in left if not torch.equal(found[name], left[name])]
+    measures = engine.last_step.measures
+    engine.destroy()
+    assert not mizzen.accelerator.get_accelerator().locked
+    return rests, different, told, measures
+
+
+CASES = {
+    "0 fp32": (0, "fp32", "AdamW", 1, {"device": "cpu"}, None),
+    "1 bf16 ratio": (1, "bf16", "AdamW", 2, {"device": "cpu", "ratio": 0.3}, None),
+    "2 fp16 half streamed": (2, "fp16", "AdamW", 1, {"device": "cpu"}, {"streamed_ratio": 0.5, "device_bytes": 0}),
+    "2 bf16 budget": (2, "bf16", "Lion", 2, None, {"streamed_ratio": 1, "device_bytes": 1500}),
+    "1 low streamed": (1, "low", "AdamW", 1, {"device": "cpu"}, {"streamed_ratio": 1, "device_bytes": 0}),
+    "0 fp16": (0, "fp16", "Adam", 2, {"device": "cpu", "pin_memory": False}, {"streamed_ratio": 0.5}),
+    "2 low": (2, "low", "Adagrad", 1, {"device": "cpu"}, None),
+    "1 whole": (1, "fp32", "Muon", 1, {"device": "cpu"}, None),
+}
+SHORT = ("0 fp32", "1 bf16 ratio", "2 fp16 half streamed", "2 bf16 budget")
+
+
+@pytest.mark.parametrize("name", choice(CASES, SHORT))
+def test_bits_do_not_depend_on_where_states_rest(world, name):
+    case = CASES[name]
+    for rests, different, told, measures in world(2).run(both, *case):
+        assert ("host" in rests) == (name != "0 fp16")
+        assert ("device" in rests) == (name in ("1 bf16 ratio", "2 bf16 budget", "0 fp16"))
+        assert different == []
+        assert not all(applied for applied, *_ in told)
+        assert len({norm for _, norm, *_ in told}) > 10
+        if name != "0 fp16":
+            assert measures["offload_ms"] >= measures["offload_host_wait_ms"] >= 0
+
+
+def test_on_one_rank_too(world):
+    for stage in (0, 2):
+        ((rests, different, *_),) = world(1).run(both, stage, "bf16", "AdamW", 1, {"device": "cpu"}, None)
+        assert set(rests) == {"host"}
+        assert different == []
