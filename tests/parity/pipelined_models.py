@@ -1,4 +1,4 @@
-"""Small models of transformers, cut between their blocks by `pipeline_parallel_size` alone, and plain torch beside it."""
+"""Small models of transformers, cut between their blocks by `pipeline_parallel_size` alone, and plain torch."""
 
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

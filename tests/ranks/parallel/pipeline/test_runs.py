@@ -43,7 +43,7 @@ def test_an_evaluation_gives_the_loss_on_every_rank_and_outputs_on_the_last_stag
 
 
 def shapes():
-    """Micro-batches of other lengths and sizes, in the middle of a batch and from batch to batch; one process beside."""
+    """Micro-batches of other lengths, in the middle of a batch and from batch to batch."""
     engine, losses = start(micros=3), []
     generator = torch.Generator().manual_seed(1)
     for lengths in ((6, 6, 6), (6, 3, 4), (4, 9, 9)):
