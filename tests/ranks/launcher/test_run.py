@@ -299,7 +299,10 @@ else:
 total = all_reduce(rank + 1.0)
 if start == "0" and rank == 2:
     os.kill(os.getpid(), 9)
-total = all_reduce(total)
+try:
+    total = all_reduce(total)
+except (EOFError, ConnectionError):
+    time.sleep(600)  # as one that waits for the dead; its supervisor ends it
 print("total", total, os.environ["LOCAL_RANK"], os.environ["CROSS_RANK"], flush=True)
 """
 

@@ -65,7 +65,7 @@ def test_shards_that_rest_in_files_train_alike(world, tmp_path):
     for keys in ({}, {"bf16": {"enabled": True}}):
         folder = tmp_path / ("low" if keys else "full")
         folder.mkdir()
-        expected, found = world(2).each(run, [(None, keys), (str(folder), keys)])
+        expected, found = world(2).run(run, None, keys), world(2).run(run, str(folder), keys)
         for (losses, values), (their_losses, others) in zip(found, expected, strict=True):
             assert losses == their_losses
             assert all(torch.equal(one, other) for one, other in zip(values, others, strict=True))
