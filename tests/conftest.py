@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 import breadth
+from groups import stays_with
 from pool import Pool, World
 
 if find_spec("hypothesis"):  # the clients' environment has none
@@ -29,19 +31,29 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The short choice of the tests, unless all or the rest are asked for, or one test by its name.
-
-    Each test goes to the worker that is free; those that share a fixture of their file stay together.
-    """
-    for item in items:
-        shared = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009  pytest has no public way
-        if any(each.scope in ("class", "module", "package") for found in shared for each in found):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    """The short choice of the tests, unless all or the rest are asked for, or one test by its name."""
     if any("::" in argument for argument in config.args):
         return
     items[:], others = breadth.choose(items)
     if others:
         config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist is not everywhere
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each test goes to the worker that is free; those that share a fixture of their file stay together.
+
+    This is what `--dist loadgroup` is for, whose marks become part of names that pytest 9.2 does not let it change.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneByOne(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return stays_with(nodeid)
+
+    return OneByOne(config, log)
 
 
 @pytest.fixture(scope="session")

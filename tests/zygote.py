@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,6 +39,7 @@ PRELOAD: Final = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch._dynamo",  # the first optimizer of a process imports it, and that takes more than a second
+    "torch._inductor.compile_fx",  # and this the first that compiles, whatever the backend
     "safetensors.torch",
     "transformers.models.llama.modeling_llama",  # a second for every rank whose module has such a model
     "mizzen.accelerator.cpu",  # the four that the first question for an accelerator imports
@@ -69,11 +70,13 @@ class Job:
     path: str
     name: str
     arguments: bytes
+    """Of one call, or with `is_each` of several that are made one after the other."""
     timeout: float
     grace: float
     environment: dict[str, str]
     search: list[str]
     folder: str
+    is_each: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +334,8 @@ def _be_rank(job: Job, number: int, port: int, wire: Connection) -> NoReturn:
         arguments, keywords = unpack(job.arguments)
         if job.backend is not None:
             _join(job)
-        message = (None, pack(function(*arguments, **keywords)))
+        result = _each(function, arguments, keywords) if job.is_each else function(*arguments, **keywords)
+        message = (None, pack(result))
     except BaseException as error:  # noqa: BLE001  whatever it is, the test is told
         message = (type(error).__name__, _told(error))
     sys.stdout.flush()
@@ -341,6 +345,19 @@ def _be_rank(job: Job, number: int, port: int, wire: Connection) -> NoReturn:
         os._exit(1)
     while True:
         signal.pause()
+
+
+def _each(function: Callable[..., Any], cases: Iterable[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
+    """One call after the other; what one has left behind is collected before the next."""
+    results = []
+    for arguments in cases:
+        try:
+            results.append(function(*arguments, **keywords))
+        except BaseException as error:
+            error.add_note(f"in the case {SHORT.repr(arguments)}")
+            raise
+        gc.collect()
+    return results
 
 
 def _surround(job: Job, number: int, port: int) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mizzen import checkpoint as checkpoint
     from mizzen import checkpointing as checkpointing
     from mizzen import comm as comm
+    from mizzen import pipe as pipe
     from mizzen import tensor as tensor
     from mizzen import zero as zero
     from mizzen.accelerator import get_accelerator as get_accelerator
@@ -62,6 +63,7 @@ _HOMES: Final = {
     "get_accelerator": "mizzen.accelerator",
     "init_distributed": "mizzen.comm",
     "initialize": "mizzen.api",
+    "pipe": "mizzen.pipe",
     "set_accelerator": "mizzen.accelerator",
     "tensor": "mizzen.tensor",
     "zero": "mizzen.zero",

@@ -110,6 +110,13 @@ def test_from_ddp_to_mizzen_is_a_small_step():
     assert len(difference) - len(removed) == 5, "the same, and the configuration"
 
 
+def test_the_pipeline_learns_on_two_stages(world):
+    printed = world(2, init=False).run(script, "pipeline.py", "--steps", 12, "--width", 8)
+    found = [re.search(r"rank (\d): loss (\S+) after 12 steps", text).groups() for text in printed]
+    assert [rank for rank, _ in found] == ["0", "1"] and found[0][1] == found[1][1]
+    assert float(found[0][1]) < 2.2  # ten classes: it begins at 2.3
+
+
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra clients")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_of_transformers_learns_and_writes(world, tmp_path, ranks):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import mizzen
 import mizzen.api
 import mizzen.plan.build
-from breadth import choice, covering
+from breadth import choice, chosen, covering
 from mizzen.comm.mesh import Mesh
 from mizzen.config.load import load
 from mizzen.errors import UsageError
@@ -299,12 +299,12 @@ def test_a_checkpoint_moves_between_any_two_layouts_to_the_bit(world, tmp_path, 
     losses = []
     shown = LAYOUTS if os.environ.get("FULL") or stage == 1 else {key: LAYOUTS[key] for key in ("tp4", "one")}
     for name, layout in shown.items():
-        there, back = str(tmp_path / name), str(tmp_path / f"{name} and back")
-        runs = world(layout[0]).run(carry_on, str(tmp_path / "first"), there, *case_of(layout, then))
-        assert all(same(state, expected) for state, _ in runs)
+        runs = world(layout[0]).run(carry_on, str(tmp_path / "first"), str(tmp_path / name), *case_of(layout, then))
+        assert all(same(state, expected) for state, _ in runs), name
         losses += [loss for _, loss in runs]
-        runs = world(8).run(carry_on, there, back, *case_of(first, stage))
-        assert all(same(state, expected) for state, _ in runs)
+    back = [(str(tmp_path / name), str(tmp_path / f"{name} and back"), *case_of(first, stage)) for name in shown]
+    for name, runs in zip(shown, world(8).each(carry_on, back), strict=True):
+        assert all(same(state, expected) for state, _ in runs), name
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
@@ -347,15 +347,17 @@ def ask(*case) -> tuple:
     return all(right), mesh is engine.mesh, norms
 
 
-@pytest.mark.parametrize("stage", choice([0, 1, 2, 3], [2, 3]))
-def test_whole_values_and_gradients_are_read_and_written_on_any_homes(world, stage):
+@pytest.mark.in_parts
+def test_whole_values_and_gradients_are_read_and_written_on_any_homes(world):
     model = Toy()
     model(batch(0)).backward()
     expected = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
-    for right, is_current, norms in world(8).run(ask, stage, "AdamW", 1.0, 1, 2, 2):
-        assert right
-        assert is_current
-        assert norms == pytest.approx({name: expected[name] for name in norms}, rel=1e-4)
+    stages = chosen([0, 1, 2, 3], [2, 3])
+    for stage, ranks in zip(stages, world(8).each(ask, [(s, "AdamW", 1.0, 1, 2, 2) for s in stages]), strict=True):
+        for right, is_current, norms in ranks:
+            assert right, stage
+            assert is_current, stage
+            assert norms == pytest.approx({name: expected[name] for name in norms}, rel=1e-4), stage
 
 
 FROZEN = (".up.weight", ".down.", "experts.1", "experts.2.weight", "qkv")

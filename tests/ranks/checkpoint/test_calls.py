@@ -60,8 +60,9 @@ def different_tags(folder, validation):
 
 
 def test_ranks_that_save_under_different_tags(world, tmp_path):
-    assert world(2).run(different_tags, str(tmp_path / "a"), "Warn")[1] == ["latest", "tag0"]
-    for said in world(2).run(different_tags, str(tmp_path / "b"), "Fail"):
+    taken, refused = world(2).each(different_tags, [(str(tmp_path / "a"), "Warn"), (str(tmp_path / "b"), "Fail")])
+    assert taken[1] == ["latest", "tag0"]
+    for said in refused:
         assert "different tags" in said and "rank 0: tag0" in said and "rank 1: tag1" in said
     assert list((tmp_path / "b").iterdir()) == []
 
@@ -287,9 +288,10 @@ def damaged(folder, policy):
 
 
 def test_a_damaged_checkpoint(world, tmp_path):
-    for said in world(2).run(damaged, str(tmp_path / "a"), "fail"):
+    failed, older = world(2).each(damaged, [(str(tmp_path / "a"), "fail"), (str(tmp_path / "b"), "previous")])
+    for said in failed:
         assert "damaged" in said and ".safetensors" in said and "it holds" in said
-    assert world(2).run(damaged, str(tmp_path / "b"), "previous") == [("global_step1", [])] * 2
+    assert older == [("global_step1", [])] * 2
 
 
 def own_optimizer(folder):

@@ -4,8 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
-
 import mizzen
 from mizzen.errors import CheckpointError
 from mizzen.files import watched
@@ -26,8 +24,10 @@ def different_tags_on_nodes(root, validation):
 
 def test_nodes_that_save_under_different_tags(world, tmp_path):
     files = ["latest", "manifest.json", "tag0"]
-    assert world(2).run(different_tags_on_nodes, str(tmp_path / "a"), "Warn") == [(files, "tag0")] * 2
-    for said, left in world(2).run(different_tags_on_nodes, str(tmp_path / "b"), "Fail"):
+    cases = [(str(tmp_path / "a"), "Warn"), (str(tmp_path / "b"), "Fail")]
+    taken, refused = world(2).each(different_tags_on_nodes, cases)
+    assert taken == [(files, "tag0")] * 2
+    for said, left in refused:
         assert "rank 0: tag0" in said and "rank 1: tag1" in said and left == []
 
 
@@ -51,14 +51,13 @@ def on_nodes(root, stage, lose):
     return differences(held, whole(fresh))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_every_node_keeps_its_own(world, tmp_path, stage):
-    assert world(4).run(on_nodes, str(tmp_path), stage, False) == [[]] * 4
-    assert {path.name for path in tmp_path.iterdir()} == {"node0", "node1"}
-
-
-def test_a_node_without_its_part_is_named(world, tmp_path):
-    for said in world(4).run(on_nodes, str(tmp_path), 2, True):
+def test_every_node_keeps_its_own_and_one_without_its_part_is_named(world, tmp_path):
+    cases = [(f"{tmp_path}/{stage}", stage, False) for stage in (0, 2, 3)]
+    *whole, lost = world(4).each(on_nodes, [*cases, (f"{tmp_path}/lost", 2, True)])
+    assert whole == [[[]] * 4] * 3
+    for folder, *_ in cases:
+        assert {path.name for path in Path(folder).iterdir()} == {"node0", "node1"}
+    for said in lost:
         assert "node node1" in said and "no checkpoint is committed here" in said
 
 
@@ -78,10 +77,13 @@ def node_without_folder(root, lost):
 
 
 def test_a_node_without_its_folder_is_named(world, tmp_path):
-    for lost, other in (("node0", "node1"), ("node1", "node0")):
-        for said in world(2).run(node_without_folder, str(tmp_path / lost), [lost]):
+    lost = (["node0"], ["node1"], ["node0", "node1"])
+    cases = [(f"{tmp_path}/{number}", nodes) for number, nodes in enumerate(lost)]
+    first, second, both = world(2).each(node_without_folder, cases)
+    for lost, other, ranks in (("node0", "node1", first), ("node1", "node0", second)):
+        for said in ranks:
             assert f"node {lost}: no checkpoint is committed here, but there is on node {other}" in said
-    assert world(2).run(node_without_folder, str(tmp_path), ["node0", "node1"]) == [(None, None)] * 2
+    assert both == [(None, None)] * 2
 
 
 def node_without_its_newest(root, lost):
@@ -97,13 +99,15 @@ def node_without_its_newest(root, lost):
     return Path(path).name, said
 
 
-@pytest.mark.parametrize("lost", ["node0", "node1"])
-def test_a_node_without_its_newest_is_named(world, tmp_path, lost):
-    found = world(2).run(node_without_its_newest, str(tmp_path), lost)
-    assert [name for name, _ in found] == ["one", "one"]
-    newest = {"node0": "two", "node1": "two"} | {lost: "one"}
-    words = f"their newest are node node0 '{newest['node0']}', node node1 '{newest['node1']}'. 'one' is taken"
-    assert any(words in line for line in found[0][1])
+def test_a_node_without_its_newest_is_named(world, tmp_path):
+    nodes = ("node0", "node1")
+    for lost, found in zip(
+        nodes, world(2).each(node_without_its_newest, [(f"{tmp_path}/{lost}", lost) for lost in nodes]), strict=True
+    ):
+        assert [name for name, _ in found] == ["one", "one"]
+        newest = {"node0": "two", "node1": "two"} | {lost: "one"}
+        words = f"their newest are node node0 '{newest['node0']}', node node1 '{newest['node1']}'. 'one' is taken"
+        assert any(words in line for line in found[0][1])
 
 
 def other_layout(root, stage, turned):
@@ -152,9 +156,11 @@ def commit_fails_on_a_node(root, is_first):
 
 
 def test_what_is_older_goes_once_a_save_is_on_every_node(world, tmp_path):
-    for said, differing, left in world(2).run(commit_fails_on_a_node, str(tmp_path / "a"), False):
+    cases = [(str(tmp_path / "a"), False), (str(tmp_path / "b"), True)]
+    later, first = world(2).each(commit_fails_on_a_node, cases)
+    for said, differing, left in later:
         assert "rank 1: rename" in said and differing == [] and left == ["latest", "one"]
-    for said, path, left in world(2).run(commit_fails_on_a_node, str(tmp_path / "b"), True):
+    for said, path, left in first:
         assert "rank 1: rename" in said and path is None and left == []
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mizzen
-from breadth import choice
+from breadth import chosen
 from mizzen.checkpoint.read import Reader
 from mizzen.errors import CheckpointError
 from ranks.checkpoint.programs import Case, build, changed, load_and_save, save_and_train, train
@@ -34,23 +34,31 @@ SHORT = [RULES[number] for number in (0, 2, 4, 5, 7, 8, 9, 13)]
 """Every stage but 0, every precision, rules with states of every shape, and a run without a scheduler."""
 
 
-@pytest.mark.parametrize(("size", "case"), choice(RULES, SHORT), ids=str)
-def test_the_same_layout_goes_on_bitwise(world, tmp_path, size, case):
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
-    losses = world(size).run(save_and_train, case, one, more=3)
-    assert world(size).run(load_and_save, case, one, other, more=3) == losses
-    assert changed(one, other) == []
+@pytest.mark.in_parts
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_same_layout_goes_on_bitwise(world, tmp_path, size):
+    cases = [case for ranks, case in chosen(RULES, SHORT) if ranks == size]
+    saves = [(case, f"{tmp_path}/one{number}") for number, case in enumerate(cases)]
+    loads = [(case, one, one.replace("one", "other")) for case, one in saves]
+    losses = world(size).each(save_and_train, saves, more=3)
+    after = world(size).each(load_and_save, loads, more=3)
+    for (case, one, other), expected, found in zip(loads, losses, after, strict=True):
+        assert found == expected, case
+        assert changed(one, other) == [], case
 
 
-@pytest.mark.parametrize("rule", ["Lamb", "Muon", "Adafactor", "SGD"])
-def test_states_of_every_rule_move_to_another_number_of_ranks(world, tmp_path, rule):
-    one = str(tmp_path / "one")
-    losses = world(3).run(save_and_train, Case(stage=2, optimizer=rule), one, more=1)
+def test_states_of_every_rule_move_to_another_number_of_ranks(world, tmp_path):
+    rules = ("Lamb", "Muon", "Adafactor", "SGD")
+    saves = [(Case(stage=2, optimizer=rule), str(tmp_path / rule)) for rule in rules]
+    losses = world(3).each(save_and_train, saves, more=1)
     for size, stage in ((1, 0), (2, 1)):
-        other = str(tmp_path / f"{size}")
-        after = world(size).run(load_and_save, Case(stage=stage, optimizer=rule), one, other, more=1)
-        assert changed(one, other) == []
-        assert after[0] == pytest.approx(losses[0], rel=1e-4)
+        loads = [
+            (Case(stage=stage, optimizer=rule), str(tmp_path / rule), f"{tmp_path}/{rule}{size}") for rule in rules
+        ]
+        after = world(size).each(load_and_save, loads, more=1)
+        for (case, one, other), found, expected in zip(loads, after, losses, strict=True):
+            assert changed(one, other) == [], case
+            assert found[0] == pytest.approx(expected[0], rel=1e-4), case
 
 
 def test_masters_keep_their_low_bits_between_precisions(world, tmp_path):
@@ -91,12 +99,17 @@ def low_bit(one, other, stage, resumed):
     return kinds
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_states_in_few_bits(world, tmp_path, stage):
+def test_states_in_few_bits(world, tmp_path):
     pytest.importorskip("torchao")
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
-    assert "OptimState8bit" in world(2).run(low_bit, one, other, stage, False)[0]
-    assert "OptimState8bit" in world(2).run(low_bit, one, other, stage, True)[0]
+    folders = [(str(tmp_path / f"one{stage}"), str(tmp_path / f"other{stage}"), stage) for stage in (0, 1)]
+    for resumed in (False, True):
+        for ranks in world(2).each(low_bit, [(*each, resumed) for each in folders]):
+            assert "OptimState8bit" in ranks[0]
+    for one, other, _ in folders:
+        assert_rounded_once(one, other)
+
+
+def assert_rounded_once(one, other):
     with Reader(Path(one) / "global_step3") as first, Reader(Path(other) / "global_step3") as second:
         for kind, name in first.entries:
             if kind != "rng":  # a state is rounded once more, a weight never
@@ -114,10 +127,11 @@ def back_to_the_start(folder, case):
     return losses, train(engine, 3)
 
 
-@pytest.mark.parametrize("case", [Case(stage=stage, scheduler=False) for stage in (1, 3)], ids=str)
-def test_an_optimizer_starts_afresh_where_a_checkpoint_has_no_states(world, tmp_path, case):
-    for losses, again in world(2).run(back_to_the_start, str(tmp_path), case):
-        assert losses == again
+def test_an_optimizer_starts_afresh_where_a_checkpoint_has_no_states(world, tmp_path):
+    cases = [(f"{tmp_path}/{stage}", Case(stage=stage, scheduler=False)) for stage in (1, 3)]
+    for ranks in world(2).each(back_to_the_start, cases):
+        for losses, again in ranks:
+            assert losses == again
 
 
 def other_optimizer(folder, pickled):

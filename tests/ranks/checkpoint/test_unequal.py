@@ -213,13 +213,15 @@ def save_here(root):
 
 def test_loads_from_different_folders(world, tmp_path):
     world(2).run(save_here, str(tmp_path))
-    for second in ("nowhere", "other"):
-        (one, said), (other, quiet) = world(2).run(load_from, str(tmp_path), "Warn", second)
-        assert one == other == str(tmp_path / "here" / "global_step1") and quiet == []
+    seconds = ("nowhere", "other")
+    cases = [(str(tmp_path), validation, second) for second in seconds for validation in ("Warn", "Fail")]
+    *found, (one, other) = world(2).each(load_from, [*cases, (str(tmp_path), "Fail", "copy")])
+    for second, warned, refused in zip(seconds, found[::2], found[1::2], strict=True):
+        (first, said), (taken, quiet) = warned
+        assert first == taken == str(tmp_path / "here" / "global_step1") and quiet == []
         assert len(said) == 1 and second in said[0] and "first rank's is taken" in said[0]
-        for found, _ in world(2).run(load_from, str(tmp_path), "Fail", second):
-            assert found.startswith("refused: ") and "here" in found and second in found
-    one, other = world(2).run(load_from, str(tmp_path), "Fail", "copy")
+        for words, _ in refused:
+            assert words.startswith("refused: ") and "here" in words and second in words
     assert one == (str(tmp_path / "here" / "global_step1"), []) and other == (
         str(tmp_path / "copy" / "global_step1"),
         [],

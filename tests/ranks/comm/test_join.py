@@ -383,6 +383,7 @@ def torchrun(folder, mode, *options):
     return [(folder / f"rank{rank}").read_text() for rank in range(2)]
 
 
+@pytest.mark.wide  # the test below is this and a restart
 def test_under_torchrun(tmp_path):
     assert torchrun(tmp_path, "live", "--standalone") == ["3.0 2 torchrun 0"] * 2
 

@@ -60,7 +60,7 @@ def train(stage: int, way: str, broken: tuple[int, ...], limit: float, ahead: bo
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("way", "broken"), [("usual", ()), ("usual", (0, 2)), ("bare", (1,)), ("counted", (3,))])
 def test_the_bits_are_the_same(world, stage, way, broken):
-    plain, ahead = (world(2).run(train, stage, way, broken, 0.1, how) for how in (False, True))
+    plain, ahead = world(2).each(train, [(stage, way, broken, 0.1, how) for how in (False, True)])
     for (told, state), (told_ahead, state_ahead) in zip(plain, ahead, strict=True):
         assert [each[0] for each in told] == [step not in broken for step in range(4)]
         assert str(told_ahead) == str(told)
@@ -72,7 +72,7 @@ def test_the_bits_are_the_same(world, stage, way, broken):
 def test_a_limit_that_is_met_in_some_steps_only(world, stage, unlimited):
     told, _ = world(2).run(train, stage, "usual", (), 0.0, False, unlimited)[0]
     limit = sorted(norm for _, norm, _ in told[unlimited:])[2] - 1e-3
-    plain, ahead = (world(2).run(train, stage, "usual", (), limit, how, unlimited) for how in (False, True))
+    plain, ahead = world(2).each(train, [(stage, "usual", (), limit, how, unlimited) for how in (False, True)])
     norms = [norm for _, norm, _ in plain[0][0][unlimited:]]
     assert min(norms) < limit < max(norms)
     for (told, state), (told_ahead, state_ahead) in zip(plain, ahead, strict=True):
@@ -94,7 +94,7 @@ def one_rank_is_idle(ahead: bool, is_bare: bool) -> list:
 
 
 def test_a_rank_that_has_seen_something_else_takes_the_step_after_all(world):
-    runs = [world(2).run(one_rank_is_idle, ahead, is_bare) for is_bare in (False, True) for ahead in (False, True)]
+    runs = world(2).each(one_rank_is_idle, [(ahead, is_bare) for is_bare in (False, True) for ahead in (False, True)])
     norm, state = runs[0][0]
     for run in runs:
         for other_norm, other_state in run:
@@ -142,7 +142,7 @@ def with_a_hook_here_only(stage: int, ahead: bool, family: str, dtype: str) -> l
 @pytest.mark.parametrize(("stage", "family"), [(1, "alone"), (3, "alone"), (3, "loco")])
 @pytest.mark.parametrize("dtype", ["fp32", "low"])
 def test_a_hook_on_one_rank_only(world, stage, family, dtype):
-    plain, ahead = (world(2).run(with_a_hook_here_only, stage, way, family, dtype) for way in (False, True))
+    plain, ahead = world(2).each(with_a_hook_here_only, [(stage, way, family, dtype) for way in (False, True)])
     for (told, state), (told_ahead, state_ahead) in zip(plain, ahead, strict=True):
         assert told_ahead == told == [True, True, False, True, True]
         assert is_same(state_ahead, state)
@@ -163,8 +163,9 @@ def written_back(ahead: bool) -> list[str]:
 
 
 def test_new_values_are_sent_before_the_norm_is_read_once_all_ranks_are_known_to_go_ahead(world):
-    assert world(2).run(written_back, True) == [["r", "p", "p", "r", "p", "r"]] * 2
-    assert world(2).run(written_back, False) == [["r", "p"] * 3] * 2
+    ahead, after = world(2).each(written_back, [(True,), (False,)])
+    assert ahead == [["r", "p", "p", "r", "p", "r"]] * 2
+    assert after == [["r", "p"] * 3] * 2
 
 
 def kinds_of_losses() -> str:

@@ -9,6 +9,8 @@ from mizzen.engine.prepare import check_equal
 from parity.programs import Case, TinyLanguageModel, build, micro_batches, reference
 from ranks.engine.test_training import start
 
+STAGES = [(0,), (1,), (2,), (3,)]
+
 
 def a_few_steps(engine, case: Case, steps: int = 3) -> list[float]:
     losses = []
@@ -52,7 +54,7 @@ def train_mixed(stage: int) -> tuple[list[torch.dtype], dict[str, torch.Tensor]]
 
 
 def test_parameters_of_several_dtypes_train_together(world):
-    runs = [world(2).run(train_mixed, stage)[0] for stage in (0, 1, 2, 3)]
+    runs = [ranks[0] for ranks in world(2).each(train_mixed, STAGES)]
     fresh = {name: parameter.detach().double() for name, parameter in Mixed().named_parameters()}
     for _, values in runs:
         for name, value in values.items():
@@ -66,10 +68,11 @@ def train_compiled(stage: int, compiled: bool) -> list[float]:
     return a_few_steps(start(case, model), case)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_model_that_was_compiled_before(world, stage):
-    expected = world(2).run(train_compiled, stage, False)[0]
-    assert world(2).run(train_compiled, stage, True, timeout=120)[0] == pytest.approx(expected, rel=1e-6)
+def test_a_model_that_was_compiled_before(world):
+    cases = [(stage, compiled) for stage in (0, 2) for compiled in (False, True)]
+    plain, found, plain2, found2 = (ranks[0] for ranks in world(2).each(train_compiled, cases, timeout=120))
+    assert found == pytest.approx(plain, rel=1e-6)
+    assert found2 == pytest.approx(plain2, rel=1e-6)
 
 
 class Sparse(TinyLanguageModel):
@@ -90,11 +93,10 @@ def train_sparse(stage: int, key: bool, sparse_module: bool) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sparse_gradients_give_the_same_losses(world, stage):
-    expected = world(2).run(train_sparse, stage, False, False)[0]
-    for key, sparse_module in ((True, False), (True, True), (False, True)):
-        if stage == 3 and key:
-            continue  # refused
-        assert world(2).run(train_sparse, stage, key, sparse_module)[0] == pytest.approx(expected, rel=1e-6)
+    kinds = [(False, False), (False, True)] + [(True, False), (True, True)] * (stage < 3)  # at stage 3 it is refused
+    expected, *others = (ranks[0] for ranks in world(2).each(train_sparse, [(stage, *kind) for kind in kinds]))
+    for kind, losses in zip(kinds[1:], others, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-6), kind
 
 
 def differ_then_agree(stage: int) -> bool:
@@ -106,9 +108,8 @@ def differ_then_agree(stage: int) -> bool:
     return float(engine.module.scale) == 0.5
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_all_ranks_get_the_values_of_rank_0(world, stage):
-    assert world(2).run(differ_then_agree, stage) == [True, True]
+def test_all_ranks_get_the_values_of_rank_0(world):
+    assert world(2).each(differ_then_agree, STAGES) == [[True, True]] * 4
 
 
 def spoil() -> None:
@@ -160,10 +161,10 @@ def load_late(stage: int, through: str) -> tuple[bool, bool]:
     return exact, rounded
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_state_dict_loaded_late_reaches_the_masters(world, stage):
-    assert world(2).run(load_late, stage, "engine") == [(True, True)] * 2
-    assert world(2).run(load_late, stage, "module") == [(False, True)] * 2
+@pytest.mark.parametrize(("through", "is_exact"), [("engine", True), ("module", False)])
+def test_a_state_dict_loaded_late_reaches_the_masters(world, through, is_exact):
+    cases = [(stage, through) for (stage,) in STAGES]
+    assert world(2).each(load_late, cases) == [[(is_exact, True)] * 2] * 4
 
 
 def access(stage: int, dtype: str) -> dict[str, bool]:
@@ -204,11 +205,11 @@ def access(stage: int, dtype: str) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_state_is_read_and_written_by_the_parameter_alone(world, stage, dtype):
-    for found in world(2).run(access, stage, dtype):
-        assert [what for what, holds in found.items() if not holds] == []
+def test_state_is_read_and_written_by_the_parameter_alone(world, dtype):
+    for stage, ranks in enumerate(world(2).each(access, [(stage, dtype) for (stage,) in STAGES])):
+        for found in ranks:
+            assert [what for what, holds in found.items() if not holds] == [], stage
 
 
 def batches_of(seed_of_rank: bool, key: int | None) -> list[list[int]]:
@@ -222,10 +223,11 @@ def batches_of(seed_of_rank: bool, key: int | None) -> list[list[int]]:
 
 
 def test_the_order_of_data_is_rank_0s_whatever_the_others_did(world):
-    same, other = world(2).run(batches_of, False, None), world(2).run(batches_of, True, None)
+    cases = [(False, None), (True, None), (False, 5), (True, 5)]
+    same, other, seeded, others = world(2).each(batches_of, cases)
     assert same == other
     assert sorted(sum(sum(same, []), [])) == list(range(32))
-    assert world(2).run(batches_of, False, 5) == world(2).run(batches_of, True, 5) != same
+    assert seeded == others != same
 
 
 class Noise(nn.Module):

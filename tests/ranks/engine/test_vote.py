@@ -70,7 +70,7 @@ def trained(stage: int, ahead: bool, broken: int) -> list:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_without_losses_take_the_same_steps(world, stage):
     """Whether steps are launched ahead or not, also where the kind of losses changes, which they cannot know."""
-    plain, ahead = (world(4).run(trained, stage, how, 3) for how in (False, True))
+    plain, ahead = world(4).each(trained, [(stage, how, 3) for how in (False, True)])
     for (said, told, values), (said_ahead, _, values_ahead) in zip(plain, ahead, strict=True):
         assert said == said_ahead == plain[0][0]
         assert [applied for applied, *_ in told] == [True, True, True, False, True]

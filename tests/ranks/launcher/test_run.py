@@ -269,9 +269,48 @@ dist.destroy_process_group()
 """
 
 
-def test_two_supervisors_with_uneven_slots_start_again_together(tmp_path):
+MEET_WITHOUT_TORCH = """
+import os, socket, time
+from multiprocessing.connection import Client, Listener
+rank, size, start = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()  # the store of all starts
+
+def all_reduce(value):
+    if rank:
+        peers[0].send(value)
+        return peers[0].recv()
+    value += sum(peer.recv() for peer in peers)
+    for peer in peers:
+        peer.send(value)
+    return value
+
+def first():
+    while True:
+        try:
+            return Client(f"door{start}")
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.05)
+
+if rank:
+    peers = [first()]
+else:
+    with Listener(f"door{start}") as door:
+        peers = [door.accept() for _ in range(size - 1)]
+total = all_reduce(rank + 1.0)
+if start == "0" and rank == 2:
+    os.kill(os.getpid(), 9)
+try:
+    total = all_reduce(total)
+except (EOFError, ConnectionError):
+    time.sleep(600)  # as one that waits for the dead; its supervisor ends it
+print("total", total, os.environ["LOCAL_RANK"], os.environ["CROSS_RANK"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("script", [MEET_WITHOUT_TORCH, pytest.param(MEET, marks=pytest.mark.wide)], ids=["", "torch"])
+def test_two_supervisors_with_uneven_slots_start_again_together(tmp_path, script):
     """The way of `--no_ssh`: the same command on each node. The first has two ranks, the second has one."""
-    (tmp_path / "meet.py").write_text(MEET)
+    (tmp_path / "meet.py").write_text(script)
     (tmp_path / "hosts").write_text("a slots=2\nb slots=1\n")
     port = free_port()
     words = ("--hostfile", "hosts", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--show", "all")

@@ -46,8 +46,7 @@ def train(stage: int, section: dict, loop: str = "open") -> tuple:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_changes_but_memory(world, stage, mode):
-    expected = world(2).run(train, stage, {"mode": "off"})
-    found = world(2).run(train, stage, MODES[mode])
+    expected, found = world(2).each(train, [(stage, {"mode": "off"}), (stage, MODES[mode])])
     for (losses, gradients, values, none), (again, same_gradients, same_values, recomputed) in zip(
         expected, found, strict=True
     ):
@@ -77,10 +76,10 @@ def masks() -> torch.Tensor:
     return drawn[0]
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_whole_batch_at_once(world, mode):
-    expected = world(2).run(train, 2, {"mode": "off"}, "train_batch")
-    assert world(2).run(train, 2, {"mode": mode}, "train_batch")[0][0] == expected[0][0]
+def test_a_whole_batch_at_once(world):
+    cases = [(2, {"mode": mode}, "train_batch") for mode in ("off", "full", "selective")]
+    expected, *others = (ranks[0][0] for ranks in world(2).each(train, cases))
+    assert others == [expected, expected]
 
 
 def give_to_a_later_engine() -> list[int]:

@@ -35,6 +35,7 @@ def test_systems_take_turns_and_ranks_are_put_together(game):
     assert record.surroundings["torch"]
 
 
+@pytest.mark.wide  # processes cost seconds; turns, sums and failures are in the others
 def test_those_that_start_anew_repeat_their_first_steps(game):
     (result,) = play(game("good", anew=True), "toys").results
     assert result.losses == (0.0, 1.0, 2.0)
@@ -49,11 +50,13 @@ def test_one_that_fails_is_named_and_the_others_play_on(game):
     assert "famous last words" in record.failures["dead"]
 
 
+@pytest.mark.wide  # processes cost seconds; turns, sums and failures are in the others
 def test_a_player_that_is_told_to_run_first_says_so(game):
     with game("good").team("good") as team, pytest.raises(PlayerError, match="before it was told to prepare"):
         team.ask("run", 1)
 
 
+@pytest.mark.wide  # processes cost seconds; turns, sums and failures are in the others
 def test_the_anatomy_of_a_step_is_shown(game, capsys):
     assert dissect(game("good")) == 0
     shown = capsys.readouterr().out

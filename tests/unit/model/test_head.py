@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from groups import Later
 from mizzen.model.head import HeadSketch
 from mizzen.model.sketch import Sketch
 
-transformers = pytest.importorskip("transformers")
+transformers = Later("transformers")
 SIZES = {
     "hidden_size": 8,
     "num_hidden_layers": 1,

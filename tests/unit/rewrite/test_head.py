@@ -134,20 +134,23 @@ def test_a_model_that_changes_its_logits_in_a_way_nobody_said():
         model(**batch())
 
 
-class Own(transformers.LlamaForCausalLM):
-    """Computes its loss by itself, in one of several ways."""
+def own():
+    """A model that computes its loss by itself, in one of several ways."""
 
-    loss = staticmethod(torch.nn.functional.cross_entropy)
+    class Own(transformers.LlamaForCausalLM):
+        loss = staticmethod(torch.nn.functional.cross_entropy)
 
-    def forward(self, input_ids, labels=None, **keywords):
-        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
-        if labels is None:
-            return self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
-        return self.loss(logits.flatten(0, 1), labels.flatten())
+        def forward(self, input_ids, labels=None, **keywords):
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+            if labels is None:
+                return self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+            return self.loss(logits.flatten(0, 1), labels.flatten())
+
+    return Own(build().config)
 
 
 def test_a_model_that_takes_the_cross_entropy_by_itself():
-    model, fused = Own(build().config), Own(build().config)
+    model, fused = own(), own()
     fused.load_state_dict(model.state_dict())
     close(fuse(fused, head_loss=True)(**batch()), model(**batch()))
 
@@ -162,7 +165,7 @@ def by_hand(logits, labels):
 
 @pytest.mark.parametrize("loss", [smooth, by_hand])
 def test_a_loss_that_needs_all_logits(loss):
-    model = fuse(Own(build().config), head_loss=True)
+    model = fuse(own(), head_loss=True)
     model.loss = loss
     with pytest.raises(UsageError, match="Own was given labels and has taken no cross entropy of its logits"):
         model(**batch())

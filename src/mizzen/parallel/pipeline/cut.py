@@ -11,7 +11,7 @@ from itertools import pairwise
 from torch import nn
 
 from mizzen.comm.mesh import Mesh
-from mizzen.config.layout import Layout
+from mizzen.config.layout import DATA_AXES, Layout
 from mizzen.config.parallel import PipelineConfig
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
@@ -121,7 +121,13 @@ class PipelineCut(Transform):
         if layout.pp == 1 and layers is None:
             _refuse_alone(config.pipeline)
             return None
-        schedule = ScheduleChoice.of(config.pipeline, layout.pp)
+        choice = self._cut(config, layout, sketch)
+        if config.zero_optimization.stage == 3 and layout.size(*DATA_AXES) > 1:
+            _refuse_shared(choice)
+        return choice
+
+    def _cut(self, config: Config, layout: Layout, sketch: Sketch) -> CutChoice:
+        layers, schedule = sketch.layer_list, ScheduleChoice.of(config.pipeline, layout.pp)
         placement = schedule.example.placement
         if layers is not None:
             weights = [_weight(sketch, layer.path) for layer in layers.layers]
@@ -208,6 +214,19 @@ def _names_under(sketch: Sketch, paths: Collection[str]) -> frozenset[str]:
 def _weight(sketch: Sketch, path: str) -> int:
     names = _names_under(sketch, {path}) if path else frozenset[str]()
     return sum(p.numel for p in sketch.parameters if p.name in names and p.requires_grad)
+
+
+def _refuse_shared(choice: CutChoice) -> None:
+    """Refuse a weight of which two chunks of one stage would have to gather the same shards."""
+    seen: set[tuple[str, int]] = set()
+    for names, stage in zip(choice.names, choice.placement, strict=True):
+        if twice := sorted(name for name in names if (name, stage) in seen):
+            raise PlanError(
+                f"zero_optimization.stage 3 with pipeline.schedule {choice.schedule.name}: '{twice[0]}' is used by two "
+                f"chunks of stage {stage}, and its shards belong to one: use another schedule, such as interleaved, or "
+                "ZeRO stage 2"
+            )
+        seen |= {(name, stage) for name in names}
 
 
 def _refuse_alone(config: PipelineConfig) -> None:

@@ -242,8 +242,8 @@ def alternate(takes_turns: bool) -> tuple[list[float], list[int]]:
 
 
 def test_training_evaluating_and_generating_take_turns(world):
-    ((expected, _), _) = world(2).run(alternate, False)
-    for losses, sizes in world(2).run(alternate, True):
+    ((expected, _), _), found = world(2).each(alternate, [(False,), (True,)])
+    for losses, sizes in found:
         assert losses == expected
         assert losses[-1] < losses[0] / 2
         assert len(set(sizes)) == 1  # after each round every parameter is sharded

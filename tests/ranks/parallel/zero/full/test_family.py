@@ -11,13 +11,17 @@ from ranks.parallel.zero.full.models import rows, start, train, values_of
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64}}
 
 
+def train_with(kind, keys, **more):
+    return train(kind, 3, zero=keys, **more)
+
+
 @pytest.mark.parametrize("accumulation", choice([1, 2, 4], [1, 2]))
 @pytest.mark.parametrize("ordered", [False, True])
 def test_copies_train_as_one(world, accumulation, ordered):
-    keys, more = {"mics_shard_size": 2}, {"gradient_accumulation_steps": accumulation, "deterministic": ordered}
-    expected = world(4).run(train, "TiedBlocks", 3, **more)
+    more = {"gradient_accumulation_steps": accumulation, "deterministic": ordered}
+    cases = [("TiedBlocks", {"mics_shard_size": 2}), ("TiedBlocks", {})]
     for (losses, norms, values), (their_losses, their_norms, others) in zip(
-        world(4).run(train, "TiedBlocks", 3, zero=keys, **more), expected, strict=True
+        *world(4).each(train_with, cases, **more), strict=True
     ):
         assert losses == pytest.approx(their_losses, rel=1e-5)
         assert norms == pytest.approx(their_norms, rel=1e-5)
@@ -27,13 +31,13 @@ def test_copies_train_as_one(world, accumulation, ordered):
 
 @pytest.mark.parametrize("kind", choice(["Base", "TiedBlocks", "Odd", "Twice"], ["Odd", "Twice"]))
 def test_a_second_copy_changes_no_bit(world, kind):
-    expected = world(4).run(train, kind, 3)
-    for found, other in zip(world(4).run(train, kind, 3, zero={"zero_hpz_partition_size": 2}), expected, strict=True):
+    cases = [(kind, {"zero_hpz_partition_size": 2}), (kind, {})]
+    for found, other in zip(*world(4).each(train_with, cases), strict=True):
         assert found[:2] == other[:2]
         assert all(torch.equal(found[2][name], other[2][name]) for name in other[2])
 
 
-def counted(keys, **more):
+def counted(keys, more):
     """The bytes of a step that gathers and reductions send, by operation."""
     torch.manual_seed(0)
     engine = start(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))), 3, zero=keys, **more)
@@ -49,10 +53,12 @@ def counted(keys, **more):
         sent["reduce"] += sizes[1 - engine.global_rank] * message.element_size()  # what stays here is not sent
         return exchange(received, message, incoming, outgoing, **options)
 
-    collectives.all_gather_into_tensor, collectives.all_to_all_single = gathering, exchanging
     dtype = torch.bfloat16 if more else torch.float32
-    engine.backward(engine(torch.ones(2, 256, dtype=dtype)).float().mean())
-    engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_gather_into_tensor", gathering)
+        patch.setattr(collectives, "all_to_all_single", exchanging)
+        engine.backward(engine(torch.ones(2, 256, dtype=dtype)).float().mean())
+        engine.step()
     return sent
 
 
@@ -69,7 +75,7 @@ BF16 = {"bf16": {"enabled": True}}
     ],
 )
 def test_fewer_bytes_are_sent(world, keys, more, what, times):
-    plain, quantized = world(2).run(counted, {}, **more)[0], world(2).run(counted, keys, **more)[0]
+    plain, quantized = (ranks[0] for ranks in world(2).each(counted, [({}, more), (keys, more)]))
     assert plain[what] / quantized[what] == pytest.approx(times, rel=0.03)
 
 
@@ -85,15 +91,17 @@ def crossing(keys):
             sent[rank // 2 != node] += size * message.element_size() if rank != engine.global_rank else 0
         return exchange(received, message, incoming, outgoing, **options)
 
-    collectives.all_to_all_single = exchanging
-    engine.backward(engine(torch.ones(2, 256)).mean())
-    engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_to_all_single", exchanging)
+        engine.backward(engine(torch.ones(2, 256)).mean())
+        engine.step()
     return sent
 
 
 def test_in_two_hops_half_as_much_leaves_a_node_of_two(world):
     one = {"zero_quantized_gradients": True}
-    plain, once, twice = (world(4).run(crossing, keys)[1] for keys in ({}, one, one | {"zero_hpz_partition_size": 2}))
+    cases = [({},), (one,), (one | {"zero_hpz_partition_size": 2},)]
+    plain, once, twice = (ranks[1] for ranks in world(4).each(crossing, cases))
     assert plain[1] / once[1] == pytest.approx(7.5, rel=0.03)
     assert once[1] / twice[1] == pytest.approx(2, rel=0.01)
     assert twice[0] == pytest.approx(2 * once[0], rel=0.01)  # each neighbour gets the rows of two ranks
@@ -113,7 +121,7 @@ def exact(keys):
 
 def test_every_row_finds_its_owner_in_two_hops(world):
     keys = {"zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
-    for found, expected in zip(world(4).run(exact, keys), world(4).run(exact, {}), strict=True):
+    for found, expected in zip(*world(4).each(exact, [(keys,), ({},)]), strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
 

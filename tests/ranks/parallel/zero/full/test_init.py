@@ -48,6 +48,9 @@ KINDS = {
 }
 
 
+WAYS = ("plain", "context", "module")
+
+
 def build(kind, how):
     torch.manual_seed(3)
     if how == "plain":
@@ -74,29 +77,28 @@ def weights(kind, how):
     return differ, ties, held, nn.Module.__setattr__ is vars(nn.Module)["__setattr__"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_weights_are_those_of_the_plain_build(world, kind, ranks):
-    found = world(ranks).run(weights, kind, "context")
-    for differ, ties, _, _ in found:
-        assert differ == []
-        assert ties
-    cut = sum(p.numel() for p in KINDS[kind]().parameters() if p.dim()) if ranks > 1 else 0
-    assert sum(held for _, _, held, _ in found) == cut
+def test_weights_are_those_of_the_plain_build(world, ranks):
+    for kind, found in zip(KINDS, world(ranks).each(weights, [(kind, "context") for kind in KINDS]), strict=True):
+        for differ, ties, _, _ in found:
+            assert differ == [], kind
+            assert ties, kind
+        cut = sum(p.numel() for p in KINDS[kind]().parameters() if p.dim()) if ranks > 1 else 0
+        assert sum(held for _, _, held, _ in found) == cut, kind
 
 
 def train_early(kind, how, **keys):
     return train(build(kind, how), 3, **keys)
 
 
-@pytest.mark.parametrize("kind", ["Base", "TiedBlocks", "Odd", "Lora", "Dtypes"])
-@pytest.mark.parametrize("how", ["context", "module"])
-def test_they_train_as_plain_models_do(world, kind, how):
-    expected = world(2).run(train_early, kind, "plain")[0]
-    losses, norms, values = world(2).run(train_early, kind, how)[0]
-    assert losses == expected[0]
-    assert norms == expected[1]
-    assert all(torch.equal(values[name], expected[2][name]) for name in expected[2])
+def test_they_train_as_plain_models_do(world):
+    cases = [(kind, how) for kind in ("Base", "TiedBlocks", "Odd", "Lora", "Dtypes") for how in WAYS]
+    results = dict(zip(cases, (ranks[0] for ranks in world(2).each(train_early, cases)), strict=True))
+    for (kind, how), (losses, norms, values) in results.items():
+        expected = results[kind, "plain"]
+        assert losses == expected[0], (kind, how)
+        assert norms == expected[1], (kind, how)
+        assert all(torch.equal(values[name], expected[2][name]) for name in expected[2]), (kind, how)
 
 
 def train_at(stage, keys):
@@ -104,10 +106,11 @@ def train_at(stage, keys):
 
 
 def test_they_train_at_other_stages_and_in_copies_too(world):
-    expected = world(2).run(train_at, 3, {})[0]
-    assert world(2).run(train_at, 2, {})[0] == pytest.approx(expected, rel=1e-6)
+    expected, found = world(2).each(train_at, [(3, {}), (2, {})])
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
     halves = {"bf16": {"enabled": False}, "zero": {"mics_shard_size": 2}}
-    assert world(4).run(train_at, 3, halves)[0] == pytest.approx(world(4).run(train_at, 3, {})[0], rel=1e-5)
+    expected, found = world(4).each(train_at, [(3, {}), (3, halves)])
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
 
 
 def seeds_differ():

@@ -8,27 +8,33 @@ from mizzen.parallel.zero.full.gradients import UseOutside
 from ranks.parallel.zero.full.models import MODELS, rows, start, train
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_stage_3_is_stage_2(world, kind, ranks):
-    expected = world(ranks).run(train, kind, 2, deterministic=True)
-    assert len(set(expected[0][0])) > 1
-    for (losses, norms, values), (their_losses, their_norms, others) in zip(
-        world(ranks).run(train, kind, 3, deterministic=True), expected, strict=True
-    ):
-        assert losses == pytest.approx(their_losses, rel=1e-6)
-        assert norms == pytest.approx(their_norms, rel=1e-5)
-        for name, value in values.items():
-            torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6, msg=name)
+def halves(ranks, is_short):
+    """The models in two halves; on each number of ranks one of them is for `make test`."""
+    for number, half in enumerate((list(MODELS)[::2], list(MODELS)[1::2])):
+        yield pytest.param(ranks, half, marks=() if number == is_short else pytest.mark.wide, id=f"{ranks}-{number}")
 
 
-@pytest.mark.parametrize("kind", ["Base", "TiedBlocks", "Branching", "Lora"])
-def test_accumulation_gives_the_bits_of_stage_2(world, kind):
-    keys = {"gradient_accumulation_steps": 4, "deterministic": True}
-    expected, found = (world(2).run(train, kind, stage, **keys)[0] for stage in (2, 3))
-    assert found[0] == expected[0]
-    assert found[1] == expected[1]
-    assert all(torch.equal(found[2][name], expected[2][name]) for name in expected[2])
+@pytest.mark.parametrize(("ranks", "kinds"), [*halves(2, 0), *halves(3, 1)])
+def test_stage_3_is_stage_2(world, ranks, kinds):
+    cases = [(kind, stage) for kind in kinds for stage in (2, 3)]
+    results = world(ranks).each(train, cases, deterministic=True)
+    for kind, expected, found in zip(kinds, results[::2], results[1::2], strict=True):
+        assert len(set(expected[0][0])) > 1, kind
+        for (losses, norms, values), (their_losses, their_norms, others) in zip(found, expected, strict=True):
+            assert losses == pytest.approx(their_losses, rel=1e-6), kind
+            assert norms == pytest.approx(their_norms, rel=1e-5), kind
+            for name, value in values.items():
+                torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6, msg=f"{kind}: {name}")
+
+
+def test_accumulation_gives_the_bits_of_stage_2(world):
+    kinds = ("Base", "TiedBlocks", "Branching", "Lora")
+    cases = [(kind, stage) for kind in kinds for stage in (2, 3)]
+    results = [ranks[0] for ranks in world(2).each(train, cases, gradient_accumulation_steps=4, deterministic=True)]
+    for kind, expected, found in zip(kinds, results[::2], results[1::2], strict=True):
+        assert found[0] == expected[0], kind
+        assert found[1] == expected[1], kind
+        assert [name for name in expected[2] if not torch.equal(found[2][name], expected[2][name])] == [], kind
 
 
 def touched(kind):
@@ -69,13 +75,15 @@ def test_no_whole_gradient_is_left(world, kind):
         assert found and not any(gradient is not None for gradient in found)
 
 
+def train_offloaded(stage, places):
+    return train("Base", stage, deterministic=True, zero_optimization={"stage": stage, **places})
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_offload_to_the_host_has_no_effect_where_training_runs_there(world, stage):
     places = {"offload_optimizer": {"device": "cpu"}} | ({"offload_param": {"device": "cpu"}} if stage == 3 else {})
-    expected, found = (
-        world(2).run(train, "Base", stage, deterministic=True, zero_optimization={"stage": stage, **more})[0]
-        for more in ({}, places)
-    )
+    cases = [(stage, {}), (stage, places)]
+    expected, found = (ranks[0] for ranks in world(2).each(train_offloaded, cases))
     assert found[0] == expected[0]
 
 

@@ -41,8 +41,8 @@ def trained(kind, stage):
 
 
 def test_the_loss_is_that_of_plain_layers(world):
-    expected = world(2).run(trained, Block, 0)[0]
-    plain, sharded = world(2).run(trained, Tiles, 0)[0], world(2).run(trained, Tiles, 3)[0]
+    cases = [(Block, 0), (Tiles, 0), (Tiles, 3)]
+    expected, plain, sharded = (ranks[0] for ranks in world(2).each(trained, cases))
     assert plain[0] == pytest.approx(expected[0], rel=1e-5)
     assert sharded[:2] == plain[:2]
     for name, value in plain[2].items():
@@ -58,7 +58,8 @@ def built(is_early):
 
 
 def test_a_model_that_is_cut_while_it_is_built(world):
-    assert world(2).run(built, True)[0] == world(2).run(built, False)[0]
+    early, late = world(2).each(built, [(True,), (False,)])
+    assert early[0] == late[0]
 
 
 def copied():

@@ -54,20 +54,23 @@ def assert_same(found, expected):
     ids=["uneven", "with small ones", "Adafactor"],
 )
 def test_the_bits_are_those_of_stage_2(world, kind, ranks, keys):
-    expected = world(ranks).run(train, kind, 2, **keys)[0]
-    for losses, norms, values in world(ranks).run(train, kind, 3, **keys):
+    (expected, *_), found = world(ranks).each(train, [(kind, 2), (kind, 3)], **keys)
+    for losses, norms, values in found:
         assert (losses, norms) == expected[:2]
         assert_same(values, expected[2])
 
 
 def test_a_rule_of_the_users_own_sees_whole_parameters(world):
-    assert_same(world(2).run(own_rule, "Base", 3)[1], world(2).run(own_rule, "Base", 2)[0])
+    full, flat = world(2).each(own_rule, [("Base", 3), ("Base", 2)])
+    assert_same(full[1], flat[0])
+
+
+def train_with_muon(zero):
+    return train("Base", 3, zero=zero, **MUON)
 
 
 def test_copies_step_alike(world):
-    keys = MUON | {"zero": {"mics_shard_size": 2}}
-    runs = world(4).run(train, "Base", 3, **keys)
-    expected = world(4).run(train, "Base", 3, **MUON)[0]
+    runs, (expected, *_) = world(4).each(train_with_muon, [({"mics_shard_size": 2},), ({},)])
     for losses, _, values in runs:
         assert losses == pytest.approx(expected[0], rel=1e-5)
         assert_same(values, runs[0][2])

@@ -1,0 +1,50 @@
+"""Unmodified models of transformers in stages train as one process does; their names stay those of the whole model."""
+
+import pytest
+
+from breadth import choice
+from mizzen.config.load import load
+from mizzen.errors import PlanError
+from mizzen.model.sketch import Sketch
+from mizzen.order import ORDER
+from mizzen.plan.build import build as build_plan
+
+pytest.importorskip("transformers")
+
+CASES = [
+    ("gpt2", 2, 2, 0, "1f1b"),
+    ("llama", 4, 2, 3, "interleaved"),
+    ("bert", 2, 2, 1, "zero_bubble"),
+    ("gpt2", 2, 2, 0, "zbv"),
+    ("llama", 2, 2, 0, "1f1b"),
+    ("gpt2", 4, 4, 1, "1f1b"),
+]
+"""Model, ranks, stages, ZeRO stage, schedule."""
+TIED = {
+    "lm_head.weight": "transformer.wte.weight",
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+}
+
+
+@pytest.mark.parametrize("case", choice(CASES, CASES[:2]), ids=str)
+def test_a_model_cut_between_its_blocks_trains_as_one_process_does(world, case):
+    from parity import pipelined_models
+
+    kind, ranks, *rest = case
+    losses, start, updates = pipelined_models.reference(kind)
+    seen = set()
+    for found, values in world(ranks).run(pipelined_models.train, kind, *rest):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for given, value in values.items():
+            name = given if given in updates else TIED[given]  # a stage may know a weight by its other name alone
+            assert (value - start[name] - updates[name]).norm() <= 2e-3 * updates[name].norm() + 1e-8, name
+            seen.add(name)
+    assert seen == set(updates)
+
+
+def test_an_encoder_decoder_model_is_refused_by_name():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4))
+    with pytest.raises(PlanError, match="T5ForConditionalGeneration has several lists of blocks .*encoder-decoder"):
+        build_plan(load({"train_batch_size": 2, "pipeline_parallel_size": 2}), 2, Sketch.of(model), ORDER)

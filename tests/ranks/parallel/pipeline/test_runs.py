@@ -1,0 +1,224 @@
+"""What a user does with a pipelined engine beside training: evaluation, changing shapes, checkpoints, wrong calls."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import mizzen
+import mizzen.comm as comm
+from breadth import choice
+from mizzen.errors import CommError, PlanError, UsageError
+from parity import pipelines
+
+
+def start(stages=2, stage=0, schedule="1f1b", micros=4, **more):
+    engine, *_ = mizzen.initialize(
+        model=pipelines.build(stages), config=pipelines.config(stage, schedule, micros, **more)
+    )
+    return engine
+
+
+def evaluate(stages):
+    engine = start(stages)
+    data = [(inputs, labels) for step in range(2) for inputs, labels in pipelines.batches(engine, step)]
+    loss, logits = engine.eval_batch(iter(data), return_logits=True, num_micro_batches=3)
+    alone = engine.eval_batch(iter(data), reduce_output=None, num_micro_batches=3)
+    outputs = engine.eval_batch(iter(data), compute_loss=False, num_micro_batches=2)
+    assert engine.module.training
+    return loss.item(), logits, alone, outputs, engine.is_first_stage(), engine.is_last_stage()
+
+
+def test_an_evaluation_gives_the_loss_on_every_rank_and_outputs_on_the_last_stage(world):
+    expected, logits, each, outputs, *_ = world(1).run(evaluate, 1)[0]
+    assert sum(each).item() / 3 == pytest.approx(expected)
+    first, last = world(2).run(evaluate, 2)
+    assert first[0] == pytest.approx(expected, rel=1e-6) and last[0] == first[0]
+    assert first[1:] == (None, None, None, True, False) and last[4:] == (False, True)
+    torch.testing.assert_close(last[1], logits)
+    torch.testing.assert_close(last[2], each)
+    torch.testing.assert_close(last[3], outputs)
+
+
+def shapes():
+    """Micro-batches of other lengths, in the middle of a batch and from batch to batch."""
+    engine, losses = start(micros=3), []
+    generator = torch.Generator().manual_seed(1)
+    for lengths in ((6, 6, 6), (6, 3, 4), (4, 9, 9)):
+        tokens = [torch.randint(0, pipelines.VOCABULARY, (8, length + 1), generator=generator) for length in lengths]
+        losses.append(engine.train_batch(iter([(each[:, :-1], each[:, 1:]) for each in tokens])).loss)
+    return losses
+
+
+def plain_shapes():
+    model = pipelines.build(1)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    generator = torch.Generator().manual_seed(1)
+    for lengths in ((6, 6, 6), (6, 3, 4), (4, 9, 9)):
+        optimizer.zero_grad()
+        tokens = [torch.randint(0, pipelines.VOCABULARY, (8, length + 1), generator=generator) for length in lengths]
+        found = [pipelines.loss_of(model(each[:, :-1]), each[:, 1:]) / 3 for each in tokens]
+        sum(found).backward()
+        optimizer.step()
+        losses.append(sum(found).item())
+    return losses
+
+
+def test_shapes_may_change_from_micro_batch_to_micro_batch(world):
+    expected = world(1).run(plain_shapes)[0]
+    for losses in world(2).run(shapes):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def misuse():
+    engine = start(4)
+    found = {}
+    calls = {
+        "forward": lambda: engine(torch.zeros(1, 2, dtype=torch.long)),
+        "backward": lambda: engine.backward(torch.ones((), requires_grad=True)),
+        "step": engine.step,
+    }
+    for name, call in calls.items():
+        with pytest.raises(UsageError) as caught:
+            call()
+        found[name] = str(caught.value)
+    micros = pipelines.batches(engine, 0)
+    reads = []
+
+    def source():
+        for micro in micros:
+            reads.append(1)
+            yield {"x": micro[0], "y": micro[1]}
+
+    engine.set_batch_fn(lambda each: (each["x"], each["y"]))
+    engine.set_dataiterator(source())
+    return found, engine.train_batch().loss, len(reads)
+
+
+def test_an_open_loop_is_told_what_to_call_and_only_the_ends_read_data(world):
+    outcomes = world(4).run(misuse)
+    for found, loss, _ in outcomes:
+        for name, said in found.items():
+            assert said.startswith(f"{name}() on a pipeline") and "engine.train_batch(data_iter)" in said
+        assert loss == outcomes[0][1]
+    assert [reads for _, _, reads in outcomes] == [4, 0, 0, 4]
+
+
+def save(folder, stages, schedule, stage):
+    engine = start(stages, stage, schedule, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+    for step in range(2):
+        engine.train_batch(iter(pipelines.batches(engine, step)))
+    assert engine.save_checkpoint(folder)
+    return pipelines.values(engine), engine.train_batch(iter(pipelines.batches(engine, 2))).loss
+
+
+def load(folder, stages, schedule, stage):
+    engine = start(stages, stage, schedule, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+    assert engine.load_checkpoint(folder)[0] is not None
+    assert engine.load_report.is_exact, engine.load_report
+    return pipelines.values(engine), engine.train_batch(iter(pipelines.batches(engine, 2))).loss
+
+
+def test_a_checkpoint_moves_between_any_stages_to_the_bit(world, tmp_path):
+    expected, losses = {}, []
+    for values, loss in world(4).run(save, str(tmp_path), 2, "interleaved", 1):
+        expected |= values
+        losses.append(loss)
+    for ranks, stages, schedule, stage in ((4, 4, "1f1b", 0), (1, 1, "1f1b", 0), (2, 2, "zbv", 0)):
+        seen = set()
+        for values, loss in world(ranks).run(load, str(tmp_path), stages, schedule, stage):
+            losses.append(loss)
+            seen |= set(values)
+            assert all(torch.equal(value, expected[name]) for name, value in values.items())
+        assert seen == set(expected)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+def not_a_number():
+    engine = start(2, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    before = pipelines.values(engine)
+    if engine.is_first_stage():
+        engine.module.get_parameter("1.up.bias").register_hook(lambda gradient: gradient * torch.nan)
+    report = engine.train_batch(iter(pipelines.batches(engine, 0)))
+    same = all(torch.equal(value, before[name]) for name, value in pipelines.values(engine).items())
+    return report.applied, report.reason, same
+
+
+def test_a_gradient_that_is_not_finite_on_one_stage_is_named_on_all(world):
+    for applied, reason, same in world(2).run(not_a_number):
+        assert not applied and same
+        assert "gradient not finite on rank 0: 1.up.bias" in reason
+
+
+class Fails(torch.nn.Module):
+    """Meets its fate at the third micro-batch."""
+
+    fate = ""
+    calls = 0
+
+    def forward(self, inputs):
+        Fails.calls += 1
+        if Fails.calls == 3 and Fails.fate == "raise":
+            raise ArithmeticError("layer 3 has had enough")
+        if Fails.calls == 3 and Fails.fate == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if Fails.calls == 3 and Fails.fate == "hang":
+            time.sleep(20)
+        return inputs
+
+
+def meet(fate, culprit):
+    comm.set_patience(look=0.5, beat=0.2, silence=5, timeout=3 if fate == "hang" else 60)
+    engine = start(3, micros=6)
+    Fails.fate = fate if comm.get_rank() == culprit else ""
+    engine.module.register_forward_pre_hook(lambda _, inputs: (Fails()(inputs[0]),))
+    engine.train_batch(iter(pipelines.batches(engine, 0)))
+
+
+FATES = {
+    "raise": "ArithmeticError: layer 3 has had enough",
+    "kill": "rank {} was killed or has crashed",
+    "hang": "1 of 1 peers have not come: rank {} ",
+}
+
+
+@pytest.mark.parametrize(
+    ("fate", "culprit"), choice([(fate, rank) for fate in FATES for rank in range(3)], [("raise", 1), ("kill", 2)])
+)
+def test_a_stage_that_is_gone_ends_all_and_is_named(world, fate, culprit):
+    outcomes = world(3).run(meet, fate, culprit, expect_failure=True, grace=40)
+    others = [outcome for outcome in outcomes if outcome.rank != culprit]
+    assert all(outcome.error_type == CommError.__name__ for outcome in others), [each.traceback for each in others]
+    said = FATES[fate].format(culprit)
+    if culprit == 0 and fate == "kill":
+        said = "rank 0"  # with it goes what the ranks know of each other
+    assert any(said in outcome.traceback for outcome in outcomes), [each.traceback for each in outcomes]
+
+
+def plan_of(**more):
+    start(2, **more)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        ({"schedule": "2f2b"}, "pipeline.schedule: '2f2b' is unknown"),
+        ({"schedule": ["0F0 0B0"]}, "pipeline.schedule has 1 row for pipeline_parallel_size 2"),
+        ({"virtual_stages": 3}, "pipeline.virtual_stages is 3, but schedule '1f1b'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_run_is_refused(world, pipeline, said):
+    outcomes = world(2).run(plan_of, pipeline=pipeline, expect_failure=True)
+    assert all(outcome.error_type == PlanError.__name__ and said in outcome.traceback for outcome in outcomes)
+
+
+def own_table():
+    rows = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    engine = start(2, micros=2, pipeline={"schedule": rows})
+    return engine.train_batch(iter(pipelines.batches(engine, 0))).loss
+
+
+def test_a_table_of_ones_own_is_run(world):
+    assert world(2).run(own_table) == pytest.approx([world(1).run(pipelines.train, 1, 0, "1f1b", 2, 1)[0][0][0]] * 2)
