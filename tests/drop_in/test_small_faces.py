@@ -122,7 +122,7 @@ def test_an_error_of_pipelines_can_be_caught():
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.engine import PipelineError
 
-    with pytest.raises(PipelineError, match="not built yet"):
+    with pytest.raises(PipelineError, match="without layers"):
         PipelineModule(layers=[])
 
 

@@ -71,22 +71,22 @@ def says_for_what(path, name, row):
 
 
 def test_a_class_that_waits_can_be_inherited_from_and_asked_about():
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.moe.layer import MoE
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    class Mine(PipelineModule):
+    class Mine(MoE):
         pass
 
-    class Abstract(PipelineModule, ABC):
+    class Abstract(MoE, ABC):
         pass
 
-    class Both(PipelineModule, nn.Module):
+    class Both(MoE, nn.Module):
         pass
 
-    assert not isinstance(3, PipelineModule) and issubclass(Mine, PipelineModule) and issubclass(Abstract, ABC)
+    assert not isinstance(3, MoE) and issubclass(Mine, MoE) and issubclass(Abstract, ABC)
     assert issubclass(Both, nn.Module)
-    with pytest.raises(NotBuilt, match="deepspeed.pipe.PipelineModule waits for .* pipeline parallelism"):
-        Mine(layers=[])
+    with pytest.raises(NotBuilt, match="deepspeed.moe.layer.MoE waits for .* mixture of experts"):
+        Mine(hidden_size=1)
     with pytest.raises(NotBuilt, match="register_with_transformers waits for .* sequence parallelism"):
         UlyssesSPAttentionHF.register_with_transformers(model_name_or_path="x")
 
@@ -181,15 +181,15 @@ def test_every_name_survives_pickling_and_copying():
 
 
 def test_a_method_of_a_class_that_waits_survives_pickling():
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.moe.layer import MoE
 
-    class Own(PipelineModule):
+    class Own(MoE):
         """Of a script."""
 
-    assert pickle.loads(pickle.dumps(PipelineModule.from_layers)) is PipelineModule.from_layers
-    assert Own.from_layers is PipelineModule.from_layers
-    with pytest.raises(NotBuilt, match=r"deepspeed\.\S*PipelineModule\.from_layers waits") as caught:
-        PipelineModule.from_layers()
+    assert pickle.loads(pickle.dumps(MoE.from_layers)) is MoE.from_layers
+    assert Own.from_layers is MoE.from_layers
+    with pytest.raises(NotBuilt, match=r"deepspeed\.\S*MoE\.from_layers waits") as caught:
+        MoE.from_layers()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 

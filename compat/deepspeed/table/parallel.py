@@ -2,16 +2,16 @@
 
 from typing import Final
 
-from deepspeed.table.row import ENGINE, EXPERTS, INFERENCE, LAYERS, MODULE, PIPELINE, SEQUENCE, TENSOR, Row
+from deepspeed.table.row import EXPERTS, INFERENCE, LAYERS, MODULE, PIPELINE, SEQUENCE, TENSOR, Row
 
 ROWS: Final[tuple[Row, ...]] = (
-    Row("pipe runtime.pipe runtime.pipe.module deepspeed", "PipelineModule", waits_for=PIPELINE, base=MODULE),
-    Row("pipe runtime.pipe runtime.pipe.module", "LayerSpec TiedLayerSpec", waits_for=PIPELINE),
+    Row("pipe runtime.pipe runtime.pipe.module deepspeed", "PipelineModule", "mizzen.pipe"),
+    Row("pipe runtime.pipe runtime.pipe.module", "LayerSpec TiedLayerSpec", "mizzen.pipe"),
     Row("pipe runtime.pipe runtime.pipe.topology", "ProcessTopology", "mizzen.config.topology"),
     Row("runtime.pipe.topology", "PipeDataParallelTopology PipeModelDataParallelTopology", "mizzen.config.topology"),
     Row("runtime.pipe.topology", "PipelineParallelGrid", "mizzen.comm.grid"),
-    Row("runtime.pipe.engine deepspeed", "PipelineEngine", waits_for=PIPELINE, base=ENGINE),
-    Row("runtime.pipe.engine runtime.pipe.module", "PipelineError=NotBuilt", "mizzen.errors"),
+    Row("runtime.pipe.engine deepspeed", "PipelineEngine=DeepSpeedEngine", ".engine"),
+    Row("runtime.pipe.engine runtime.pipe.module", "PipelineError=UsageError", "mizzen.errors"),
     Row(
         "runtime.pipe.schedule",
         "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction OptimizerStep "

@@ -395,3 +395,23 @@ def coming_and_going():
 
 def test_the_progress_record_names_the_last_collective(world):
     assert world(2).run(coming_and_going) == [(0, 2, "all_reduce", "all ranks", False)] * 2
+
+
+def exchanged():
+    """Each rank sends two tensors to the next one, numbered against the order, and waits for both as one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    there, back = (rank + 1) % size, (rank - 1) % size
+    sent = [torch.full((3,), 10.0 * rank), torch.tensor([rank], dtype=torch.int64)]
+    found = [torch.empty(3), torch.empty(1, dtype=torch.int64)]
+    messages = [dist.PeerMessage(sent[number], there, number, is_sent=True) for number in (1, 0)]
+    messages += [dist.PeerMessage(found[number], back, number, is_sent=False) for number in (0, 1)]
+    work = dist.exchange(messages, what="a test")
+    assert work.wait() is True and work.is_completed()
+    assert dist.exchange([]) is None
+    return [each.tolist() for each in found]
+
+
+def test_messages_meet_by_their_numbers(world):
+    for rank, (first, second) in enumerate(world(3).run(exchanged)):
+        before = (rank - 1) % 3
+        assert first == [10.0 * before] * 3 and second == [before]
