@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-house test-all test-ci test-examples test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
-  faults-launcher faults-engines bench bench-cpu bench-checkpoint clean
+  faults-launcher faults-engines bench bench-cpu bench-checkpoint bench-pipeline clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ bench: bench-cpu bench-checkpoint ## mizzen beside its peers on two CPU ranks, i
 
 bench-cpu: .venv/ready ## steps of a small GPT
 	$(BIN)/python -m bench.cpu_ranks $(ARGS)
+
+bench-pipeline: .venv/ready ## two stages beside torch.distributed.pipelining
+	$(BIN)/python -m bench.pipeline $(ARGS)
 
 bench-checkpoint: .venv/ready ## saving and loading 200 M parameters beside torch's own checkpoints; needs 8 GB of memory
 	$(BIN)/python -m bench.checkpoint $(ARGS)

@@ -1,0 +1,120 @@
+"""Two stages on two CPU ranks of one thread each: mizzen beside torch.distributed.pipelining, with the same 1F1B table.
+
+Both train the same blocks with SGD. They take turns of one step, in another order each round, on the same two processes.
+
+    python -m bench.pipeline
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    """A block of two matrices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+
+
+def ours(options: argparse.Namespace) -> object:
+    """One step of mizzen as a function."""
+    import mizzen
+    from mizzen.pipe import LayerSpec, PipelineModule
+
+    torch.manual_seed(0)
+    layers = [LayerSpec(Block, options.width) for _ in range(options.blocks)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=functional.mse_loss, partition_method="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": options.samples,
+        "gradient_accumulation_steps": options.micros,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "progress": {"enabled": False},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = mizzen.initialize(model=model, config=config)
+    micros = [batch(options, options.samples)] * options.micros
+    return lambda: engine.train_batch(iter(micros))
+
+
+def theirs(options: argparse.Namespace) -> object:
+    """One step of torch's own pipeline as a function."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.manual_seed(0)
+    rank, half = dist.get_rank(), options.blocks // 2
+    module = nn.Sequential(*(Block(options.width) for _ in range(half)))
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=options.micros, loss_fn=functional.mse_loss)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, fused=True)
+    inputs, labels = batch(options, options.samples * options.micros)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses: list = []
+        schedule.step(inputs) if rank == 0 else schedule.step(target=labels, losses=losses)
+        optimizer.step()
+
+    return step
+
+
+def batch(options: argparse.Namespace, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (samples, options.length, options.width)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def play(rank: int, options: argparse.Namespace, results: object) -> None:
+    """What each of the two ranks does."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(options.port)
+    torch.set_num_threads(1)
+    import mizzen
+
+    mizzen.init_distributed(dist_backend="gloo")
+    steps = {"mizzen": ours(options), "torch": theirs(options)}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(options.rounds + 2):
+        for name in sorted(steps, reverse=number % 2 == 1):
+            dist.barrier()
+            started = time.perf_counter()
+            steps[name]()
+            dist.barrier()
+            if number > 1:
+                seconds[name].append(time.perf_counter() - started)
+    if rank == 0:
+        results.put(seconds)
+
+
+def main() -> None:
+    """Run both, print the medians and their quotient."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    settings = {"width": 256, "blocks": 8, "length": 64, "samples": 4, "micros": 8, "rounds": 15, "port": 29555}
+    for name, value in settings.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    multiprocessing.spawn(play, (options, results), nprocs=2, join=True)
+    seconds = results.get()
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, value in middle.items():
+        print(f"{name:8} {1000 * value:8.1f} ms per step, median of {options.rounds}")
+    pairs = [a / b for a, b in zip(seconds["mizzen"], seconds["torch"], strict=True)]
+    print(f"mizzen takes {statistics.median(pairs):.3f} of torch's time (median of paired rounds)")
+
+
+if __name__ == "__main__":
+    main()
