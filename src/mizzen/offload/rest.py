@@ -37,8 +37,8 @@ class OnDevice:
         if values.data_ptr() != master.data_ptr():
             keep_writes(values, master)
 
-    def compare(self, values: Tensor, master: Tensor) -> None:
-        """Nothing has to be waited for later."""
+    def trust_values(self) -> None:
+        """Looking again costs little."""
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """The gradient itself."""
@@ -133,9 +133,8 @@ class OnHost:
             self._sent.wait_on_stream()
         return self.tier.write(f"{self.title} gradient", gradient)
 
-    def compare(self, values: Tensor, master: Tensor) -> None:
-        """Look now whether somebody has written to the values, so that nobody waits for the device later."""
-        self.keep_writes(values, master)
+    def trust_values(self) -> None:
+        """From here to the end of the step the values are known, so that no thread waits for the device."""
         self._is_compared = True
 
     def keep_writes(self, values: Tensor, master: Tensor) -> None:

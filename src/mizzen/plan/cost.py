@@ -58,6 +58,11 @@ class Cost:
         """The bytes on the device."""
         return self.parameters + self.gradients + self.masters + self.states
 
+    @property
+    def resting(self) -> int:
+        """The bytes of masters and states where these rest apart from the parameters, which are then no masters."""
+        return (self.masters or self.parameters) + self.states
+
     def __str__(self) -> str:
         parts = (
             f"parameters {byte_size(self.parameters)}",

@@ -27,7 +27,7 @@ class Rest(Protocol):
     put(pairs), send(...)      after the step: to the masters, and to the values that the model computes with
     forget()                   gradients were cleared: whatever was brought here for a step is gone
     bring_states, rest_states  by the step, before and after it
-    compare(...), wait()       by the step, before and after all lots
+    trust_values(), wait()     by the step, before and after all lots
     """
 
     place: str
@@ -46,8 +46,8 @@ class Rest(Protocol):
     def keep_writes(self, values: Tensor, master: Tensor) -> None:
         """Let masters have what somebody has written to the values that the model computes with."""
 
-    def compare(self, values: Tensor, master: Tensor) -> None:
-        """Do now what `keep_writes` would do later in the step."""
+    def trust_values(self) -> None:
+        """After `keep_writes`: nobody writes to the values before the next step is over, so it need not look again."""
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """The gradient where the step runs."""
@@ -110,8 +110,8 @@ class Lot(Protocol):
     def write_back(self) -> None:
         """Bring what was stepped to the masters."""
 
-    def compare(self) -> None:
-        """Let masters have what somebody has written to the model now, so that `load` need not ask the device."""
+    def keep_writes(self) -> None:
+        """Let masters have what somebody has written to the model; `load` does so too."""
 
     def send(self) -> None:
         """Start to bring what was stepped to the values that the model computes with, where that takes time."""

@@ -112,8 +112,11 @@ CASES = {
     "0 fp16": (0, "fp16", "Adam", 2, {"device": "cpu", "pin_memory": False}, {"streamed_ratio": 0.5}),
     "2 low": (2, "low", "Adagrad", 1, {"device": "cpu"}, None),
     "1 whole": (1, "fp32", "Muon", 1, {"device": "cpu"}, None),
+    "3 bf16": (3, "bf16", "AdamW", 2, {"device": "cpu"}, None),
+    "3 fp32 ratio": (3, "fp32", "AdamW", 1, {"device": "cpu", "ratio": 0.5}, None),
+    "3 fp16 streamed": (3, "fp16", "Lion", 1, None, {"streamed_ratio": 1, "device_bytes": 0}),
 }
-SHORT = ("0 fp32", "1 bf16 ratio", "2 fp16 half streamed", "2 bf16 budget")
+SHORT = ("0 fp32", "1 bf16 ratio", "2 fp16 half streamed", "2 bf16 budget", "3 bf16", "3 fp16 streamed")
 
 
 @pytest.mark.parametrize("name", choice(CASES, SHORT))
@@ -121,7 +124,7 @@ def test_bits_do_not_depend_on_where_states_rest(world, name):
     case = CASES[name]
     for rests, different, told, measures in world(2).run(both, *case):
         assert ("host" in rests) == (name != "0 fp16")
-        assert ("device" in rests) == (name in ("1 bf16 ratio", "2 bf16 budget", "0 fp16"))
+        assert ("device" in rests) == (name in ("1 bf16 ratio", "2 bf16 budget", "0 fp16", "3 fp32 ratio"))
         assert different == []
         assert not all(applied for applied, *_ in told)
         assert len({norm for _, norm, *_ in told}) > 10

@@ -125,10 +125,6 @@ class LiveBucket:
             target.tensor.grad = None
             target.tensor.data = target.tensor.new_empty(0) if self.is_widened else target.place(self.master)
 
-    def compare(self) -> None:
-        """Look now for what `keep_writes` looks for."""
-        self.rest.compare(self.mine(self.values), self.master)
-
     def keep_writes(self) -> None:
         """Let a master that lies apart have what somebody has written to the parameters."""
         self.rest.keep_writes(self.mine(self.values), self.master)

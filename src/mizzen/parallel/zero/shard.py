@@ -125,7 +125,7 @@ def _placed(found: Sequence[Family], flat: FlatSettings) -> list[Family]:
     """Give every bucket its resting place, so that a rank keeps within its budget over all of them."""
     buffers = [(family, buffer) for family in found for buffer in family.buffers]
     sizes = [_resting(family, buffer, bucket, flat) for family, buffer in buffers for bucket in buffer.buckets]
-    places = iter(places_for([cost.masters + cost.states for cost in sizes], flat.offload))
+    places = iter(places_for(sizes, flat.offload))
 
     def with_places(buffer: Buffer) -> Buffer:
         return replace(buffer, buckets=tuple(replace(bucket, place=next(places)) for bucket in buffer.buckets))
@@ -140,11 +140,10 @@ def _placed(found: Sequence[Family], flat: FlatSettings) -> list[Family]:
     ]
 
 
-def _resting(family: Family, buffer: Buffer, bucket: Bucket, flat: FlatSettings) -> Cost:
-    """What a rank keeps of a bucket between steps; a master that rests elsewhere is never the parameter itself."""
+def _resting(family: Family, buffer: Buffer, bucket: Bucket, flat: FlatSettings) -> int:
+    """The bytes of a bucket that may rest elsewhere, on its largest owner."""
     share = bucket.numel if bucket.is_whole else bucket.numel // family.holding.chunks
-    price = trained(share, buffer.dtype, flat.policy, states=flat.states[bucket.is_whole])
-    return replace(price, masters=price.masters or price.parameters)
+    return trained(share, buffer.dtype, flat.policy, states=flat.states[bucket.is_whole]).resting
 
 
 def _frozen(draft: Sketch, layout: Layout, rank: int) -> dict[str, Site]:
@@ -224,7 +223,7 @@ class ZeroChoice:
         held = [family for piece in self.families(0) for family in piece]
         ranks = max((family.holding.reduction.ranks for family in held), default=self.layout.size(*DATA_AXES))
         buckets = [bucket for family in held for buffer in family.buffers for bucket in buffer.buckets]
-        resting = _resting_words(bucket.place for bucket in buckets)
+        resting = resting_words(bucket.place for bucket in buckets)
         if ranks == 1:
             return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard{resting}"
         owned = sum(bucket.is_whole for bucket in buckets)
@@ -233,7 +232,7 @@ class ZeroChoice:
         return f"ZeRO stage {self.asked} over dp={ranks}{words}, sums in {self.flat.policy.wire or 'float32'}{resting}"
 
 
-def _resting_words(places: Iterable[str]) -> str:
+def resting_words(places: Iterable[str]) -> str:
     """How many lots rest where, if not all rest on the device."""
     counts = Counter(places)
     if not counts.keys() - {DEVICE}:
@@ -324,10 +323,9 @@ def _elsewhere(family: Family, buffer: Buffer, bucket: Bucket, place: int, state
     low, high = bucket.owned(place, family.holding.chunks)
     share = trained(high - low, buffer.dtype, family.holding.policy, states=states[bucket.is_whole])
     saved = Cost(masters=-share.masters, states=-share.states)
-    resting = (share.masters or share.parameters) + share.states
     if bucket.place == "host":
-        return saved + Cost(host=resting + share.gradients)
-    return saved + Cost(nvme=resting)
+        return saved + Cost(host=share.resting + share.gradients)
+    return saved + Cost(nvme=share.resting)
 
 
 def check(drafts: Drafts, layout: Layout) -> None:

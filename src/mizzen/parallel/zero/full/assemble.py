@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mizzen.comm import collectives
 from mizzen.model.sketch import ParameterSketch
+from mizzen.offload.rest import RestingPlaces
 from mizzen.parallel.zero.full.division import Owners, Unit
 from mizzen.parallel.zero.full.init import EarlyShard, early_shard
 from mizzen.parallel.zero.full.quantized import Packed, Quantizing, gather_quantized, gather_rows, is_packed
@@ -38,14 +39,21 @@ class FullHolding:
     quantizing: Quantizing = Quantizing()
     owners: Owners = ()
     """Who steps the parameters that their rule needs whole."""
+    pin: bool = True
+    """Whether what rests in host memory is page-locked."""
 
 
 def assemble(
-    model: nn.Module, units: Sequence[Unit], holding: FullHolding, ranks: UnitRanks, stock: Stock
+    model: nn.Module,
+    units: Sequence[Unit],
+    holding: FullHolding,
+    ranks: UnitRanks,
+    stock: Stock,
+    resting: RestingPlaces,
 ) -> tuple[LiveUnit, ...]:
     """Shard the units of a model."""
     modules, places = dict(model.named_modules()), _places(model)
-    return tuple(_live(model, unit, modules[unit.path], holding, ranks, stock, places) for unit in units)
+    return tuple(_live(model, unit, modules[unit.path], holding, ranks, stock, places, resting) for unit in units)
 
 
 def _places(model: nn.Module) -> Places:
@@ -65,6 +73,7 @@ def _live(
     ranks: UnitRanks,
     stock: Stock,
     places: Places,
+    resting: RestingPlaces,
 ) -> LiveUnit:
     own = dict(model.named_parameters())
     trained: dict[int, list[ParameterSketch]] = {}
@@ -83,12 +92,14 @@ def _live(
         flat, inside = _cut(sketches, own, places, ranks, stock.device, (master, held))
         for one in inside:
             one.start, count = count, count + one.length
-        stepped = flat.new_empty(0, dtype=torch_dtype(wider(holding.policy.states, unit.master or "float32")))
+        states = torch_dtype(wider(holding.policy.states, unit.master or "float32"))
         is_whole = sketches[0].is_whole
-        if not is_whole:
-            stepped = flat.to(stepped.dtype)
-        shares.append(Share(group, tuple(inside), flat, stepped, is_whole))
-        flats.append(flat[: sum(each.length for each in inside)])
+        rest = resting.rest("device" if is_whole else unit.place, f"{unit.title} {group}")
+        values = _values_apart(flat, inside, held) if rest.place != "device" else flat
+        kept = rest.keep(flat, values)
+        stepped = kept.new_empty(0, dtype=states) if is_whole else kept.to(states).data
+        shares.append(Share(group, tuple(inside), values, kept, stepped, rest, is_whole))
+        flats.append(values[: sum(each.length for each in inside)])
         found += inside
     messages = [Message(tuple(found), tuple(flats), held)] if found else []
     for (dtype, packs), sketches in frozen.items():
@@ -113,6 +124,14 @@ def _live(
         stock=stock,
         gather_rows=gather_quantized if holding.quantizing.weights else gather_rows,
     )
+
+
+def _values_apart(flat: Tensor, parameters: Iterable[UnitParameter], dtype: torch.dtype) -> Tensor:
+    """Shards in the dtype in which they are gathered, apart from their masters."""
+    values = flat.to(dtype, copy=True)
+    for each in parameters:
+        each.shard = each.master(values)
+    return values
 
 
 def _exact(flat: Tensor, parameters: Iterable[UnitParameter]) -> Tensor:

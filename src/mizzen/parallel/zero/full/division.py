@@ -36,6 +36,8 @@ class Unit:
     """The dtype in which trained parameters are computed with; None where nothing is trained."""
     master: str | None
     """The dtype of their shards, on which the optimizer works."""
+    place: str = "device"
+    """Where the masters and states of those rest that are stepped in shards."""
 
     @property
     def numel(self) -> int:

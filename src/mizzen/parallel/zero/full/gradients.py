@@ -169,6 +169,8 @@ class UnitGradients:
     def _mark(self, is_complete: bool) -> None:
         """Say of all units whether their gradients are complete: a unit may be run several times in a backward."""
         for unit in self.units:
+            if is_complete and not unit.is_complete:
+                unit.complete()
             unit.is_complete = is_complete
 
     def clear(self, *, taken: bool = False) -> None:

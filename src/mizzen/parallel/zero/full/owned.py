@@ -108,7 +108,7 @@ class Round:
         self.step += 1
         self.is_loaded = False
 
-    def compare(self) -> None:
+    def keep_writes(self) -> None:
         """The shards are the masters."""
 
     def send(self) -> None:

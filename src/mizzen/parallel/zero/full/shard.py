@@ -12,7 +12,7 @@ from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.home import Site, classes, pieces_at
 from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
-from mizzen.offload.places import OffloadSettings
+from mizzen.offload.places import places_for
 from mizzen.parallel.zero.full.assemble import FullHolding
 from mizzen.parallel.zero.full.division import Division, Unit, choose_owners, divide
 from mizzen.parallel.zero.full.quantized import Quantizing, is_packed, packed_bytes
@@ -20,7 +20,16 @@ from mizzen.parallel.zero.full.runtime import UnitRuntime
 from mizzen.parallel.zero.full.shards import shard_dim, up
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.unit import UnitRanks
-from mizzen.parallel.zero.shard import Family, FlatSettings, check, families, partitions, price_of, store_of
+from mizzen.parallel.zero.shard import (
+    Family,
+    FlatSettings,
+    check,
+    families,
+    partitions,
+    price_of,
+    resting_words,
+    store_of,
+)
 from mizzen.parallel.zero.twins import twin_sums
 from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store
@@ -101,6 +110,8 @@ class FullChoice:
         flat = self.flat
         division = divide(sketch, self.zero, flat.policy, sharing)
         _refuse_mixed(division, self.zero, flat.policy)
+        if flat.offload.is_on:
+            division = _placed(division, flat, sharing)
         holding = FullHolding(
             flat.mean(sharing),
             flat.mean(copies),
@@ -110,6 +121,7 @@ class FullChoice:
             float(sharing * copies) if flat.is_sum else weight,
             self.quantizing,
             choose_owners((p for unit in division.units for p in unit.parameters), sharing),
+            flat.offload.pin,
         )
         return UnitSet(ranks, division, holding)
 
@@ -125,7 +137,8 @@ class FullChoice:
         second = f", a second copy over {self.second} ranks for backward" if self.second else ""
         whole = sum(len(each.holding.owners) for each in (first, *others))
         owned = f"; {whole} are stepped whole, each by one rank" if whole else ""
-        return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}"
+        resting = resting_words(unit.place for each in (first, *others) for unit in each.division.units)
+        return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}{resting}"
 
 
 class ZeroFull(Transform):
@@ -147,9 +160,6 @@ class ZeroFull(Transform):
             return None
         check(drafts, layout)
         _refuse(config, sharing)
-        if OffloadSettings.of(config).is_on:
-            key = "offload" if zero.offload_optimizer is None else "zero_optimization.offload_optimizer"
-            raise PlanError(f"{key}: optimizer offload is not built yet; leave the key out")
         choice = FullChoice(
             FlatSettings.of(config, 2, overlap=False),
             zero,
@@ -325,6 +335,22 @@ def _padded(shape: tuple[int, ...], ranks: int) -> int:
     return share
 
 
+def _placed(division: Division, flat: FlatSettings, sharing: int) -> Division:
+    """Give every unit the resting place of its masters and states; backward completes the last units first."""
+    units = tuple(reversed(division.units))
+    sizes = [
+        sum(
+            trained(_padded(p.shape, sharing), flat.policy.held(p.dtype), flat.policy, states=flat.states[0]).resting
+            for p in unit.parameters
+            if p.is_trained and not p.is_whole
+        )
+        for unit in units
+    ]
+    places = places_for(sizes, flat.offload)
+    placed = [replace(unit, place=place) for unit, place in zip(units, places, strict=True)]
+    return replace(division, units=tuple(reversed(placed)))
+
+
 def _price(part: FullPart, states: tuple[int, int]) -> Cost:
     change = sum((_price_of_units(each, states) for each in part.sets), Cost())
     return sum((price_of(family, states, at_rest=True) for family in part.families), change)
@@ -355,7 +381,10 @@ def _at_rest(unit: Unit, holding: FullHolding, states: tuple[int, int]) -> Cost:
             cost += Cost(parameters=kept.parameters)
         else:
             own = 0 if kept.masters else kept.parameters
-            cost += Cost(own, 0, kept.masters, 0 if is_whole else kept.states)
+            if unit.place == "host" and not is_whole:
+                cost += Cost(kept.parameters, host=kept.resting + kept.gradients)
+            else:
+                cost += Cost(own, 0, kept.masters, 0 if is_whole else kept.states)
     summed = [(count, dtype) for (group, dtype, _), count in shares.items() if group is not None]
     if summed:
         cost += Cost(gradients=trained(up(sum(count for count, _ in summed)), summed[0][1], policy, states=0).gradients)

@@ -15,6 +15,7 @@ from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes
+from mizzen.offload.rest import RestingPlaces
 from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, assemble
 from mizzen.parallel.zero.full.division import Unit
@@ -65,7 +66,8 @@ class FullStore:
         self.parted: Tensor | None = None
         """On a device: whether the tags of some collective of this step have differed."""
         self.stock = Stock(torch.device(ranks.mesh.device_type))
-        self.units = assemble(model, units, holding, ranks, self.stock)
+        self.places = RestingPlaces(pin=holding.pin)
+        self.units = assemble(model, units, holding, ranks, self.stock, self.places)
         self.device = self.units[0].device
         reducer = Reducer(holding.reduction, ranks.sharers, self.stock)
         if holding.quantizing.gradients:
@@ -174,10 +176,13 @@ class FullStore:
     # Values
 
     def write_back(self) -> None:
-        """The shards are the masters, so nothing moves; what was gathered of the old values is let go."""
+        """Shards that are the masters stay, others get their values; what was gathered of the old ones is let go."""
         for lot in self.contents.lots:
             lot.write_back()
             lot.unload()
+        for share in self.shares:
+            for place, value in share.rest.arrived(share.values, share.master):
+                place.copy_(value)
         self._forget()
 
     def restore_parameters(self, replaced: Mapping[str, Tensor] | None = None) -> None:
@@ -188,6 +193,7 @@ class FullStore:
         if replaced is None:
             return
         self._forget()
+        self._keep_writes()
         check_places([unit for unit in self.units if not unit.open])
         for name in replaced:
             raise UsageError(
@@ -195,6 +201,11 @@ class FullStore:
                 "came: put the module back and copy values into what GatheredParameters(..., modifier_rank=0) has "
                 "gathered, or make a new engine of engine.module"
             )
+
+    def _keep_writes(self) -> None:
+        """Let masters that rest elsewhere have what somebody has written to the shards."""
+        for share in self.shares:
+            share.rest.keep_writes(share.values, share.master)
 
     def _forget(self, *_: Any) -> None:
         """Shard again whatever is gathered without need."""
@@ -205,9 +216,15 @@ class FullStore:
         if of == "gradient":
             return
         for unit in self.units:
-            if (each := unit.parameters.get(name)) is not None and (unit.open or isinstance(each.shard, Packed)):
+            each = unit.parameters.get(name)
+            if each is None:
+                continue
+            is_apart = isinstance(each.shard, Packed) or any(
+                each in share.trained and share.rest.place != "device" for share in unit.shares
+            )
+            if unit.open or is_apart:
                 whole = part_for(each.parameter, value(), self.sites.get(name))
-                if isinstance(each.shard, Packed):
+                if is_apart:
                     each.write(whole)
                 if unit.open:
                     with torch.no_grad():
@@ -229,7 +246,13 @@ class FullStore:
                     found += [_piece(each, each.master(state)) for each in share.trained]
             found += self.wholes.state_pieces(states, of)
         elif of == "master":
-            found = [_piece(each, each.shard) for unit in self.units for each in unit.parameters.values()]
+            self._keep_writes()
+            masters = {each.name: each.master(share.master) for share in self.shares for each in share.trained}
+            found = [
+                _piece(each, masters.get(each.name, each.shard))
+                for unit in self.units
+                for each in unit.parameters.values()
+            ]
         else:
             found = [_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained]
         return [self._in_whole(piece) for piece in found]
@@ -272,6 +295,7 @@ class FullStore:
         self.units = self.gradients.units = self.shares = self.wholes.rounds = ()
         self.contents = StoreContents()
         self.stock.clear()
+        self.places.close()
 
 
 def _portions(share: Share, sites: Mapping[str, Site]) -> list[Portion]:

@@ -6,6 +6,7 @@ same: their storage is filled and emptied, so that whatever autograd has saved o
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,6 @@ from mizzen.comm.backend import Tag
 from mizzen.errors import UsageError
 from mizzen.model.box import Box
 from mizzen.model.inputs import change_tensors, tensors_in
-from mizzen.offload.rest import OnDevice
 from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.sharded_parameter import (
     PROPERTIES,
@@ -188,13 +188,18 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """The shards of a unit that one optimizer group trains, in one flat tensor: the shards' own memory."""
+    """The shards of a unit that one optimizer group trains, in one flat tensor."""
 
     group: int
     trained: tuple[UnitParameter, ...]
+    values: Tensor
+    """The shards, which are gathered."""
     master: Tensor
+    """The shards as the optimizer left them: their own memory, unless it rests outside the device."""
     stepped: Tensor
-    """What the optimizer steps: the master itself, or a wider copy of it that is empty between steps."""
+    """What the optimizer steps: the master, or a wider copy of it that is empty between steps."""
+    rest: Rest
+    """Where the master and the optimizer's states rest."""
     is_whole: bool = False
     """Whether its rule needs whole parameters, so that it steps these on their owners instead (`owned.py`)."""
 
@@ -340,9 +345,18 @@ class LiveUnit:
         """The sums without the padding; zeros where none has come."""
         return self.sums.read()[: self.count]
 
+    def complete(self) -> None:
+        """The gradients are summed, and nothing more comes before the step."""
+        self.is_complete = True
+        for share in self.shares:
+            if not share.is_whole:
+                share.rest.leave(partial(share.gradient, self.sums))
+
     def forget(self) -> None:
         """Let go of the gradients."""
         self.sums.forget()
+        for share in self.shares:
+            share.rest.forget()
         self.finite, self.has_unannounced, self.is_complete = None, False, False
 
     def note_finite(self, flags: Tensor) -> None:
@@ -417,7 +431,11 @@ class ShareLot:
 
     unit: LiveUnit
     share: Share
-    rest: Rest = field(default_factory=OnDevice)
+
+    @property
+    def rest(self) -> Rest:
+        """Where its masters and states rest."""
+        return self.share.rest
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -429,28 +447,31 @@ class ShareLot:
         """Whether the gradients of its unit are summed and nothing more comes before the step."""
         return self.unit.is_complete
 
+    def keep_writes(self) -> None:
+        """Let a master that lies apart have what somebody has written to the shards."""
+        self.rest.keep_writes(self.share.values, self.share.master)
+
     def load(self, factor: float = 1.0) -> None:
         """Give what the optimizer steps its value, and its gradient times a factor, in its own dtype."""
-        share = self.share
-        if share.stepped is not share.master:
-            share.stepped.data = share.master.to(share.stepped.dtype)
-        gradient = share.gradient(self.unit.sums).to(share.stepped.dtype)
+        self.keep_writes()
+        share, dtype = self.share, self.share.stepped.dtype
+        gradient = self.rest.gradient(share.gradient(self.unit.sums)).to(dtype)
+        share.stepped.data = self.rest.values(share.master).to(dtype)
         share.stepped.grad = gradient if factor == 1 else gradient.mul_(factor)
 
     def write_back(self) -> None:
-        """Bring what was stepped to the master, which it is itself unless it is wider."""
+        """Bring what was stepped to the master, unless it is the master itself, or at rest."""
         share = self.share
-        if share.stepped is not share.master and share.stepped.numel():  # nothing is new of what is at rest
-            share.master.copy_(share.stepped)
-
-    def compare(self) -> None:
-        """The shards are the masters."""
+        if share.stepped.numel() and share.stepped.data_ptr() != share.master.data_ptr():
+            self.rest.put([(share.master, share.stepped)])
 
     def send(self) -> None:
-        """The shards are the masters."""
+        """Start to bring what was stepped to the shards, where these are not the masters."""
+        self.rest.send(self.share.values, self.share.master, [(self.share.values, self.share.stepped)])
 
     def unload(self) -> None:
         """Let go of what only a step needs."""
-        self.share.stepped.grad = None
-        if self.share.stepped is not self.share.master:
-            self.share.stepped.data = self.share.stepped.new_empty(0)
+        share = self.share
+        share.stepped.grad = None
+        is_widened = share.stepped.dtype != share.master.dtype
+        share.stepped.data = share.stepped.new_empty(0) if is_widened else share.master
