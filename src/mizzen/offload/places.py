@@ -47,10 +47,6 @@ class OffloadSettings:
             budget = Budget(asked.device_bytes, asked.host_bytes, asked.nvme_bytes)
         if section is None:
             return cls(budget)
-        if section.device == "nvme":
-            raise PlanError(
-                'zero_optimization.offload_optimizer.device: states on NVMe are not built yet; "cpu" is host memory'
-            )
         place = "host" if section.device == "cpu" else section.device
         return cls(budget, place, section.ratio, section.pin_memory)
 

@@ -55,6 +55,12 @@ _TECHNIQUES: Final = (
 
 UNBUILT: Final = (
     Unbuilt("zero_optimization.offload_param", "parameter offload"),
+    Unbuilt(
+        "zero_optimization.offload_optimizer.device",
+        "optimizer states on NVMe",
+        inert=("none", "cpu"),
+        instead='use "cpu", which is host memory',
+    ),
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
     Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", asks=False),

@@ -1,0 +1,74 @@
+"""What rests in host memory is read, written, saved and loaded as what rests on the device is."""
+
+import pytest
+import torch
+
+import mizzen
+from behind import use_behind
+from ranks.offload.test_step import left_of, places, start, train
+
+
+def written(stage):
+    use_behind()
+    engine = start(stage, "bf16", offload={"device": "cpu"})
+    train(engine, "bf16", steps=3)
+    weight = engine.module.layers[0].weight
+    value = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    mizzen.zero.safe_set_full_fp32_param(weight, value)
+    mizzen.zero.safe_set_full_optimizer_state(weight, value * 2, "exp_avg")
+    found = mizzen.zero.safe_get_full_fp32_param(weight), mizzen.zero.safe_get_full_optimizer_state(weight, "exp_avg")
+    with mizzen.zero.GatheredParameters(weight):
+        seen = weight.detach().clone()
+    other = engine.module.layers[1].weight
+    with mizzen.zero.GatheredParameters(other, modifier_rank=0), torch.no_grad():
+        other.fill_(0.25)
+    changed = mizzen.zero.safe_get_full_fp32_param(other)
+    return set(places(engine)), value, found, seen, changed
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_values_and_states_are_read_and_written_where_they_rest(world, stage):
+    for rests, value, (master, state), seen, changed in world(2).run(written, stage):
+        assert rests == {"host"}
+        assert torch.equal(master, value)
+        assert torch.equal(state, value * 2)
+        assert torch.equal(seen, value.to(torch.bfloat16))
+        assert torch.equal(changed.to(torch.bfloat16), torch.full((8, 8), 0.25, dtype=torch.bfloat16))
+
+
+def resumed(stage, folder):
+    """Save from host memory; load it there, and where states rest on the device."""
+    use_behind()
+    engine = start(stage, "bf16", offload={"device": "cpu"})
+    train(engine, "bf16", steps=3)
+    engine.save_checkpoint(folder)
+    told, left = train(engine, "bf16", steps=3), left_of(engine)
+    engine.destroy()
+    found = []
+    for offload in ({"device": "cpu"}, None):
+        other = start(stage, "bf16", offload=offload)
+        other.load_checkpoint(folder)
+        same = train(other, "bf16", steps=3) == told
+        values = left_of(other)
+        found.append((same, [name for name in left if not torch.equal(values[name], left[name])]))
+        other.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_does_not_know_where_states_rested(world, stage, tmp_path):
+    for found in world(2).run(resumed, stage, str(tmp_path)):
+        assert found == [(True, []), (True, [])]
+
+
+def refused():
+    use_behind()
+    engine = start(1, "fp32", "Lamb", offload={"device": "cpu"})
+    engine.backward(engine(torch.ones(2, 8)))
+    with pytest.raises(mizzen.errors.UsageError, match="cannot be stepped one lot after the other"):
+        engine.step()
+    return True
+
+
+def test_a_rule_over_all_parameters_is_refused(world):
+    assert world(1).run(refused) == [True]
