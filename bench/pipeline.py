@@ -1,12 +1,11 @@
 """Two stages on two CPU ranks of one thread each: mizzen beside torch.distributed.pipelining, with the same 1F1B table.
 
-Both train the same blocks with SGD. They take turns of one step, in another order each round, on the same two processes.
+Both train the same blocks with SGD. They take turns of one step, in another order each round.
 
     python -m bench.pipeline
 """
 
 import argparse
-import os
 import statistics
 import time
 
@@ -78,12 +77,8 @@ def batch(options: argparse.Namespace, samples: int) -> tuple[torch.Tensor, torc
 
 def play(rank: int, options: argparse.Namespace, results: object) -> None:
     """What each of the two ranks does."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(options.port)
     torch.set_num_threads(1)
-    import mizzen
-
-    mizzen.init_distributed(dist_backend="gloo")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=2)
     steps = {"mizzen": ours(options), "torch": theirs(options)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds + 2):

@@ -115,10 +115,11 @@ class PipelineCut(Transform):
     name = "pipeline"
 
     def wants(self, config: Config, layout: Layout, drafts: Drafts) -> CutChoice | None:
-        """Cut a model into chunks; None where there is one stage and no list of layers."""
-        (sketch,) = drafts
-        layers = sketch.layer_list
-        if layout.pp == 1 and layers is None:
+        """Cut a model into chunks; None where there is one stage and no list of layers, or something has cut it."""
+        sketch, *others = drafts
+        if others:
+            return None
+        if layout.pp == 1 and sketch.layer_list is None:
             _refuse_alone(config.pipeline)
             return None
         choice = self._cut(config, layout, sketch)
