@@ -27,9 +27,11 @@ from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Vote
+from mizzen.errors import UsageError
 from mizzen.monitor.report import Observer
 from mizzen.monitor.sinks import monitor_of
 from mizzen.optim.guard import Guard
+from mizzen.optim.rules import why_not_apart
 from mizzen.plan.parts import Parts, Store
 from mizzen.plan.transform import MakeRunner
 from mizzen.precision.arithmetic import Arithmetic
@@ -109,6 +111,11 @@ def _offloaded(stores: Sequence[Store], optimizer: Optimizer, context: RunContex
     lots = [lot for store in stores for lot in store.contents.lots]
     if all(lot.rest.place == "device" for lot in lots):
         return None
+    if reason := why_not_apart(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} {reason}: its states cannot rest outside the device. Leave offload_optimizer and "
+            "offload out, or use another optimizer"
+        )
     asked = context.resolved.config.offload or OffloadConfig()
     own_cores = max(1, cores() // max(1, context.world.local_size))
     stepping = OffloadedStep(optimizer, context.device, threads=own_cores if asked.threads == "auto" else asked.threads)

@@ -31,6 +31,7 @@ def zero(**keys):
 
 
 ASKED = {
+    "zero_optimization.offload_optimizer.device": zero(offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
     "zero_optimization.offload_param": zero(stage=2, offload_param={"device": "cpu"}),
     "zero_optimization.zenflow": zero(zenflow={}),
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
