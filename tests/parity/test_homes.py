@@ -25,6 +25,12 @@ from mizzen.progress import get_progress
 from parity.toys import LENGTH, VOCABULARY, Columns, Flock, Halves, Toy
 
 STEPS, SAMPLES = 3, 8
+STRATEGIES = ("mizzen.parallel.tensor", "mizzen.parallel.pipeline")
+"""What the toys stand for."""
+
+
+def is_of(transform, packages) -> bool:
+    return type(transform).__module__.startswith(packages)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -53,7 +59,7 @@ def config(stage, optimizer, clip, accumulation, tp, ep, pp=1, kv=0) -> dict:
 
 
 def start(*case, freeze=(), **more):
-    mizzen.api.ORDER = (Halves(), Columns(), Flock(), *ORDER)
+    mizzen.api.ORDER = (Halves(), Columns(), Flock(), *(each for each in ORDER if not is_of(each, STRATEGIES)))
     mizzen.plan.build.refusals = lambda config: ()
     model = Toy(*case[7:])
     for name, parameter in model.named_parameters():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mizzen.model.home import evenly
-from mizzen.plan.losses import Role, Tally
+from mizzen.plan.losses import Role, Tally, pull
 from mizzen.plan.transform import Transform
 
 VOCABULARY, WIDTH, EXPERTS, LENGTH, HEADS = 16, 8, 4, 6, 4
@@ -251,6 +251,12 @@ class Turns:
         self.is_last, self.changes = running.mesh.rank == stages[1], running.changes
         self.peer = stages[0] if self.is_last else stages[1]
         self.role = Role(running.mesh.layout.world // 2, has_losses=self.is_last)
+
+    def pull(self, source, count):
+        return pull(source(), count)
+
+    def check_open_loop(self, call):
+        pass
 
     def run(self, micros, loss_function):
         self.changes.adopt()
