@@ -253,8 +253,8 @@ def groups_of():
 def test_experts_are_refused(package):
     with pytest.raises(NotBuilt, match="mixture of experts"):
         package.utils.groups.initialize(ep_size=2)
-    with pytest.raises(NotBuilt, match="tensor parallelism"):
-        package.tp_model_init(nn.Linear(1, 1), tp_size=2, dtype=torch.float32)
+    with pytest.raises(NotBuilt, match="give tp_size alone"):
+        package.tp_model_init(nn.Linear(1, 1), tp_size=2, dtype=torch.float32, tp_group=object())
     model = nn.Linear(1, 1)
     assert package.tp_model_init(model=model, tp_size=1, dtype=torch.float32, config={}) is model
     for wrong in (

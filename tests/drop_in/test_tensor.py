@@ -99,6 +99,47 @@ def test_layers_made_from_whole_ones_train_as_these(world):
         assert shown == "LinearAllreduce(weight [6, 5], tp=2, bias=True)"
 
 
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, inputs, targets=None):
+        found = self.down(self.up(inputs).relu())
+        return found if targets is None else nn.functional.mse_loss(found, targets)
+
+
+def split_by_a_call() -> tuple:
+    deepspeed = programs.deepspeed()
+    model = deepspeed.tp_model_init(Plain(), tp_size=2, dtype=torch.float32)
+    config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        loss = engine(torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, tuple(model.up.weight.shape)
+
+
+def test_a_model_is_split_by_tp_model_init(world):
+    model = Plain()
+    rule, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        loss = model(torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator))
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        expected.append(loss.item())
+    for losses, shape in world(2).run(split_by_a_call):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert shape == (INNER // 2, WIDTH)
+
+
 def test_modes_and_weights_of_ones_own():
     deepspeed = programs.deepspeed()
     from deepspeed.module_inject import LinearLayer

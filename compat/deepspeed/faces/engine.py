@@ -31,6 +31,8 @@ SAID: Final = f"DeepSpeed info: version={__version__}, git-hash=mizzen, git-bran
 """The line that programs look for in a log."""
 DEFAULTS: Final = {"dropout_stream": "torch"}
 """A script that seeds torch has the dropout that it would have under DDP."""
+TENSOR_PARALLEL: Final = "tensor_parallel_request"
+"""Under this name a model says what `tp_model_init` has asked for."""
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32} | {
     name: vars(torch)[name] for name in ("float16", "bfloat16", "float32", "half")
 }
@@ -82,7 +84,7 @@ class DeepSpeedEngine(Engine):
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
             make_engine=self._begin,
-            defaults=DEFAULTS,
+            defaults=DEFAULTS | (vars(model).get(TENSOR_PARALLEL, {}) if model is not None else {}),
             **given,
         )
         self.mpu, self.client_optimizer, self.client_lr_scheduler = mpu, optimizer, lr_scheduler

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.faces import parameters
 from deepspeed.faces.config import arguments_without_hints, dtype_of
-from deepspeed.faces.engine import DeepSpeedEngine
+from deepspeed.faces.engine import TENSOR_PARALLEL, DeepSpeedEngine
 from deepspeed.faces.errors import also
 from mizzen import api
 from mizzen.comm import groups
@@ -40,13 +40,15 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> nn.Module:
-    """The model as it is; more than one rank for it waits for tensor parallelism."""
+    """The model as it is; `initialize` splits it over so many ranks, unless its configuration says how many."""
     if not isinstance(tp_size, int) or tp_size < 1 or not isinstance(dtype, torch.dtype):
         raise UsageError(
             f"tp_model_init(tp_size={tp_size!r}, dtype={dtype!r}): give a number of ranks and a torch.dtype"
         )
+    if kwargs.get("tp_group") is not None:
+        raise NotBuilt("tp_model_init(tp_group=): groups are formed by initialize(); give tp_size alone")
     if tp_size > 1:
-        raise NotBuilt(f"tp_model_init(tp_size={tp_size}) waits for tensor parallelism, which is not built yet")
+        model.__dict__[TENSOR_PARALLEL] = {"tensor_parallel": {"autotp_size": tp_size, **dict(config or {})}}
     return model.to(dtype)
 
 
