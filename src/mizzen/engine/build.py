@@ -113,8 +113,8 @@ def _offloaded(stores: Sequence[Store], optimizer: Optimizer, context: RunContex
         return None
     if reason := why_not_apart(optimizer):
         raise UsageError(
-            f"{type(optimizer).__name__} {reason}: its states cannot rest outside the device. Leave offload_optimizer and "
-            "offload out, or use another optimizer"
+            f"{type(optimizer).__name__} {reason}: its states cannot rest outside the device. Leave offload_optimizer "
+            "and offload out, or use another optimizer"
         )
     asked = context.resolved.config.offload or OffloadConfig()
     own_cores = max(1, cores() // max(1, context.world.local_size))

@@ -20,7 +20,7 @@ def runner_of(*steps):
 
 
 def test_the_last_that_names_one():
-    plain = next(iter(ORDER))
+    plain = ORDER[-1]  # it shards, and leaves the running to others
     assert runner_of() is runner_of((plain, None)) is None
     assert runner_of((Cuts(), "first"), (plain, None), (Cuts(), "last"), (plain, None)) == "last"
     assert runner_of((Cuts(), "first"), (Cuts(), None)) == "first"
