@@ -18,6 +18,8 @@ WIDTH, HEADS, VOCABULARY, LENGTH, SAMPLES = 64, 4, 257, 32, 8
 
 
 class Block(nn.Module):
+    """Attention and a feed-forward layer, as anybody writes them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -25,6 +27,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """One layer of the model."""
         parts = self.qkv(self.before_attention(hidden)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -33,6 +36,8 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
+    """Predicts the next byte; returns the mean loss."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -42,6 +47,7 @@ class Gpt(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of each byte but the first."""
         hidden = self.embed(tokens[:, :-1])
         for block in self.blocks:
             hidden = block(hidden)
@@ -50,6 +56,7 @@ class Gpt(nn.Module):
 
 
 def main() -> None:
+    """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--steps", type=int, default=10)

@@ -10,7 +10,7 @@ from house.tree import ROOT, modules
 LIST = ROOT / "docs" / "borrowed.md"
 SHARED = {"_base", "_buffers", "_flatten", "_modules", "_parameters", "_unflatten", "_version"}
 """Private names of torch's objects that something of ours has too."""
-DOCUMENTED = {"_C", "_current_frames", "_exit", "_getframe"}
+DOCUMENTED = {"_C", "_asdict", "_current_frames", "_exit", "_getframe"}
 """A module of torch with public names in it, and functions that Python documents."""
 
 

@@ -71,7 +71,7 @@ class LayerSpecConfig(Section):
     """Shape in which a fused weight is seen before it is split, such as [3, -1] or [["q", "k", "v"], -1]."""
     partition_dim: Integer | None = None
     """Dimension of that shape along which it is split."""
-    model_types: tuple[Name, ...] | None = None
+    model_types: tuple[Name, ...] | None = no_effect(None, "rules are for the model that they come with")
     """Kinds of model to which this applies; absent means all."""
     gather_output: Flag = False
     """Gather the outputs of the layer on every rank."""

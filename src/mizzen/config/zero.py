@@ -86,8 +86,8 @@ class OffloadConfig(Section):
     """Bytes that may rest on the device; absent is without a limit, 0 keeps nothing there between steps."""
     host_bytes: Size | None = None
     """Bytes that may rest in host memory; absent is without a limit."""
-    nvme_bytes: Size | None = 0
-    """Bytes that may rest on the NVMe drive of `offload_optimizer.nvme_path`; absent is none, null without a limit."""
+    nvme_bytes: Size = 0
+    """Bytes that may rest on the NVMe drive of `offload_optimizer.nvme_path`; absent is none."""
     streamed_ratio: NumberOrAuto = "auto"
     """Share of what rests in host memory that is stepped on the device, through which it passes; the host steps the
     others at the same time. "auto" measures both when the engine is made."""

@@ -170,7 +170,7 @@ class _Decider:
         if not region.head and region.features < self.ranks:
             return
         parts = parts_of(region, self.ranks)
-        summed = list(self._parameters(region, parts))
+        summed = list(self._parameter_cuts(region, parts))
         name = region.name
         for layer in region.sources:
             self._add(LayerCut(layer.path, "column", parts.runs[layer.path], layer.kind == "transposed", name))
@@ -186,7 +186,7 @@ class _Decider:
     def _add(self, cut: LayerCut) -> None:
         self.found.layers[cut.path] = cut
 
-    def _parameters(self, region: Region, parts: RegionParts) -> Iterator[ParameterCut]:
+    def _parameter_cuts(self, region: Region, parts: RegionParts) -> Iterator[ParameterCut]:
         """What becomes of parameters between the layers: cut with the features, or whole and their gradients summed."""
         for name in region.parameters:
             shape = self.shapes[name]
