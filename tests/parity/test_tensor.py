@@ -4,10 +4,18 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import mizzen
+import mizzen.errors
 from breadth import choice, covering
+from mizzen.config.load import load
+from mizzen.model.sketch import Sketch
+from mizzen.model.trace import flow_of
+from mizzen.order import ORDER
+from mizzen.plan.build import build
 from parity.decoders import LENGTH, MODELS, VOCABULARY, Decoder
+from pool import RankFailed
 
 STEPS, SAMPLES = 3, 8
 
@@ -131,3 +139,99 @@ def differs_by_rank(tp: int) -> tuple:
 def test_the_first_ranks_values_are_taken(world):
     expected = reference("grouped", "SGD", 0.0)
     assert world(2).run(differs_by_rank, 2)[0][0] == pytest.approx(expected[0], rel=1e-5)
+
+
+def save(tp: int, stage: int, folder: str) -> tuple:
+    engine, *_ = mizzen.initialize(model=Decoder(), config=config(tp, stage, "AdamW"))
+    walk(engine)
+    assert engine.save_checkpoint(folder)
+    assert engine.save_16bit_model(folder, "whole.safetensors")
+    return values_of(engine), walk(engine, [STEPS])[0]
+
+
+def resume(tp: int, stage: int, folder: str) -> tuple:
+    engine, *_ = mizzen.initialize(model=Decoder(), config=config(tp, stage, "AdamW"))
+    assert engine.load_checkpoint(folder)[0] is not None
+    assert engine.load_report.is_exact, engine.load_report
+    return values_of(engine), walk(engine, [STEPS])[0]
+
+
+def test_a_checkpoint_of_one_size_loads_into_any_other(world, tmp_path):
+    saved, (loss,) = world(4).run(save, 2, 1, str(tmp_path))[0]
+    for size, tp, stage in ((1, 1, 0), (4, 4, 0), (4, 2, 3)):
+        for values, (again,) in world(size).run(resume, tp, stage, str(tmp_path)):
+            assert all(torch.equal(values[name], value) for name, value in saved.items())
+            assert again == pytest.approx(loss, rel=1e-5)
+    whole = load_file(tmp_path / "whole.safetensors")
+    assert torch.equal(whole["blocks.0.attention.q.weight"], saved["blocks.0.attention.q.weight"])
+
+
+def built_in_shards(tp: int) -> tuple:
+    """At stage 3 a model that is built in shards is never whole on a rank."""
+    mizzen.init_distributed()
+    settings = config(tp, 3)
+    with mizzen.zero.Init(config=settings):
+        model = Decoder()
+    engine, *_ = mizzen.initialize(model=model, config=settings)
+    return *walk(engine), values_of(engine)
+
+
+def test_a_model_that_is_built_in_shards_is_cut_from_them(world):
+    check(world(4).run(built_in_shards, 2), "grouped", "SGD", 0.0)
+
+
+def with_rule(name: str, tp: int) -> list:
+    settings = config(tp, 1) | {"optimizer": {"type": name, "params": {"lr": 0.01}}}
+    engine, *_ = mizzen.initialize(model=Decoder(**MODELS["adapted"] | {"adapted": False}), config=settings)
+    return walk(engine)[0]
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Lion", "Muon"])
+def test_rules_that_need_norms_or_whole_matrices_get_them_or_are_refused(world, name):
+    (expected,) = world(1).run(with_rule, name, 1)
+    try:
+        found = world(2).run(with_rule, name, 2)
+    except RankFailed as refusal:
+        assert all(outcome.error_type.endswith("PlanError") for outcome in refusal.outcomes)
+        assert "needs it whole" in str(refusal)
+        return
+    assert found[0] == pytest.approx(expected, rel=1e-4)
+
+
+def other_batch() -> str:
+    engine, *_ = mizzen.initialize(model=Decoder(), config=config(2, 0))
+    with pytest.raises(mizzen.errors.MizzenError) as told:
+        engine(batch(torch.distributed.get_rank()))
+    return str(told.value)
+
+
+def test_a_rank_that_sees_another_batch_is_named(world):
+    for message in world(2).run(other_batch):
+        assert "rank 1" in message
+
+
+def split_twice() -> str:
+    model = Decoder()
+    engine, *_ = mizzen.initialize(model=model, config=config(2, 0))
+    engine.destroy()
+    with pytest.raises(mizzen.errors.PlanError) as told:
+        mizzen.initialize(model=model, config=config(2, 0))
+    return str(told.value)
+
+
+def test_a_model_that_was_split_is_not_split_again(world):
+    for message in world(2).run(split_twice):
+        assert "split already" in message
+
+
+def bytes_held(tp: int) -> tuple[int, int]:
+    engine, *_ = mizzen.initialize(model=Decoder(tied=False), config=config(tp, 0))
+    return sum(p.numel() * 4 for p in engine.module.parameters()), torch.distributed.get_rank()
+
+
+def test_ranks_hold_the_bytes_that_the_plan_says(world):
+    model = Decoder(tied=False)
+    plan = build(load(config(2, 0)), 2, Sketch.of(model).with_flow(flow_of(model)), ORDER)
+    (draft,) = plan.drafts
+    for held, rank in world(2).run(bytes_held, 2):
+        assert held == draft.local(plan.resolved.layout, rank).nbytes

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,7 +33,9 @@ from mizzen.parallel.tensor.rules import decide
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 
-AXIS = "tp"
+AXIS: Final = "tp"
+MARK: Final = "cut_over_ranks"
+"""Under this name a layer that was cut says how."""
 
 
 class TensorSplit(Transform):
@@ -48,7 +50,8 @@ class TensorSplit(Transform):
         sketch = joined(drafts)
         if not sketch.modules:
             return TensorChoice(layout.tp, ())
-        if already := [p.name for p in sketch.parameters if p.split is not None]:
+        already = [module.path for module in sketch.modules if MARK in module.own]
+        if already := [*already, *(p.name for p in sketch.parameters if p.split is not None)]:
             raise PlanError(
                 f"tensor_parallel asks to split a model that is split already: '{already[0]}' says so. Build the model "
                 "again, or, if its own layers are split, say tensor_parallel_size instead"
@@ -78,7 +81,7 @@ class TensorSplit(Transform):
                 region = regions.setdefault(name, CutRegion(group, is_random=name in choice.random))
                 layer.__dict__["forward"] = _forward(layer, cut, region, choice, rank)
                 set_sizes(layer, cut, layer.weight.shape)
-                _mark(layer, cut)
+                layer.__dict__[MARK] = cut
                 if cut.gathers and cut.style == "column" and len(cut.runs) == 1:
                     layer.__dict__["vocabulary_part"] = _vocabulary_part(cut, group, rank)
             for change in choice.sizes:
@@ -115,13 +118,6 @@ def _vocabulary_part(cut: LayerCut, group: ProcessGroup, rank: int) -> Vocabular
         largest=partial(over_ranks, op=dist.ReduceOp.MAX),
         total=partial(over_ranks, op=dist.ReduceOp.SUM),
     )
-
-
-def _mark(layer: Any, cut: LayerCut) -> None:
-    """Say of a weight, in Megatron's words, that it is a part."""
-    if cut.runs:
-        weight = layer.weight
-        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, cut.dim, len(cut.runs)
 
 
 class _Homes:
