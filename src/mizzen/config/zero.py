@@ -90,7 +90,7 @@ class OffloadConfig(Section):
     """Bytes that may rest on the NVMe drive of `offload_optimizer.nvme_path`; absent is none."""
     streamed_ratio: NumberOrAuto = "auto"
     """Share of what rests in host memory that is stepped on the device, through which it passes; the host steps the
-    others at the same time. "auto" measures both when the engine is made."""
+    others at the same time. "auto" is none; on a GPU any other is refused for now."""
     threads: CountOrAuto = "auto"
     """Threads of the step on the host; "auto" shares the cores of the machine among its ranks."""
 

@@ -14,10 +14,8 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from mizzen.accelerator import get_accelerator
 from mizzen.log import get_logger, warn_once
 from mizzen.monitor.report import StepReport
-from mizzen.offload.split import measure
 from mizzen.optim.rules import scaled, view_of
 from mizzen.plan.parts import Lot
 
@@ -36,12 +34,6 @@ class OffloadedStep:
         self.threads = threads
         self._thread = ThreadPoolExecutor(1, "mizzen-host-step", initializer=torch.set_num_threads, initargs=(threads,))
         self._measures: dict[str, float] = {}
-
-    def measure(self) -> float:
-        """The share of what rests in host memory that should pass through the device on this machine."""
-        speeds = measure(get_accelerator(), self._thread)
-        get_logger().info("offload: %s", speeds)
-        return speeds.streamed_ratio()
 
     def split(self, lots: Sequence[Lot], ratio: float) -> None:
         """Let a share of what rests in host memory pass through the device: the lots that backward completes first."""

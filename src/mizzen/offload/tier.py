@@ -5,6 +5,7 @@ What rests where is decided elsewhere (`places.py`), and so is when it moves.
 
 import mmap
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, Final, Protocol
 
 import torch
@@ -93,6 +94,7 @@ class HostTier:
         self.pin = pin
         self.inward, self.outward = accelerator.stream(), accelerator.stream()
         """Streams for copies to the device and from it: both ways at once."""
+        self._entering = Lock()
         self._held: dict[str, Tensor] = {}
         self._unlock: dict[str, Callable[[], None]] = {}
 
@@ -146,7 +148,8 @@ class HostTier:
     def _copy(self, into: Tensor, source: Tensor, stream: Any, *, after_current: bool = True) -> DeviceCopy:
         if after_current:
             stream.wait_stream(self.accelerator.current_stream())
-        with stream, torch.no_grad():
+        # A stream remembers in itself what to return to: two threads must not be inside of one at the same time.
+        with self._entering, stream, torch.no_grad():
             into.copy_(source, non_blocking=True)
             return DeviceCopy(self.accelerator, into, source)
 

@@ -5,7 +5,6 @@ import pytest
 from mizzen.config.load import load
 from mizzen.errors import PlanError
 from mizzen.offload.places import Budget, OffloadSettings, places_for
-from mizzen.offload.split import Speeds
 
 
 def test_what_is_completed_last_stays_near():
@@ -22,11 +21,3 @@ def test_ratio_counts_bytes():
 def test_what_fits_nowhere_is_refused_with_numbers():
     with pytest.raises(PlanError, match=r"do not fit their places \(device .*, host .*, nvme .*\): raise a limit"):
         places_for([1 << 30] * 4, OffloadSettings(Budget(0, 1 << 30, 0)))
-
-
-def test_both_sides_of_a_split_take_as_long():
-    speeds = Speeds(host_elements=4e9, bytes_in=50e9, bytes_out=50e9)
-    ratio = speeds.streamed_ratio()
-    host = (1 - ratio) * (1 / 4e9 + 2 / 50e9)
-    assert host == pytest.approx(ratio * 12 / 50e9)
-    assert "4.00 G elements/s" in str(speeds)
