@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
     """One folder for the whole page: a command may need what one before it has left."""
     made = tmp_path_factory.mktemp("migrate")
     (made / "train.py").write_text(block(PAGE, "python"))
-    (made / "pipe.py").write_text(block(PAGE, "py"))
+    (made / "experts.py").write_text(block(PAGE, "py"))
     (made / "config.json").write_text(block(PAGE, "json"))
     shutil.copytree(ROOT / "tests" / "fixtures" / "deepspeed" / "zero2", made / "theirs")
     return made

@@ -20,7 +20,7 @@ KINDS: Final = {"Linear.forward": "linear", "Embedding.forward": "embedding", "C
 def layer_kind(module: "nn.Module") -> str:
     """What a module computes with its weight, as `Layer.kind` says it; empty where it is no such layer."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.dim() != 2:
+    if weight is None or type(weight).__name__ == "UninitializedParameter" or weight.dim() != 2:
         return ""
     is_scaled_table = "embed_scale" in dir(module) and "num_embeddings" in vars(module)
     return "embedding" if is_scaled_table else KINDS.get(type(module).forward.__qualname__, "")

@@ -213,4 +213,5 @@ def test_who_is_waited_for_is_decided_as_the_launcher_decides_it():
     assert missing(seen) == ([2], "rank 2 (alive, in torch.distributed.barrier() at t.py:4)")
     seen[2] = PeerStatus(peer(2, calls={"0": GroupCalls(9, 8)}))
     assert missing(seen) == ([], ""), "one that has gone on from the collective is not behind"
-    assert missing({}, replace(WAIT, number=0)) == ([], ""), "a message has no number"
+    owing = ([1, 2], "rank 1 (never heard of), rank 2 (never heard of)")
+    assert missing({}, replace(WAIT, number=0)) == owing, "a message has no number, and whoever owes it is missing"

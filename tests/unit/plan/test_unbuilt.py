@@ -34,8 +34,10 @@ ASKED = {
     "zero_optimization.offload_optimizer.device": zero(offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
     "zero_optimization.offload_param": zero(stage=2, offload_param={"device": "cpu"}),
     "zero_optimization.zenflow": zero(zenflow={}),
-    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
-    "tensor_parallel.tensor_parallel.tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
+    "zero_optimization.offload_optimizer.super_offload": zero(
+        offload_optimizer={"device": "cpu", "super_offload": True}
+    ),
+    "offload.nvme_bytes": {"offload": {"nvme_bytes": 1000}},
     "sequence_parallel_size": {"sequence_parallel_size": 2},
     "expert_parallel.enabled": {"expert_parallel": {"enabled": True}},
     "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
@@ -68,6 +70,15 @@ HOW = {
         "stage3_model_persistence_threshold": 10,
         "leaf_module": {"classes": ["Expert"]},
         "enable_sanity_checks": True,
+        "offload_optimizer": {
+            "device": "cpu",
+            "nvme_path": "/nvme",
+            "buffer_count": 5,
+            "pipeline_read": True,
+            "pipeline_write": True,
+            "fast_init": True,
+            "cpuadam_cores_perc": 0.5,
+        },
     },
 }
 """Keys that change how something is done that was not asked for."""

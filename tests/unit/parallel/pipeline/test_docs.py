@@ -13,7 +13,7 @@ from mizzen.parallel.pipeline.partition import partition
 from mizzen.parallel.pipeline.schedule import Schedule, peak_activations
 from mizzen.parallel.pipeline.tables import TABLES, make_schedule
 from mizzen.parallel.pipeline.timeline import Times, timeline
-from pages import block, commands, is_as_shown
+from pages import commands, is_as_shown
 
 DOCS = Path(__file__).parents[4] / "docs"
 PAGE = (DOCS / "pipeline.md").read_text(encoding="utf8")
@@ -34,7 +34,10 @@ def test_the_picture_is_the_one_that_is_drawn():
 
 def test_the_command_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pipeline.json").write_text(block(PAGE, "json"))
+    (written,) = (
+        each for each in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL) if "schedule" in each and "1f1b" in each
+    )
+    (tmp_path / "pipeline.json").write_text(written)
     ((line, shown),) = commands(PAGE)
     main(shlex.split(line)[1:])
     assert is_as_shown(shown, capsys.readouterr().out)
