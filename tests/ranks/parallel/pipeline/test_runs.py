@@ -211,7 +211,8 @@ def plan_of(**more):
 )
 def test_a_schedule_that_cannot_be_run_is_refused(world, pipeline, said):
     outcomes = world(2).run(plan_of, pipeline=pipeline, expect_failure=True)
-    assert all(outcome.error_type == PlanError.__name__ and said in outcome.traceback for outcome in outcomes)
+    first = outcomes[0]  # the others may be told that it is gone before they have looked at the plan themselves
+    assert first.error_type == PlanError.__name__ and said in first.traceback
 
 
 def own_table():
