@@ -25,8 +25,9 @@ class Resting:
 
     def keep(self, numbers):
         for number, unit in enumerate(self.units):
+            is_sent = bool(unit._coming)  # a gather that is under way may still read the shard
             for place, share in enumerate(unit.shares):
-                self.bring(share, number, place, is_here=number in numbers)
+                self.bring(share, number, place, is_here=number in numbers or is_sent)
         self.most = max(self.most, self.resident)
 
     def bring(self, share, number, place, *, is_here):
@@ -84,4 +85,4 @@ def peak(folder):
 
 def test_only_neighbours_are_in_memory(world, tmp_path):
     for most, total in world(2).run(peak, str(tmp_path)):
-        assert most <= total * 3 / 8
+        assert most <= total / 2  # three of eight, and one more whose gather is under way
