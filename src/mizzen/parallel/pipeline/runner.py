@@ -167,6 +167,8 @@ class BatchRun:
     """Outputs for a chunk of this same stage: their description and tensors."""
     returned: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """Gradients of what was handed over."""
+    owed: list[StageMessage] = field(default_factory=list)
+    """Gradients to be asked for once it is known what they are of."""
     done: dict[int, int] = field(default_factory=dict)
     """Backwards of each chunk that are through."""
 
@@ -177,6 +179,7 @@ class BatchRun:
                 self._post(transfer)
             case Instruction(kind=kind, chunk=chunk, micro=micro) if kind is FORWARD:
                 self._forward(chunk, micro, action)
+                self._post_owed()
             case Instruction(kind=kind, chunk=chunk, micro=micro) if kind is BACKWARD_WEIGHT:
                 self._backward_weights(chunk, micro)
             case Instruction(chunk=chunk, micro=micro):
@@ -187,8 +190,16 @@ class BatchRun:
     def _post(self, transfer: StageMessage) -> None:
         if transfer.payload == "activation":
             self.runner.link.post(transfer)
+        elif (transfer.chunk, transfer.micro) not in self.kept:  # its forward is the very next instruction
+            self.owed.append(transfer)
         else:
             self.runner.link.post_gradients(transfer, self._expected(transfer.chunk, transfer.micro))
+
+    def _post_owed(self) -> None:
+        """Ask for gradients of what the forward that is just through has given."""
+        owed, self.owed = self.owed, []
+        for transfer in owed:
+            self._post(transfer)
 
     def _expected(self, chunk: int, micro: int) -> Any:
         description = self.kept[chunk, micro].description
