@@ -15,5 +15,5 @@ def test_models_of_transformers_train_cut_as_in_one_process(tmp_path):
         assert len(found) >= 19
         for case, far in found.items():
             assert far["loss"] < 1e-5, case
-            assert far["norm"] < 1e-5, case
+            assert far["norm"] < (3e-5 if case.startswith("lora") else 1e-5), case
             assert far["update"] < 2e-3, (case, far["where"])
