@@ -117,7 +117,7 @@ class World:
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        timeout: float = 60,
+        timeout: float = 120,
         grace: float = 5,
         expect_failure: bool = False,
         **keywords: Any,
@@ -132,7 +132,7 @@ class World:
         return self._run(function, pack((arguments, keywords)), timeout, grace, expect_failure)
 
     def each(
-        self, function: Callable[..., Any], cases: Iterable[tuple[Any, ...]], *, timeout: float = 60, **keywords: Any
+        self, function: Callable[..., Any], cases: Iterable[tuple[Any, ...]], *, timeout: float = 120, **keywords: Any
     ) -> list[list[Any]]:
         """Run it with each tuple of arguments, one after the other on the same ranks.
 

@@ -56,8 +56,6 @@ class Layer:
     """The sizes of the parts into which its output is split right away, such as Q, K and V."""
     factors: tuple[int, ...] = ()
     """The sizes as which its features are seen right away, such as (heads, size of a head)."""
-    shares: int = 0
-    """A number for its input: layers with the same number read the very same tensor."""
 
 
 @dataclass(frozen=True, slots=True)

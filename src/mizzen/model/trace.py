@@ -3,6 +3,7 @@
 The forward runs on the meta device, so it costs neither memory nor arithmetic, and every operation is looked at.
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mizzen.model.flow import Flow, Layer, Way, layer_kind
+from mizzen.model.inputs import tensors_in
 
 LENGTHS: Final = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 """How long the sequence may be that is run: none of its sizes should be mistaken for a number of features."""
@@ -38,15 +40,14 @@ def _guesses(model: nn.Module) -> Iterator[dict[str, Any] | tuple[Any, ...]]:
     widths = [size for parameter in model.parameters() for size in parameter.shape]
     length = next((n for n in LENGTHS if all(width % n for width in widths if width > n)), LENGTHS[0])
     tokens = torch.zeros(2, length, dtype=torch.long, device="meta")
-    config = getattr(model, "config", None)
-    if config is not None:
-        main = getattr(model, "main_input_name", "input_ids")
-        quiet = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    if (config := vars(model).get("config")) is not None:
+        said, main = vars(config), str(inspect.getattr_static(model, "main_input_name", "input_ids"))
+        quiet = {"use_cache": False} if "use_cache" in said else {}
         if main == "pixel_values":
-            side = getattr(config, "image_size", 224)
+            side = said.get("image_size", 224)
             sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
-            yield {main: torch.zeros(2, getattr(config, "num_channels", 3), *sides, device="meta")}
-        if getattr(config, "is_encoder_decoder", False):
+            yield {main: torch.zeros(2, said.get("num_channels", 3), *sides, device="meta")}
+        if said.get("is_encoder_decoder"):
             yield {main: tokens, "decoder_input_ids": tokens[:, :-1], **quiet}
         yield {main: tokens, **quiet}
     yield (tokens,)
@@ -62,32 +63,21 @@ def _run(model: nn.Module, arguments: dict[str, Any] | tuple[Any, ...]) -> Flow:
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    owned = set()
-    for path, module in model.named_modules():
-        if layer_kind(module):
-            owned |= {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
+    layers = [(path, kind, module) for path, module in model.named_modules() if (kind := layer_kind(module))]
+    owned = {f"{path}.{name}" for path, _, module in layers for name, _ in module.named_parameters(recurse=False)}
     for name, _ in model.named_parameters():
         if name not in owned:
             tracer.remember(values[name], {name: Way()})
     args, kwargs = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
     with ExitStack() as stack:
-        for path, module in model.named_modules():
-            if kind := layer_kind(module):
-                tracer.follow(stack, path, kind, module)
+        for path, kind, module in layers:
+            tracer.follow(stack, path, kind, module)
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.no_grad())
         stack.enter_context(tracer)
         result = functional_call(model, values, args, kwargs)
-    found = [tracer.ways(each) for each in tensors_of(result)]
+    found = [tracer.ways(each) for each in tensors_in(result)]
     return Flow(tuple(tracer.layers.values()), _union(found))
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a nest of lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [tensor for each in inside for tensor in tensors_of(each)]
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,14 +101,14 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Look at each call of a layer."""
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = tensors_of((args, kwargs))[0]
+            given = tensors_in((args, kwargs))[0]
             self._kept.append(given)
             known = self.layers.get(path)
             reads = _union([known.reads if known else {}, self.ways(given)])
             rows, columns = dict(module.named_parameters(recurse=False))["weight"].shape
             inputs, outputs = (columns, rows) if kind == "linear" else (rows, columns)
             seen = (known.runs, known.factors) if known else ((), ())
-            self.layers[path] = Layer(path, kind, inputs, outputs, reads, *seen, id(given))
+            self.layers[path] = Layer(path, kind, inputs, outputs, reads, *seen)
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if isinstance(output, Tensor):
@@ -133,11 +123,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_local_scalar_dense":  # a question about values: they are not packed, all are there
             return True if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
-        tensors = tensors_of((args, kwargs or {}))
+        tensors = tensors_in((args, kwargs or {}))
         ways = [self.ways(each) for each in tensors]
         if any(ways):
             found = self._changed(name, args, kwargs or {}, tensors, ways)
-            for each in tensors_of(result):
+            for each in tensors_in(result):
                 self.remember(each, found)
             self._notice_runs(name, args)
             self._notice_factors(name, args, result)

@@ -5,8 +5,8 @@ one `CutRegion`: the first of them that reads a tensor brings it in, and the oth
 gradient is summed over the ranks once.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from mizzen.comm import collectives
 from mizzen.errors import UsageError
 from mizzen.parallel.tensor.cuts import LayerCut
 from mizzen.parallel.tensor.exchange import copy_in, gather_along, split_along, sum_out
+from mizzen.parallel.tensor.layers import local_ids
 from mizzen.parallel.tensor.rng import differing
 
 CHUNKS: Final = 4
@@ -53,7 +54,7 @@ class CutRegion:
 
 
 class CutForward:
-    """In a module's own `__dict__`, under the name `forward`. No class and no other model is changed."""
+    """In a layer's own `__dict__`, under the name `forward`; it stays when the engine ends, as weights stay parts."""
 
     def __init__(self, layer: nn.Module, cut: LayerCut, region: CutRegion) -> None:
         self.__wrapped__ = layer.forward  # where inspect.signature looks
@@ -70,28 +71,16 @@ class CutForward:
         found = given @ weight
         return found if bias is None else found + bias
 
-    @property
-    def whole_order(self) -> list[int] | None:
-        """Where each feature of the ranks' outputs, laid end to end, belongs, if there are several runs."""
-        if len(self.runs) == 1:
-            return None
-        ranks = len(self.runs[0])
-        starts, at = [], 0
-        for run in self.runs:
-            edges = []
-            for size in run:
-                edges.append((at, at + size))
-                at += size
-            starts.append(edges)
-        there = [place for rank in range(ranks) for edges in starts for place in range(*edges[rank])]
-        order = [0] * len(there)
-        for place, feature in enumerate(there):
-            order[feature] = place
-        return order
-
 
 class ColumnForward(CutForward):
     """Outputs are cut."""
+
+    def __init__(self, layer: nn.Module, cut: LayerCut, region: CutRegion) -> None:
+        super().__init__(layer, cut, region)
+        by_rank = list(zip(*cut.runs, strict=True))
+        self.sizes = [sum(parts) for parts in by_rank]
+        """Of the outputs of each rank, which are its parts of all runs."""
+        self.parts = [size for parts in by_rank for size in parts]
 
     def __call__(self, input: Tensor) -> Tensor:
         """This rank's outputs, or all of them where they are gathered."""
@@ -100,10 +89,12 @@ class ColumnForward(CutForward):
         if not self.gathers:
             return found
         region.leave()
-        sizes = [sum(run[rank] for run in self.runs) for rank in range(len(self.runs[0]))]
-        whole = gather_along(found, -1, region.group, sizes)
-        order = self.whole_order
-        return whole if order is None else whole[..., order]
+        whole = gather_along(found, -1, region.group, self.sizes)
+        runs = len(self.runs)
+        if runs == 1:
+            return whole
+        parts = torch.split(whole, self.parts, -1)
+        return torch.cat([part for run in range(runs) for part in parts[run::runs]], -1)
 
 
 class RowForward(CutForward):
@@ -156,7 +147,16 @@ class OverlappedProduct(Function):
         return by_given, by_weight, None
 
 
-class TableRowsForward(CutForward):
+class TableForward(CutForward):
+    """A table that is looked up; some of transformers' scale what was found."""
+
+    def scaled(self, found: Tensor) -> Tensor:
+        """As the class of the table does it."""
+        scale = dict(self.layer.named_buffers(recurse=False)).get("embed_scale", vars(self.layer).get("embed_scale"))
+        return found if scale is None else found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class TableRowsForward(TableForward):
     """Rows of a table, such as the tokens of a vocabulary, are shared out: each rank looks up those that it has."""
 
     def __init__(self, layer: nn.Module, cut: LayerCut, region: CutRegion, rank: int) -> None:
@@ -170,19 +170,18 @@ class TableRowsForward(CutForward):
         """The rows, which all ranks have alike."""
         if more or settings:
             raise UsageError("a table that is cut over tensor-parallel ranks takes indices and nothing else")
-        weight = self.layer.weight
-        elsewhere = (input < self.start) | (input >= self.stop)
-        rows = functional.embedding((input - self.start).masked_fill(elsewhere, 0), weight, self.padding)
-        return sum_out(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.region.group)
+        places, is_elsewhere = local_ids(input, self.start, self.stop)
+        rows = functional.embedding(places, self.layer.weight, self.padding)
+        return self.scaled(sum_out(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.region.group))
 
 
-class TableColumnsForward(CutForward):
+class TableColumnsForward(TableForward):
     """Columns of a table are shared out: a number for each head, or features that are gathered."""
 
     def __call__(self, input: Tensor) -> Tensor:
         """This rank's columns, or all of them."""
         found = functional.embedding(input, self.layer.weight, self.layer.padding_idx)
-        return gather_along(found, -1, self.region.group, self.runs[0]) if self.gathers else found
+        return self.scaled(gather_along(found, -1, self.region.group, self.runs[0]) if self.gathers else found)
 
 
 class TailForward(CutForward):
@@ -199,20 +198,11 @@ class TailForward(CutForward):
         return torch.cat([first, copy_in(last, self.region.group)], -1)
 
 
-def scaled_table(layer: Any, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A table whose class does something beside looking up, such as scaling: done to what was looked up."""
-    scale = getattr(layer, "embed_scale", None)
-    if scale is None:
-        return forward
-    return lambda input: forward(input) * (scale.to(layer.weight.dtype) if isinstance(scale, Tensor) else scale)
-
-
 def set_sizes(layer: Any, cut: LayerCut, shape: Sequence[int]) -> None:
     """Let the numbers that a layer has of itself be those of its part."""
     rows, columns = shape
     outputs, inputs = (columns, rows) if cut.is_transposed else (rows, columns)
     names = {"out_features": outputs, "in_features": inputs, "nf": outputs, "nx": inputs}
     for name, size in names.items():
-        with suppress(AttributeError):
-            if isinstance(vars(layer).get(name), int):
-                vars(layer)[name] = size
+        if isinstance(vars(layer).get(name), int):
+            vars(layer)[name] = size

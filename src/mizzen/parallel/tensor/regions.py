@@ -65,8 +65,8 @@ class RegionParts:
     """How many queries share a key, where that is another number on a rank."""
 
 
-def find_regions(flow: Flow, tied: frozenset[str] = frozenset()) -> list[Region]:
-    """All regions of a model, without those that would cut a layer twice; `tied` layers are left alone."""
+def find_regions(flow: Flow) -> list[Region]:
+    """All regions of a model, without those that would cut a layer twice."""
     layers = flow.by_path()
     found: list[Region] = []
     for sources, sinks in _components(flow):
@@ -78,7 +78,7 @@ def find_regions(flow: Flow, tied: frozenset[str] = frozenset()) -> list[Region]
             tuple(path for path in sources if path not in layers),
             _ways(sources, [layers[path] for path in sinks if path != OUTPUT]),
         )
-        if OUTPUT not in sinks and region.sources and not tied & {*sources, *sinks} and _is_apart(region):
+        if OUTPUT not in sinks and region.sources and _is_apart(region):
             found.append(region)
     found.sort(key=lambda region: -sum(layer.inputs * layer.outputs for layer in region.sources))
     taken: set[str] = set()

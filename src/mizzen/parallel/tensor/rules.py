@@ -1,6 +1,6 @@
 """How the layers of a model are cut over tensor-parallel ranks: a pure function of its sketch.
 
-Who says it, in this order: the user (`partition_config`, a preset), the model itself (the plan that transformers has
+Who says it, in this order: the user (`partition_config`), the model itself (the plan that transformers has
 for it), and what reads what (`regions.py`). What nobody says stays whole on every rank.
 """
 
@@ -33,7 +33,6 @@ class Said:
     """Its runs, where it is a fused one."""
     gathers: bool = False
     splits: bool = False
-    tail: int = 0
     is_summed: bool = False
     """Of a parameter that stays whole: gradients are added up over the ranks."""
     is_users: bool = False
@@ -80,6 +79,8 @@ class _Decider:
         self.modules = {module.path: module for module in sketch.modules if module.same_as is None}
         self.shapes = {name: p.shape for name, p in sketch.by_name().items()}
         self.layers = self._layers()
+        config = section.partition_config
+        self.is_users_alone = config is not None and not config.use_default_specs
         self.found = _Taken()
 
     def decide(self) -> TensorChoice:
@@ -92,12 +93,14 @@ class _Decider:
         for path, words in said.items():
             if path in self.layers and path not in self.found.layers:
                 self._take_alone(self.layers[path], words)
-        self._take_tables_and_head(said)
+        if not self.is_users_alone:
+            self._take_tables_and_head(said)
+        self._agree_on_ties()
         for path in (path for path, words in said.items() if words.is_summed):
             for name in self.modules[path].parameters if path in self.modules else (path,):
                 self.found.parameters[name] = ParameterCut(name, None)
         left = tuple(path for path, layer in self.layers.items() if path not in self.found.layers and _is_large(layer))
-        self._check(said, left)
+        self._check(left)
         order = {path: at for at, path in enumerate(self.layers)}
         return TensorChoice(
             self.ranks,
@@ -133,7 +136,7 @@ class _Decider:
             for path in self.layers:
                 if path not in found and any(re.search(pattern, f"{path}.weight") for pattern in spec.patterns):
                     found[path] = _said_by(spec, self.layers[path])
-        if config is not None and not config.use_default_specs:
+        if self.is_users_alone:
             return found
         for pattern, style in self.sketch.split_plan:
             if (words := STYLES.get(style)) is None:
@@ -158,6 +161,8 @@ class _Decider:
         """Cut a region, where nobody says otherwise of its layers."""
         columns = [said.get(layer.path) for layer in region.sources]
         rows = [said.get(layer.path) for layer in region.sinks]
+        if self.is_users_alone and not any((*columns, *rows)):
+            return
         cut = [words is None or (words.style == "column" and not words.gathers) for words in columns]
         cut += [words is None or (words.style == "row" and not words.splits) for words in rows]
         if not all(cut):
@@ -211,7 +216,7 @@ class _Decider:
         transposed = layer.kind == "transposed"
         size = layer.outputs if words.style in ("column", "columns of a table") else layer.inputs
         if words.style == "partly summed":
-            tail = words.tail or self._rotary_tail(layer)
+            tail = self._rotary_tail(layer)
             self._add(LayerCut(layer.path, "partly summed", is_transposed=transposed, summed_tail=tail))
             return
         if size < self.ranks:
@@ -274,7 +279,6 @@ class _Decider:
                 and layer.path not in self.found.layers
             ):
                 self._add(LayerCut(layer.path, "rows of a table", (balanced(layer.inputs, self.ranks),)))
-        self._agree_on_ties()
 
     def _head(self) -> Layer | None:
         if self.sketch.head is not None:
@@ -313,7 +317,7 @@ class _Decider:
 
     # Refusals
 
-    def _check(self, said: Mapping[str, Said], left: Sequence[str]) -> None:
+    def _check(self, left: Sequence[str]) -> None:
         columns = [cut for cut in self.found.layers.values() if cut.style in ("column", "row") and not cut.gathers]
         config = self.section.partition_config
         if columns and not (left and config and config.strict_mode):

@@ -4,11 +4,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
-from mizzen.comm import collectives
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
@@ -18,7 +16,7 @@ from mizzen.model.home import Home
 from mizzen.model.sketch import Drafts, ParameterSketch, joined
 from mizzen.parallel.tensor.batches import compare_first_batch
 from mizzen.parallel.tensor.cuts import LayerCut, TensorChoice
-from mizzen.parallel.tensor.exchange import copy_in
+from mizzen.parallel.tensor.exchange import copy_in, largest, sum_out
 from mizzen.parallel.tensor.forwards import (
     ColumnForward,
     CutRegion,
@@ -26,7 +24,6 @@ from mizzen.parallel.tensor.forwards import (
     TableColumnsForward,
     TableRowsForward,
     TailForward,
-    scaled_table,
     set_sizes,
 )
 from mizzen.parallel.tensor.rules import decide
@@ -92,9 +89,9 @@ class TensorSplit(Transform):
 
 def _forward(layer: nn.Module, cut: LayerCut, region: CutRegion, choice: TensorChoice, rank: int) -> Any:
     if cut.style == "rows of a table":
-        return scaled_table(layer, TableRowsForward(layer, cut, region, rank))
+        return TableRowsForward(layer, cut, region, rank)
     if cut.style == "columns of a table":
-        return scaled_table(layer, TableColumnsForward(layer, cut, region))
+        return TableColumnsForward(layer, cut, region)
     if cut.style == "row":
         return RowForward(layer, cut, region, overlaps=choice.overlaps)
     return (ColumnForward if cut.style == "column" else TailForward)(layer, cut, region)
@@ -104,19 +101,14 @@ def _vocabulary_part(cut: LayerCut, group: ProcessGroup, rank: int) -> Vocabular
     """What a loss has to know that is computed without gathering the logits."""
     sizes = cut.runs[0]
     start = sum(sizes[:rank])
-
-    def over_ranks(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        collectives.all_reduce(tensor, op, group=group)
-        return tensor
-
     return VocabularyPart(
         start,
         start + sizes[rank],
         sum(sizes),
         max(sizes),
         enter=partial(copy_in, group=group),
-        largest=partial(over_ranks, op=dist.ReduceOp.MAX),
-        total=partial(over_ranks, op=dist.ReduceOp.SUM),
+        largest=partial(largest, group=group),
+        total=partial(sum_out, group=group),
     )
 
 
@@ -124,7 +116,6 @@ class _Homes:
     """The homes of parameters that a choice cuts."""
 
     def __init__(self, choice: TensorChoice) -> None:
-        self.ranks = choice.ranks
         self.layers = {cut.path: cut for cut in choice.layers}
         self.parameters = {cut.name: cut for cut in choice.parameters}
 

@@ -151,6 +151,17 @@ def test_wrong_rules_of_the_user_are_refused(specs, message):
         choice(Decoder(), 2, partition_config={"layer_specs": specs})
 
 
+def test_rules_of_the_user_alone_leave_all_else_whole():
+    specs = [
+        {"patterns": [r"mlp\.up"], "partition_type": "column"},
+        {"patterns": [r"mlp\.down"], "partition_type": "row"},
+    ]
+    found = styles(choice(Decoder(), 2, partition_config={"layer_specs": specs, "use_default_specs": False}))
+    assert found == {
+        f"blocks.{n}.mlp.{name}": style for n in (0, 1) for name, style in (("up", "column"), ("down", "row"))
+    }
+
+
 def test_strict_mode_refuses_what_stays_whole():
     with pytest.raises(PlanError, match="no rule says how to cut attention.q"):
         choice(WholeNorm(), 2, partition_config={"strict_mode": True})
