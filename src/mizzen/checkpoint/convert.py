@@ -372,6 +372,7 @@ def facts_of(found: Mapping[str, object], encoder: Encoder) -> dict[str, Any]:
         "frozen": [str(name) for name in frozen] if isinstance(frozen := found.get("frozen"), list | tuple) else [],
         "imported": encoder.encode({key: found[key] for key in found if key != "client_state"}, "imported"),
     }
+    facts |= {key: [*map(str, said)] for key in ("layers", "buffers") if isinstance(said := found.get(key), list)}
     if isinstance(found.get("lr_scheduler"), Mapping):
         state = encoder.encode(dict(_mapping(found["lr_scheduler"])), "lr_scheduler")
         facts["scheduler"] = {"type": "", "state": state}

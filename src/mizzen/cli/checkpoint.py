@@ -10,6 +10,7 @@ from typing import Any, Final
 from mizzen.checkpoint.choose import candidates, latest_problem
 from mizzen.checkpoint.convert import convert, export_safetensors, export_torch
 from mizzen.checkpoint.folder import LATEST, Committed, committed, delete, read_latest, surplus, sweep_all
+from mizzen.checkpoint.layer_files import export_layers
 from mizzen.checkpoint.open import open_source, weights_of
 from mizzen.checkpoint.read import MANIFEST, Reader, compare, verify
 from mizzen.cli.parser import Parser, add_help, count, examples, is_terminal, write, write_json, write_table
@@ -66,6 +67,9 @@ def _add_export(parser: Any) -> None:
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "saved"), default="bf16")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes of one safetensors file")
+    parser.add_argument(
+        "--layers", action="store_true", help="a file for each layer of a pipeline, in the folders of DeepSpeed"
+    )
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -175,7 +179,9 @@ def run_export(arguments: argparse.Namespace) -> int:
     total = sum(size * math.prod(entry.shape) for entry in entries)
     options: dict[str, Any] = {"precision": arguments.dtype}
     with _progress("export", total) as on_bytes:
-        if arguments.to.suffix in (".bin", ".pt", ".pth"):
+        if arguments.layers:
+            paths = export_layers(source, arguments.to, on_bytes=on_bytes, **options)
+        elif arguments.to.suffix in (".bin", ".pt", ".pth"):
             paths = [export_torch(source, arguments.to, on_bytes=on_bytes, **options)]
         else:
             paths = export_safetensors(

@@ -28,6 +28,7 @@ from mizzen.engine.weights import HeldItem, Weights, extra_states, items_to_writ
 from mizzen.errors import CheckpointError, MizzenError, UsageError
 from mizzen.files import free_bytes
 from mizzen.log import get_logger, log_dist, warn_once
+from mizzen.model.layer_list import LayerList
 from mizzen.model.piece import piece_of_whole
 from mizzen.monitor.report import Observer, StepReport
 from mizzen.rewrite.recompute import Checkpointing
@@ -274,6 +275,9 @@ def facts_of(run: RunState, client_state: Mapping[str, Any], encoder: Encoder) -
         "data": loader.state_dict() if isinstance(loader, Loader) else None,
         "client": encoder.encode(dict(client_state)),
     }
+    for layers in (vars(module).get("layer_list") for module in run.modules):
+        if isinstance(layers, LayerList):  # every chunk of a model knows all layers
+            facts["layers"] = [layer.path for layer in layers.layers]
     if optimizer is not None:
         padded = [*names, *[()] * (len(optimizer.param_groups) - len(names))]
         facts["optimizer"] = {

@@ -83,6 +83,7 @@ class Weights:
             "names": [name for name in self.shapes if name not in skip],
             "aliases": dict(self.aliases),
             "frozen": sorted(self.frozen),
+            "buffers": sorted(self.buffers),
             "excluded": sorted(skip),
         }
 

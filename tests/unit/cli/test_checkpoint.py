@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +102,12 @@ def test_export_and_import(mizzen, folder, tmp_path):
     assert mizzen("checkpoint", "export", folder, "--to", tmp_path / "one.bin").code == 0
     ran = mizzen("checkpoint", "import", folder, "--to", tmp_path / "other", "--as", "copy")
     assert ran.code == 0 and (tmp_path / "other" / "copy" / "manifest.json").exists()
+
+
+def test_export_of_layers(mizzen, tmp_path):
+    pipeline = Path(__file__).parents[2] / "fixtures" / "deepspeed" / "pipeline"
+    ran = mizzen("checkpoint", "export", pipeline, "--to", tmp_path, "--layers")
+    assert ran.code == 0 and "global_step3/layer_03-model_states.pt" in ran.out
 
 
 def test_prune(mizzen, folder):

@@ -212,13 +212,17 @@ def _layers(reading: _Reading) -> None:
     for name, shape in trained.items():
         if match := TIED.fullmatch(name):
             tied.setdefault((match[1], shape), []).append(name)
+    paths = [""] * (max(reading.files.layer) + 1)
     for number, name in sorted(reading.files.layer.items()):
+        paths[number] = str(number)
         for key, ref in tensors(reading.load(name), name)[0].items():
             own, shared = f"{number}.{key}", tied.get((key, ref.shape), [])
             if own not in trained and len(shared) == 1:
                 own = shared[0]
+                paths[number] = own.removesuffix(f".{key}")
             if ("model", own) not in reading.source.table:
                 reading.source.add("model", own, ref, where=reading.folder.path / name)
+    reading.source.notes["layers"] = paths
 
 
 def _sharded_model(reading: _Reading) -> None:

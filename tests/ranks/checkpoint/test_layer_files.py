@@ -1,0 +1,101 @@
+"""A pipeline's weights as DeepSpeed's files of layers, and back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mizzen
+from mizzen import pipe
+from mizzen.checkpoint import foreign
+from mizzen.checkpoint.convert import convert
+from mizzen.checkpoint.layer_files import export_layers
+from mizzen.checkpoint.open import open_source, weights_of
+from mizzen.errors import CheckpointError
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "deepspeed" / "pipeline"
+
+
+def test_what_deepspeed_wrote_comes_out_again_file_by_file(tmp_path):
+    convert(open_source(FIXTURE), tmp_path / "ours", "imported")
+    written = export_layers(open_source(tmp_path / "ours"), tmp_path / "theirs", precision="saved")
+    place = tmp_path / "theirs" / "global_step3"
+    assert (tmp_path / "theirs" / "latest").read_text() == "global_step3"
+    originals = {path.name: path for path in (FIXTURE / "step3").glob("layer_*")}
+    assert {path.name for path in written} == {*originals, "mp_rank_00_model_states.pt"}
+    for name, path in originals.items():
+        found, expected = torch.load(place / name), torch.load(path)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(found[key].to(value.dtype), value), (name, key)
+    head = torch.load(place / "mp_rank_00_model_states.pt", weights_only=False)
+    assert (head["global_steps"], head["global_samples"], head["epoch"], head["module"]) == (3, 6, 4, None)
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer beside its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+    def forward(self, inputs):
+        return inputs * self.weight * self.scale
+
+
+def trained(folder):
+    """A checkpoint of a pipeline of one stage: a module in two layers, a function, a layer without parameters."""
+    layers = [
+        pipe.TiedLayerSpec("mix", nn.Linear, 4, 4),
+        torch.tanh,
+        nn.ReLU(),
+        pipe.LayerSpec(Scaled),
+        pipe.TiedLayerSpec("mix", nn.Linear, 4, 4),
+    ]
+    model = pipe.PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss)
+    model.get_submodule("3").weight.requires_grad_(False)
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "progress": {"enabled": False},
+    }
+    engine, *_ = mizzen.initialize(model=model, config=config)
+    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))]))
+    engine.save_checkpoint(folder, client_state={"epoch": 7})
+    engine.destroy()
+
+
+def test_ours_are_read_as_deepspeed_files_with_every_weight(tmp_path, world):
+    world(1).run(trained, str(tmp_path / "ours"))
+    ours = open_source(tmp_path / "ours")
+    written = export_layers(ours, tmp_path / "theirs", precision="saved")
+    names = [f"layer_{number:02d}-model_states.pt" for number in (0, 2, 3, 4)]
+    assert [path.name for path in written[1:]] == names
+    assert torch.load(written[2]) == {}  # a layer without parameters has a file there too
+    theirs = foreign.open(tmp_path / "theirs")
+    expected, found = ({e.name: s.read(e) for e in weights_of(s).values()} for s in (ours, theirs))
+    assert (
+        found.keys() == expected.keys() == {"tied_modules.mix.weight", "tied_modules.mix.bias", "3.weight", "3.scale"}
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    facts = theirs.facts()
+    assert (facts["global_steps"], facts["client_state"], facts["buffers"]) == (1, {"epoch": 7}, ["3.scale"])
+
+
+def test_layers_of_an_earlier_export_are_gone(tmp_path):
+    source = open_source(FIXTURE)
+    export_layers(source, tmp_path)
+    stale = tmp_path / "global_step3" / "layer_17-model_states.pt"
+    stale.write_bytes(b"old")
+    export_layers(source, tmp_path)
+    assert not stale.exists()
+
+
+def test_a_model_that_is_no_list_of_layers_has_no_files_of_layers(tmp_path):
+    torch.save({"embed.weight": torch.zeros(2)}, tmp_path / "plain.pt")
+    with pytest.raises(
+        CheckpointError, match=r"embed.weight: of no layer of a pipeline.*export others without --layers"
+    ):
+        export_layers(open_source(tmp_path / "plain.pt"), tmp_path / "out")
