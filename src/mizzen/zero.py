@@ -28,8 +28,7 @@ from mizzen.engine.access import (
 from mizzen.engine.engine import Engine
 from mizzen.errors import UsageError, expect
 from mizzen.log import warn_once
-from mizzen.parallel.zero.full.init import ShardedInit
-from mizzen.parallel.zero.full.registration import find, is_in_pinned, is_pinned, pin, register_use, unregister_use
+from mizzen.parallel.zero.full.init import ShardedInit, find, is_in_pinned, is_pinned, pin, register_use, unregister_use
 from mizzen.parallel.zero.full.sharded_parameter import facts_of
 from mizzen.rewrite.tiled import Tiled
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from deepspeed.faces.errors import also
 from mizzen.errors import UsageError
-from mizzen.parallel.zero.full.registration import find, is_in_pinned, is_pinned, pin
+from mizzen.parallel.zero.full.init import find, is_in_pinned, is_pinned, pin
 
 
 @also(AssertionError)

@@ -27,8 +27,8 @@ from mizzen.monitor.build import build_observers
 from mizzen.monitor.report import Observer
 from mizzen.optim.build import build_optimizer, build_scheduler, param_groups, tell_slips
 from mizzen.optim.rules import is_known, whole_groups
+from mizzen.parallel.zero.full.calls import UnitModule
 from mizzen.parallel.zero.full.init import make_parameter_whole, make_whole
-from mizzen.parallel.zero.full.runtime import UnitModule
 from mizzen.parallel.zero.full.sharded_parameter import is_sharded
 from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.plan.build import Plan

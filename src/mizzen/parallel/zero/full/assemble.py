@@ -12,8 +12,15 @@ from mizzen.offload.rest import RestingPlaces
 from mizzen.parallel.zero.full.division import Owners, Unit
 from mizzen.parallel.zero.full.init import EarlyShard, early_shard
 from mizzen.parallel.zero.full.quantized import Packed, Quantizing, gather_quantized, gather_rows, is_packed
-from mizzen.parallel.zero.full.sharded_parameter import RECORD, ShardedParameter, find_record
-from mizzen.parallel.zero.full.shards import chunk, padded_length, up, whole_view
+from mizzen.parallel.zero.full.sharded_parameter import (
+    RECORD,
+    ShardedParameter,
+    chunk,
+    find_record,
+    padded_length,
+    up,
+    whole_view,
+)
 from mizzen.parallel.zero.full.unit import LiveUnit, Message, Share, UnitParameter, UnitRanks
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
 from mizzen.parallel.zero.stock import Stock, Sums

@@ -13,7 +13,7 @@ from mizzen.config.zero import LeafModuleConfig, ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.blocks import Blocks
 from mizzen.model.sketch import ParameterSketch, Sketch, ancestors_of, count_of, parent_of
-from mizzen.parallel.zero.full.shards import shard_dim
+from mizzen.parallel.zero.full.sharded_parameter import shard_dim
 from mizzen.precision.policy import FLOATING, Policy, wider
 
 UNCALLED: Final = ("ModuleList", "ModuleDict")

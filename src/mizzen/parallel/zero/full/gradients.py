@@ -14,9 +14,8 @@ from mizzen.comm.communicator import compare_tags
 from mizzen.errors import CommError, UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
-from mizzen.parallel.zero.full.runtime import Position, explained, refuse_transforms
-from mizzen.parallel.zero.full.sharded_parameter import use_refusal
-from mizzen.parallel.zero.full.shards import gather_shards, rows_of
+from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, explained, is_transformed, outside_transforms
+from mizzen.parallel.zero.full.sharded_parameter import gather_shards, rows_of, use_refusal
 from mizzen.parallel.zero.full.unit import LiveUnit, UnitParameter
 from mizzen.parallel.zero.reduce import Finish, Reducer, torch_dtype
 
@@ -223,10 +222,10 @@ class UseOutside:
 
     unit: LiveUnit
     gradients: UnitGradients
+    runtime: UnitRuntime
 
     def __call__(self, one: UnitParameter, operation: str) -> Tensor:
         """The whole parameter, as its unit would have it."""
-        refuse_transforms()
         position = self.gradients.position
         if not position.calls and not position.is_backward:
             raise use_refusal(one.name, operation)
@@ -237,8 +236,19 @@ class UseOutside:
                 "module, parameter) before initialize, or pin a module around both in zero_optimization.leaf_module",
                 key="used outside of its unit",
             )
+        if is_transformed():
+            return self._transformed(one)
         found: Tensor = _Whole.apply(one.parameter, one, self)  # type: ignore[no-untyped-call]
         return found
+
+    def _transformed(self, one: UnitParameter) -> Tensor:
+        """The whole parameter inside of a transform of torch.func, whose graph has no place for our node."""
+        if not torch.is_grad_enabled():
+            with outside_transforms():
+                return self.gather(one)
+        self.runtime.gather(self.unit)
+        self.runtime.is_differentiated = True
+        return one.parameter
 
     def gather(self, one: UnitParameter) -> Tensor:
         """All shards in one tensor."""

@@ -19,7 +19,7 @@ from mizzen.model.piece import Piece, piece_of_whole
 from mizzen.offload.rest import OnDevice
 from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.full.division import Owners
-from mizzen.parallel.zero.full.shards import joined, rows_of, shard_dim
+from mizzen.parallel.zero.full.sharded_parameter import joined, rows_of, shard_dim
 from mizzen.parallel.zero.full.unit import LiveUnit, Share, UnitParameter
 from mizzen.plan.parts import Rest
 

@@ -20,7 +20,7 @@ from mizzen.kernels.quantize import BLOCK, message_size, pack, unpack
 from mizzen.model.inputs import change_tensors
 from mizzen.model.sketch import ParameterSketch
 from mizzen.model.wrapper import without_memory
-from mizzen.parallel.zero.full.shards import shard_dim
+from mizzen.parallel.zero.full.sharded_parameter import shard_dim
 from mizzen.parallel.zero.reduce import Finish, Reducer, Reduction, sum_of_rows, wait_for
 from mizzen.parallel.zero.stock import Stock
 from mizzen.precision.policy import FLOATING

@@ -17,7 +17,7 @@ from mizzen.parallel.zero.full.assemble import FullHolding
 from mizzen.parallel.zero.full.division import Division, Unit, choose_owners, divide
 from mizzen.parallel.zero.full.quantized import Quantizing, is_packed, packed_bytes
 from mizzen.parallel.zero.full.runtime import UnitRuntime
-from mizzen.parallel.zero.full.shards import shard_dim, up
+from mizzen.parallel.zero.full.sharded_parameter import shard_dim, up
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.unit import UnitRanks
 from mizzen.parallel.zero.shard import (

@@ -18,13 +18,13 @@ from mizzen.model.piece import Piece, piece_of_boxes
 from mizzen.offload.rest import RestingPlaces
 from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.full.assemble import FullHolding, assemble
+from mizzen.parallel.zero.full.calls import lead, let_go, watch_parts
 from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.gradients import UnitGradients, UseOutside
 from mizzen.parallel.zero.full.owned import Wholes
 from mizzen.parallel.zero.full.quantized import Packed, QuantizedReducer
-from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, check_places, explained, let_go
-from mizzen.parallel.zero.full.sharded_parameter import RECORD
-from mizzen.parallel.zero.full.shards import gather_shards
+from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, check_places, explained
+from mizzen.parallel.zero.full.sharded_parameter import RECORD, gather_shards
 from mizzen.parallel.zero.full.unit import LiveUnit, Share, ShareLot, UnitParameter, UnitRanks
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
@@ -84,8 +84,9 @@ class FullStore:
         self.runtime.add(self.units, self.gradients, holding.ahead)
         self.gradients.finish_backward = self.runtime.finish
         for unit in self.units:
+            lead(self.runtime, unit)
             for each in unit.parameters.values():
-                each.touch = UseOutside(unit, self.gradients)
+                each.touch = UseOutside(unit, self.gradients, self.runtime)
         self.handles = self._register_hooks(twins or {})
         self.contents = self._contents(lots)
 
@@ -111,7 +112,7 @@ class FullStore:
             root.register_state_dict_pre_hook(self._forget),
             root.register_load_state_dict_pre_hook(self._forget),
             root.register_load_state_dict_post_hook(lambda *_: self.restore_parameters({})),
-            *_entrances(self.units, self.runtime),
+            *watch_parts(self.units, self.runtime),
         ]
 
     @property
@@ -317,30 +318,6 @@ def _own_ranges(each: UnitParameter, sites: Mapping[str, Site], offset: int = 0)
         return None
     boxes = [found for box in each.boxes for found in site.boxes_of(box)]
     return tuple((offset + part.start, offset + part.stop) for part in site.ranges(boxes) if part.is_counted)
-
-
-def _entrances(units: Sequence[LiveUnit], runtime: UnitRuntime) -> list[RemovableHandle]:
-    """In evaluation a part of the model may be called on its own, as an encoder is before generation."""
-    root, *others = units
-    inside = {id(module) for unit in others for module in unit.module.modules()}
-    parts = [module for module in root.module.modules() if module is not root.module and id(module) not in inside]
-
-    def enter(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            runtime.enter((root,))
-
-    def leave(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            runtime.exit((root,))
-
-    return [
-        handle
-        for part in parts
-        for handle in (
-            part.register_forward_pre_hook(enter, prepend=True),
-            part.register_forward_hook(leave, always_call=True),
-        )
-    ]
 
 
 def _piece(each: UnitParameter, data: Tensor) -> Piece:

@@ -28,11 +28,14 @@ from mizzen.parallel.zero.full.sharded_parameter import (
     ShardedParameter,
     as_dtensor,
     check_gradient,
+    chunk,
+    joined,
     record_of,
+    shard_dim,
+    whole_view,
     with_dtensors,
     write_refusal,
 )
-from mizzen.parallel.zero.full.shards import chunk, joined, shard_dim, whole_view
 from mizzen.parallel.zero.reduce import Finish
 from mizzen.parallel.zero.stock import Stock, Sums
 from mizzen.plan.parts import Rest

@@ -69,6 +69,9 @@ def penalized(stage: int, kind: type, has_loss: bool, is_held: bool = False) -> 
         with zero.GatheredParameters(engine.module.parameters()) if is_held else nullcontext():
             score = engine(data).sum()
             (gradient,) = torch.autograd.grad(score, data, create_graph=True)
+            engine(rows(step + 5, engine.global_rank))
+            with torch.no_grad():
+                engine(rows(step + 6, engine.global_rank))
             engine.backward(gradient.pow(2).sum() + (score if has_loss else 0))
         report = engine.step()
         found.append(torch.tensor([report.loss, report.grad_norm]))
@@ -127,7 +130,8 @@ def refusals() -> dict[str, bool]:
     model, data = engine.module, rows(0, engine.global_rank).requires_grad_()
     weights = {name: torch.zeros(each.shape) for name, each in model.blocks[0].named_parameters()}
     found = {
-        "torch.func": "torch.autograd.grad, with create_graph=True" in touched(lambda: torch.func.grad(engine)(data)),
+        "torch.func of parameters": "torch.func with respect to parameters, by functional_call with another"
+        in touched(lambda: torch.func.grad(_with_weights, 1)(model, dict(model.named_parameters()), data)),
         "of parameters": "grad() for 'blocks.0.up.weight'"
         in touched(lambda: torch.autograd.grad(engine(data), [model.blocks[0].up.weight])),
         "into parameters": "backward() for 'blocks.0.up.weight'"
@@ -139,6 +143,10 @@ def refusals() -> dict[str, bool]:
     engine.backward(engine(data))
     found["goes on"] = engine.step().applied
     return found
+
+
+def _with_weights(model, weights, data):
+    return functional_call(model, weights, (data,))
 
 
 def test_what_units_cannot_do_is_refused_by_name(world):
@@ -160,8 +168,8 @@ class Rectifies(Base):
         super().__init__(block=Rectifying)
 
 
-def transformed(stage: int) -> list:
-    """What torch.func and torch.autograd.functional give for inputs, between two steps."""
+def curved(stage: int) -> list:
+    """What torch.autograd.functional gives for inputs, between two steps."""
     torch.manual_seed(3)
     engine = start(Base(), stage)
     data = rows(0, engine.global_rank)
@@ -175,8 +183,97 @@ def transformed(stage: int) -> list:
 
 
 def test_functions_of_inputs_can_be_differentiated_twice(world):
-    for one, other in zip(*world(2).each(transformed, [(3,), (2,)]), strict=True):
+    for one, other in zip(*world(2).each(curved, [(3,), (2,)]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def transforms(engine, data) -> list:
+    """What each transform of torch.func gives for a loss as a function of its inputs."""
+    single = data[:, None]
+    loss, pull = torch.func.vjp(engine, data)
+    plain = engine(data)
+    found = [
+        torch.func.grad(engine)(data),
+        torch.func.vmap(engine)(single),
+        *torch.func.jvp(engine, (data,), (torch.ones_like(data),)),
+        torch.func.jacrev(torch.func.vmap(engine))(single),
+        torch.func.jacfwd(engine)(data),
+        torch.func.hessian(engine)(data[:1]),
+        torch.func.vmap(torch.func.grad(engine))(single),
+        *pull(torch.ones_like(loss)),
+        plain,
+    ]
+    with torch.no_grad():
+        found += [torch.func.vmap(engine)(single), torch.func.grad(engine)(data)]
+    return [each.detach() for each in found]
+
+
+def transformed(stage: int, kind: type | str) -> list:
+    """What transforms give between two steps; then what a step gives whose loss comes out of transforms."""
+    torch.manual_seed(3)
+    engine = start(kind if isinstance(kind, str) else kind(), stage)
+    data = rows(0, engine.global_rank)
+    found = []
+    for step in range(2):
+        found += transforms(engine, data)
+        engine.backward(engine(rows(step, engine.global_rank)))
+        report = engine.step()
+        found.append(torch.tensor([report.loss, report.grad_norm]))
+    penalty = torch.func.grad(engine)(data).pow(2).sum()
+    with torch.no_grad():
+        engine(data)
+    engine.backward(penalty + torch.func.vmap(engine)(data[:, None]).mean())
+    report = engine.step()
+    found.append(torch.tensor([report.loss, report.grad_norm]))
+    return [*found, *values_of(engine).values()]
+
+
+def test_transforms_of_inputs_are_those_of_stage_2(world):
+    assert_as_at_stage_2(world, transformed, ["Base", "Twice", "Outside", "Direct", "Flat"])
+
+
+def beside_transforms(*, are_there: bool) -> list:
+    """Two ordinary steps, with transforms before each of them or without."""
+    engine = start("Base", 3)
+    for step in range(2):
+        if are_there:
+            transforms(engine, rows(7, engine.global_rank))
+        engine.backward(engine(rows(step, engine.global_rank)))
+        report = engine.step()
+    return [torch.tensor([report.loss, report.grad_norm]), *values_of(engine).values()]
+
+
+def test_a_step_beside_transforms_has_the_bits_of_one_without(world):
+    found, wanted = (world(2).run(beside_transforms, are_there=are_there) for are_there in (True, False))
+    assert all(torch.equal(one, other) for one, other in zip(found[0], wanted[0], strict=True))
+
+
+def freed_after_transforms() -> list[int]:
+    """Bytes of whole parameters after a transform with gradients off, one with them, a backward, and a step."""
+    engine = start("Base", 3)
+    data = rows(0, engine.global_rank)
+    found = []
+
+    def note():
+        units = engine.stores[0].units
+        found.append(sum(each.memory.untyped_storage().nbytes() for unit in units for each in unit.parameters.values()))
+
+    with torch.no_grad():
+        torch.func.vmap(engine)(data[:, None])
+    note()
+    torch.func.grad(engine)(data)
+    note()
+    engine.backward(engine(data))
+    note()
+    torch.func.grad(engine)(data)
+    engine.step()
+    note()
+    return found
+
+
+def test_units_stay_whole_for_the_graph_of_a_transform_until_the_next_backward_or_step(world):
+    for evaluated, differentiated, after_backward, after_step in world(2).run(freed_after_transforms):
+        assert differentiated > evaluated == after_backward == after_step == 0
 
 
 class Viewing(Block):

@@ -7,8 +7,7 @@ from mizzen.config.load import load
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.shard import FullChoice, _transient
-from mizzen.parallel.zero.full.sharded_parameter import record_of
-from mizzen.parallel.zero.full.shards import MULTIPLE
+from mizzen.parallel.zero.full.sharded_parameter import MULTIPLE, record_of
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.plan.build import build
 from mizzen.plan.cost import Cost

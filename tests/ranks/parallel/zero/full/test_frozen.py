@@ -10,8 +10,7 @@ from mizzen.kernels.quantize import BLOCK, pack, unpack
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.quantized import Packed
-from mizzen.parallel.zero.full.sharded_parameter import record_of
-from mizzen.parallel.zero.full.shards import MULTIPLE
+from mizzen.parallel.zero.full.sharded_parameter import MULTIPLE, record_of
 from mizzen.plan.build import build
 from ranks.parallel.zero.full.models import Base, config, rows, start, train
 

@@ -12,9 +12,9 @@ from mizzen.model.home import Home
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.zero.full.division import divide
-from mizzen.parallel.zero.full.registration import pin
+from mizzen.parallel.zero.full.init import pin
 from mizzen.parallel.zero.full.shard import ZeroFull
-from mizzen.parallel.zero.full.shards import shard_dim
+from mizzen.parallel.zero.full.sharded_parameter import shard_dim
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
 from mizzen.precision.policy import Policy
