@@ -29,6 +29,7 @@ from mizzen.engine.prepare import (
     refuse_wrapped,
     seed_of,
     stream_of,
+    warn_of_slow_links,
     with_current_parameters,
     with_optimizer_groups,
     without_needless_offload,
@@ -97,6 +98,7 @@ def initialize(
     if mpu is not None:
         check_groups(mpu, plan.resolved.layout, world.rank)
     compare_plans(plan)
+    warn_of_slow_links(plan.resolved.layout, world)
     accelerator = get_accelerator()
     mesh = Mesh.build(plan.resolved.layout, device_type=accelerator.name, groups=plan.groups)
     plan.take(model, mesh)
@@ -132,8 +134,10 @@ def initialize(
 
 def sketch_of(model: nn.Module, settings: Config) -> Sketch:
     """What a plan has to know of a model: how activations go through it only where its matrices are to be cut."""
-    sketch = Sketch.of(model).unsplit(settings.tensor_parallel_size)
-    return sketch.with_flow(flow_of(model)) if split_degree(settings) > 1 else sketch
+    sketch = Sketch.of(model)
+    if split_degree(settings) > 1:
+        return sketch.with_flow(flow_of(model))
+    return sketch.unsplit(settings.tensor_parallel_size)
 
 
 def _only_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:

@@ -155,6 +155,45 @@ def split(kind: str, tp: int, stage: int, more: dict) -> dict:
     }
 
 
+SPOKEN = (("llama", 2, 0), ("one key", 4, 0), ("gpt2", 2, 1), ("gemma2", 2, 2), ("llama", 2, 3), ("t5", 2, 0))
+"""Models that generate, over so many ranks, at a stage."""
+
+
+def spoken(kind: str, tp: int, stage: int) -> dict:
+    """Greedy tokens of a cut model and of one process, with a cache and without."""
+    config = {
+        "train_batch_size": SAMPLES,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"autotp_size": tp},
+        "progress": {"enabled": False},
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+    }
+    plain, model = built(kind).eval(), built(kind)
+    engine, *_ = mizzen.initialize(model=model, config=config)
+    engine.eval()
+    prompt = torch.randint(1, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(5))
+    found = {}
+    for use_cache in (True, False):
+        words = {
+            "max_new_tokens": 7,
+            "do_sample": False,
+            "use_cache": use_cache,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
+        mask = torch.ones_like(prompt)
+        with torch.no_grad():
+            ours = engine.module.generate(input_ids=prompt, attention_mask=mask, **words)
+            theirs = plain.generate(input_ids=prompt, attention_mask=mask, **words)
+        found["cache" if use_cache else "no cache"] = [ours.tolist(), theirs.tolist()]
+    engine.train()
+    rank = engine.get_data_parallel_rank()
+    mine = {name: value.chunk(engine.dp_world_size)[rank] for name, value in batch(model, 0).items()}
+    found["trains on"] = [engine.train_batch(iter([mine])).applied, True]
+    engine.destroy()
+    return found
+
+
 def main() -> None:
     folder, full = Path(sys.argv[1]), bool(os.environ.get("FULL"))
     cases = CASES
@@ -165,6 +204,8 @@ def main() -> None:
     for kind, tp, stage, more in cases:
         found[f"{kind} tp={tp} stage={stage} {json.dumps(more)}"] = split(kind, tp, stage, more)
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    words = {f"{kind} tp={tp} stage={stage}": spoken(kind, tp, stage) for kind, tp, stage in SPOKEN}
+    (folder / f"{os.environ['RANK']}-spoken.json").write_text(json.dumps(words))
 
 
 if __name__ == "__main__":

@@ -20,3 +20,7 @@ def test_models_of_transformers_train_cut_as_in_one_process(tmp_path):
             assert far["loss"] < 1e-5, case
             assert far["norm"] < (3e-5 if case.startswith("lora") else 1e-5), case
             assert far["update"] < 2e-3, (case, far["where"])
+        for case, said in json.loads((tmp_path / f"{rank}-spoken.json").read_text()).items():
+            assert set(said) == {"cache", "no cache", "trains on"}
+            for how, (ours, theirs) in said.items():
+                assert ours == theirs, (case, how)

@@ -13,6 +13,7 @@ from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare, flatten, sum_of_bits
 from mizzen.comm.mesh import Mesh
+from mizzen.config.layout import Layout
 from mizzen.config.optimizer import UNBUILT
 from mizzen.config.resolve import check_filled_in
 from mizzen.config.schema import Config, plain
@@ -73,6 +74,16 @@ def without_needless_offload(config: Config) -> Config:
     for name in needless:
         warn_once(f"zero_optimization.{name} to the cpu has no effect here: training runs on the cpu")
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=dict.fromkeys(needless))})
+
+
+def warn_of_slow_links(layout: Layout, world: World) -> None:
+    """Say so where ranks that share each matrix are on several nodes: tensor-parallel ranks are neighbours."""
+    if layout.tp > 1 and world.local_size % layout.tp:
+        warn_once(
+            f"tensor parallelism over {layout.tp} ranks goes beyond a node, which has {world.local_size} of them: "
+            "every layer exchanges its activations between nodes. Take a size that divides the ranks of a node, and "
+            "ZeRO or a pipeline between nodes"
+        )
 
 
 def compare_plans(plan: Plan) -> None:

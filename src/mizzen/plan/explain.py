@@ -34,6 +34,7 @@ def explain(plan: Plan) -> str:
     lines.append("changes" if plan.steps else "changes none: the model runs as it is")
     for number, step in enumerate(plan.steps, 1):
         lines.append(f"  {number}. {step}")
+        lines += [f"     {line}" for line in step.transform.details(step.choice)]
         if step.cost != Cost() and plan.sketch.parameters:
             lines.append(f"     memory {step.cost}")
     return "\n".join(lines)

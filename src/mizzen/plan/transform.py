@@ -30,6 +30,7 @@ class Transform(Protocol):
 
     plan.build, anywhere:    wants(config, layout, drafts) -> Choice, None when not asked for, or PlanError
                              redraw(choice, drafts)        -> the drafts that the next transform decides on
+                             details(choice)               -> the choice at length, for who reads the plan
                              groups(choice)                -> ranks that need a group which no product of axes gives
                              price(choice, rank)           -> what the change adds to the bytes of a rank
     plan.take, every rank:   take(model, choice, mesh)     -> nothing; what other ranks run of the model is gone
@@ -44,6 +45,10 @@ class Transform(Protocol):
     def redraw(self, choice: Any, drafts: Drafts) -> Drafts:
         """What this leaves of the drafts: other homes, or more pieces."""
         return drafts
+
+    def details(self, choice: Any) -> Iterable[str]:
+        """What was decided, line by line, where one line does not say all of it."""
+        return ()
 
     def groups(self, choice: Any) -> Iterable[Partition]:
         """The ranks that talk to each other, each time as all such groups of the job."""

@@ -1,7 +1,9 @@
 """What is cut of a model, and where: the values that rules give and that the split obeys."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from mizzen.wording import and_more
@@ -37,9 +39,11 @@ class LayerCut:
         return int(across != self.is_transposed)
 
     def __str__(self) -> str:
-        sizes = " + ".join(_sizes(run) for run in self.runs)
-        also = " gathered" if self.gathers else " of whole inputs" if self.splits else ""
-        return f"{self.path}: {self.style}{also}" + (f", {sizes}" if sizes else "")
+        if self.style == "partly summed":
+            return f"whole, its last {self.summed_tail} outputs go where activations are cut"
+        what = {"column": "outputs", "row": "inputs", "rows of a table": "rows", "columns of a table": "columns"}
+        also = ", gathered afterwards" if self.gathers else ", of whole inputs" if self.splits else ""
+        return f"{self.style}, {_share(self.runs)} {what[self.style]}{also}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,11 @@ class ParameterCut:
     dim: int | None
     """The dimension that is cut with them; None where it stays whole, and the ranks' gradients of it are added up."""
     runs: Runs = ()
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "whole, gradients summed over the ranks"
+        return f"cut along dimension {self.dim}, {_share(self.runs)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,8 @@ class TensorChoice:
     """Layers that no rule cuts: every rank has them whole."""
     overlaps: bool = False
     """Whether sums over ranks go on while the layer still computes."""
+    whole: tuple[str, ...] = ()
+    """Modules that have parameters of which nothing is cut, `left` among them."""
 
     def __str__(self) -> str:
         counts: dict[str, int] = {}
@@ -83,6 +94,18 @@ class TensorChoice:
         words = ", ".join(f"{count} x {style}" for style, count in counts.items())
         whole = f"; whole on every rank: {and_more(self.left, 3)}" if self.left else ""
         return f"over tp={self.ranks}: {words}{whole}"
+
+    def details(self) -> list[str]:
+        """One line for each module, or for all that differ by their numbers alone: how it is cut."""
+        found = [(cut.path, str(cut)) for cut in self.layers]
+        found += [(cut.name, str(cut)) for cut in self.parameters]
+        found += [(path or "the model itself", "whole") for path in self.whole]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for path, words in found:
+            alike.setdefault((_NUMBER.sub("*", path), words), []).append(path)
+        lines = [(name, words) for (_, words), paths in alike.items() for name in _names_of(paths)]
+        width = max((len(name) for name, _ in lines), default=0)
+        return [f"{name:<{width}}  {words}" for name, words in lines]
 
 
 def balanced(size: int, parts: int) -> tuple[int, ...]:
@@ -96,5 +119,30 @@ def scaled(sizes: Sequence[int], unit: int) -> tuple[int, ...]:
     return tuple(size * unit for size in sizes)
 
 
-def _sizes(run: Sequence[int]) -> str:
-    return str(run[0]) if len(set(run)) == 1 else "/".join(map(str, run))
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _names_of(paths: Sequence[str]) -> list[str]:
+    """Paths that differ by numbers alone as one, such as `blocks.0-31.up`; each by itself where some are missing."""
+    numbers = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
+    if prod(len(set(column)) for column in numbers) != len(paths):
+        return list(paths)
+    ranges = iter(_ranges(set(column)) for column in numbers)
+    return [_NUMBER.sub(lambda _: next(ranges), paths[0])]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers in order as people write them: `0-3,5`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+
+
+def _share(runs: Runs) -> str:
+    """What a rank has of all runs: `8 of 16`; `19/18 of 37` where ranks differ; `8 + 4 of 16 + 8` for two runs."""
+    each = " + ".join(str(run[0]) if len(set(run)) == 1 else "/".join(map(str, run)) for run in runs)
+    return f"{each} of {' + '.join(str(sum(run)) for run in runs)}"

@@ -4,10 +4,11 @@ Who says it, in this order: the user (`partition_config`), the model itself (the
 for it), and what reads what (`regions.py`). What nobody says stays whole on every rank.
 """
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from mizzen.config.parallel import LayerSpecConfig, TensorParallelConfig
 from mizzen.errors import PlanError
@@ -100,7 +101,8 @@ class _Decider:
             for name in self.modules[path].parameters if path in self.modules else (path,):
                 self.found.parameters[name] = ParameterCut(name, None)
         left = tuple(path for path, layer in self.layers.items() if path not in self.found.layers and _is_large(layer))
-        self._check(left)
+        users = {path for path, words in said.items() if words.is_users}
+        self._check([path for path in left if path not in users], users)
         order = {path: at for at, path in enumerate(self.layers)}
         return TensorChoice(
             self.ranks,
@@ -110,7 +112,13 @@ class _Decider:
             frozenset(self.found.random),
             left,
             self.section.tp_overlap_comm,
+            tuple(path for path, module in self.modules.items() if self._is_whole(path, module)),
         )
+
+    def _is_whole(self, path: str, module: ModuleSketch) -> bool:
+        """Whether a module has parameters, of which nothing is cut."""
+        is_cut = path in self.found.layers or any(name in self.found.parameters for name in module.parameters)
+        return bool(module.parameters) and not is_cut
 
     # Who says what
 
@@ -317,17 +325,43 @@ class _Decider:
 
     # Refusals
 
-    def _check(self, left: Sequence[str]) -> None:
-        columns = [cut for cut in self.found.layers.values() if cut.style in ("column", "row") and not cut.gathers]
+    def _check(self, left: Sequence[str], users: Collection[str]) -> None:
+        """Refuse a model of which nothing is cut but what stands at its ends; in strict mode any that nobody cuts."""
+        cuts = [cut for cut in self.found.layers.values() if cut.style in ("column", "row")]
         config = self.section.partition_config
-        if columns and not (left and config and config.strict_mode):
+        is_covered = any(cut.path in users or not cut.gathers for cut in cuts)
+        if is_covered and not (left and config and config.strict_mode):
             return
         missing = left or tuple(self.layers)
+        if not missing:
+            raise PlanError(
+                f"tensor_parallel over {self.ranks} ranks: the model has no layer with a matrix that could be cut; "
+                "leave the section out"
+            )
         why = f" (its forward could not be followed: {self.flow.trouble})" if self.flow.trouble else ""
         raise PlanError(
-            f"tensor_parallel: no rule says how to cut {and_more(missing, 6)}{why}. A partition_config that says it: "
-            f"{_suggestion(missing)}"
+            f"tensor_parallel: no rule says how to cut {and_more(missing, 6)}{why}. This partition_config cuts each by "
+            "its outputs and gathers these, which is right whoever reads them; where a layer reads what another one "
+            'gives and nothing looks at all features in between, say "row" of it and leave gather_output out of the '
+            f"other: {self._suggestion(missing)}"
         )
+
+    def _suggestion(self, paths: Sequence[str]) -> str:
+        """A partition_config that covers these layers too, as JSON: one pattern for those that differ by numbers."""
+        config = self.section.partition_config
+        known = config.model_dump(mode="json", exclude_unset=True) if config else {}
+        kinds: dict[str, bool] = {}
+        for path in paths:
+            pattern = r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in f"{path}.weight".split("."))
+            pattern = f"^{pattern}$"
+            kinds[pattern] = kinds.get(pattern, True) and self.layers[path].outputs >= self.ranks
+        specs = [
+            {"patterns": [pattern], "partition_type": "column", "gather_output": True}
+            if is_large
+            else {"patterns": [pattern], "partition_type": "skip"}
+            for pattern, is_large in kinds.items()
+        ]
+        return json.dumps(known | {"layer_specs": [*specs, *known.get("layer_specs", ())]})
 
 
 def _value_on_ranks(
@@ -353,21 +387,25 @@ def _said_by(spec: LayerSpecConfig, layer: Layer) -> Said:
 
 def _runs_of(spec: LayerSpecConfig, layer: Layer) -> tuple[int, ...]:
     """The runs of a fused layer: `[3, -1]` are three of the same size, `[[q, k, v], -1]` are those."""
-    if not spec.shape:
+    if spec.shape is None:
         return ()
-    first = spec.shape[0]
+    first: Any = spec.shape[0] if isinstance(spec.shape, list | tuple) and spec.shape else None
+    numbers: Any = first if isinstance(first, list | tuple) else [first]
+    told = f"tensor_parallel.partition_config: the shape {json.dumps(spec.shape)}"
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in numbers):
+        raise PlanError(
+            f"{told} for '{layer.path}' is not one; it is a list such as [3, -1], three of the same size, or "
+            "[[64, 16, 16], -1], these three"
+        )
     size = layer.outputs if spec.partition_type == "column" else layer.inputs
     if isinstance(first, list | tuple):
-        runs = tuple(int(each) for each in first)
-    elif spec.partition_dim in (None, 0) or int(first) < 1:
+        runs = tuple(first)
+    elif spec.partition_dim in (None, 0) or first < 1:
         return ()
     else:
-        runs = (size // int(first),) * int(first)
+        runs = (size // first,) * first
     if sum(runs) != size:
-        raise PlanError(
-            f"tensor_parallel.partition_config: the shape {list(spec.shape)} does not fit '{layer.path}', which has "
-            f"{size} there"
-        )
+        raise PlanError(f"{told} does not fit '{layer.path}', which has {size} there")
     return runs
 
 
@@ -403,12 +441,3 @@ def _common(paths: Iterable[str]) -> str:
 
 def _is_large(layer: Layer) -> bool:
     return layer.kind != "embedding" and min(layer.inputs, layer.outputs) > 8
-
-
-def _suggestion(paths: Sequence[str]) -> str:
-    """What a user could write: one pattern for layers that differ by their numbers alone."""
-    names = dict.fromkeys(re.sub(r"\.\d+\.", r"\\.\\d+\\.", path.replace(".", ".")) for path in paths)
-    specs = ", ".join(
-        f'{{"patterns": ["{name}"], "partition_type": "column" or "row" or "skip"}}' for name in list(names)[:6]
-    )
-    return f'{{"layer_specs": [{specs}]}}'

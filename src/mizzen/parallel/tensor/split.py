@@ -55,6 +55,10 @@ class TensorSplit(Transform):
             )
         return decide(sketch, layout.tp, config.tensor_parallel)
 
+    def details(self, choice: TensorChoice) -> list[str]:
+        """How every module of the model is cut, and what a rank has of it."""
+        return choice.details()
+
     def redraw(self, choice: TensorChoice, drafts: Drafts) -> Drafts:
         """These pieces with the homes of what is cut."""
         draw = _Homes(choice)
