@@ -1,13 +1,25 @@
 """Small models of transformers, cut between their blocks by `pipeline_parallel_size` alone, and plain torch."""
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import mizzen
+from mizzen.checkpoint.weight_files import WeightFiles
 from parity.pipelines import values
 
 VOCABULARY, SAMPLES, STEPS = 32, 8, 3
 SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 24}
+KINDS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
 NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 
 
@@ -52,7 +64,7 @@ def split(step: int, micros: int) -> list:
     return [value.chunk(micros) for value in batch(step).values()]
 
 
-def train(kind: str, stages: int, stage: int, schedule: str) -> tuple:
+def train(kind: str, stages: int, stage: int, schedule: str, model: torch.nn.Module | None = None) -> tuple:
     """Losses and values of one rank; all ranks together have the micro-batches of `reference`."""
     world = torch.distributed.get_world_size()
     config = {
@@ -66,9 +78,29 @@ def train(kind: str, stages: int, stage: int, schedule: str) -> tuple:
         "progress": {"enabled": False},
         "seed": 1,
     }
-    engine, *_ = mizzen.initialize(model=build(kind), config=config)
+    engine, *_ = mizzen.initialize(model=model or build(kind), config=config)
     ranks, rank, losses = engine.dp_world_size, engine.get_data_parallel_rank(), []
     for step in range(STEPS):
         parts = list(zip(*split(step, 4), strict=True))[rank::ranks]
         losses.append(engine.train_batch(iter([dict(zip(batch(step), part, strict=True)) for part in parts])).loss)
     return losses, values(engine)
+
+
+def train_from_files(kind: str, stages: int, stage: int, schedule: str, folder: str) -> tuple:
+    """Losses and values of one rank that was given a model without memory, and the bytes that it has read by name."""
+    with torch.device("meta"):
+        model = KINDS[kind].from_config(AutoConfig.from_pretrained(folder))
+    assert all(each.is_meta for each in model.parameters())
+    read, plain = {}, WeightFiles.read
+
+    def counted(files: WeightFiles, name: str, *others) -> torch.Tensor:
+        value = plain(files, name, *others)
+        read[name] = value.numel() * value.element_size()
+        return value
+
+    WeightFiles.read = counted
+    try:
+        found = train(kind, stages, stage, schedule, model)
+    finally:
+        WeightFiles.read = plain
+    return (*found, read)

@@ -30,15 +30,50 @@ TIED = {
 def test_a_model_cut_between_its_blocks_trains_as_one_process_does(world, kind, size, stages, stage, schedule):
     from parity import pipelined_models
 
-    losses, start, updates = pipelined_models.reference(kind)
+    check(pipelined_models.reference(kind), world(size).run(pipelined_models.train, kind, stages, stage, schedule))
+
+
+def check(expected, runs):
+    losses, start, updates = expected
     seen = set()
-    for found, values in world(size).run(pipelined_models.train, kind, stages, stage, schedule):
+    for found, values in runs:
         assert found == pytest.approx(losses, rel=1e-5)
         for given, value in values.items():
             name = given if given in updates else TIED[given]  # a stage may know a weight by its other name alone
             assert (value - start[name] - updates[name]).norm() <= 2e-3 * updates[name].norm() + 1e-8, name
             seen.add(name)
     assert seen == set(updates)
+
+
+FROM_FILES = [
+    ("llama", 2, 2, 0, "1f1b"),
+    ("llama", 4, 2, 3, "1f1b"),
+    ("bert", 2, 2, 1, "1f1b"),
+    ("gpt2", 2, 2, 0, "zbv"),
+]
+
+
+@pytest.mark.parametrize(("kind", "size", "stages", "stage", "schedule"), choice(FROM_FILES, FROM_FILES[1:3]))
+def test_a_model_without_memory_is_read_from_files_and_whole_on_no_rank(
+    world, tmp_path, kind, size, stages, stage, schedule
+):
+    from parity import pipelined_models
+
+    model = pipelined_models.build(kind)
+    model.save_pretrained(tmp_path, max_shard_size=9000)  # several files, and an index
+    sizes = {name: each.numel() * each.element_size() for name, each in model.named_parameters()}
+    runs = world(size).run(pipelined_models.train_from_files, kind, stages, stage, schedule, str(tmp_path))
+    check(pipelined_models.reference(kind), [run[:2] for run in runs])
+    read = [run[2] for run in runs]
+    shares = size // stages if stage == 3 else 1
+    for name in sizes:
+        holders = [each[name] for each in read if name in each]
+        is_tied = name in TIED.values() and kind != "llama"
+        # By as many ranks as a stage has, or as two of them have where it is tied; at ZeRO stage 3 once in all.
+        assert len(holders) == (size if is_tied and schedule == "1f1b" else size // stages), name
+        if shares > 1:
+            assert sum(holders) == sizes[name] and max(holders) < sizes[name], name
+    assert max(sum(each.values()) for each in read) < 0.75 * sum(sizes.values())
 
 
 def test_an_encoder_decoder_model_is_refused_by_name():

@@ -58,6 +58,8 @@ class CheckpointConfig(Section):
     """Save on the local drive of each node, for clusters without a shared filesystem."""
     dir: Text | None = None
     """Folder of saves and loads that name none; whether it has room is looked at when a run starts."""
+    weights: Text | None = None
+    """Folder or file that fills a model on the meta device; absent: where transformers has its configuration from."""
     async_save: Flag = False
     """Return from a save once the state is copied, and write it while training goes on."""
     async_policy: Literal["wait", "refuse"] = "wait"

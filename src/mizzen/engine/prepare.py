@@ -18,6 +18,7 @@ from mizzen.config.optimizer import UNBUILT
 from mizzen.config.resolve import check_filled_in
 from mizzen.config.schema import Config, plain
 from mizzen.data.loader import LoaderFactory
+from mizzen.engine.meta_weights import fill_from_files
 from mizzen.engine.randomness import RandomStream
 from mizzen.environment import World
 from mizzen.errors import ConfigError, MizzenError, UsageError
@@ -122,9 +123,10 @@ def move_to_device(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     cut = plan.cut_here
     late = plan.moved_by_apply - cut.keys()
     make_whole(model, keep=late | cut.keys())
+    filled = fill_from_files(model, plan, mesh)
     _check_memory(model)
     if cut:
-        _keep_parts(model, cut, mesh, late)
+        _keep_parts(model, {name: each for name, each in cut.items() if name not in filled}, mesh, late | filled)
     if late:
         _move_apart(model, device, late)
     else:
@@ -182,8 +184,8 @@ def _check_memory(model: nn.Module) -> None:
     if empty:
         raise UsageError(
             f"{and_more(empty, 3)}: no values on the meta "
-            "device. Build the model on a real one, in mizzen.zero.Init where it is too large for that, or call "
-            "model.to_empty(device=...) and fill it"
+            "device. Build the model on a real one, in mizzen.zero.Init where it is too large for that, name the "
+            "folder of its weights as checkpoint.weights, or call model.to_empty(device=...) and fill it"
         )
 
 

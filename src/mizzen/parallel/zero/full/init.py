@@ -74,7 +74,7 @@ class EarlyShard:
         if self.is_gathered:
             return nn.Parameter(self.bench.held[id(self)][1].clone(), requires_grad=wants)
         made = nn.Parameter(self.shard.new_empty(self.shape), requires_grad=wants)
-        _wear(made, self.name, self.shard.clone(), self.shape, self.bench)
+        adopt_shard(made, self.name, self.shard.clone(), self.shape, self.bench)
         return made
 
     def use(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,10 +188,11 @@ class Bench:
 def shard_parameter(parameter: nn.Parameter, name: str, whole: Tensor, bench: Bench) -> None:
     """Let a parameter keep its shard of a whole value alone."""
     dim = shard_dim(whole.shape, bench.mesh.size())
-    _wear(parameter, name, part_of(whole, dim, bench.mesh).clone(), whole.shape, bench)
+    adopt_shard(parameter, name, part_of(whole, dim, bench.mesh).clone(), whole.shape, bench)
 
 
-def _wear(parameter: nn.Parameter, name: str, shard: Tensor, shape: torch.Size, bench: Bench) -> None:
+def adopt_shard(parameter: nn.Parameter, name: str, shard: Tensor, shape: torch.Size, bench: Bench) -> None:
+    """Let a parameter be the one of which a rank has this shard."""
     empty = torch.empty(shape, dtype=shard.dtype, device=shard.device)
     empty.untyped_storage().resize_(0)
     parameter.grad = None
