@@ -79,9 +79,13 @@ def batches(engine, step: int) -> list:
     return [(each[:, :-1], each[:, 1:]) for each in tokens]
 
 
-def train(stages: int, stage: int = 0, schedule: str = "1f1b", micros: int = 4, steps: int = STEPS) -> tuple:
+def train(
+    stages: int, stage: int = 0, schedule: str = "1f1b", micros: int = 4, steps: int = STEPS, more: dict | None = None
+) -> tuple:
     """Losses, norms and, by global name, values of one rank."""
-    engine, *_ = mizzen.initialize(model=build(stages), config=config(stage, schedule, micros))
+    settings = config(stage, schedule, micros)
+    settings["zero_optimization"] |= more or {}
+    engine, *_ = mizzen.initialize(model=build(stages), config=settings)
     losses, norms = [], []
     for step in range(steps):
         report = engine.train_batch(iter(batches(engine, step)))

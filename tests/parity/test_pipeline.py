@@ -77,3 +77,10 @@ def test_four_stages_of_uneven_layers_train_as_one_process_does(world, schedule,
 
 def test_one_stage_trains_as_one_process_does(world):
     check(world(2).run(pipelines.train, 1, 1, "1f1b", 2))
+
+
+@pytest.mark.parametrize("live", choice([0, 10**9], [0]))
+@pytest.mark.parametrize("schedule", choice(["1f1b", "interleaved"], ["1f1b"]))
+def test_stage_3_trains_alike_whether_it_stays_gathered_or_not(world, schedule, live):
+    more = {"stage3_max_live_parameters": live}
+    check(world(4).run(pipelines.train, 2, 3, schedule, 3, pipelines.STEPS, more))

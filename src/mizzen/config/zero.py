@@ -211,10 +211,9 @@ class ZeroConfig(Section):
     """Load one rank of a node after the other."""
     sub_group_size: Size = no_effect(1_000_000_000, "the optimizer steps through buckets, not through sub-groups")
     """Elements that the optimizer steps at once at stage 3."""
-    stage3_max_live_parameters: Size = no_effect(
-        1_000_000_000, "a block is freed after use, so only the prefetched ones are live", "max_live_parameters"
-    )
-    """Largest number of gathered elements on a rank."""
+    stage3_max_live_parameters: Size = also_spelled(1_000_000_000, "max_live_parameters")
+    """A stage of a pipeline with at most so many elements stays gathered while a batch goes through it; in all other
+    cases a block is freed after each use."""
     stage3_max_reuse_distance: Size = no_effect(1_000_000_000, "a block is freed after every use", "max_reuse_distance")
     """Elements computed before the next use below which a parameter is not freed."""
     stage3_module_granularity_threshold: Size = no_effect(

@@ -21,7 +21,7 @@ from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 from mizzen.model.home import Site
 from mizzen.parallel.zero.full.init import Bench, adopt_shard
-from mizzen.parallel.zero.full.shards import chunk, shard_dim
+from mizzen.parallel.zero.full.sharded_parameter import chunk, shard_dim
 from mizzen.plan.build import Plan
 from mizzen.wording import and_more, byte_size
 

@@ -387,7 +387,7 @@ class _SketchReader:
                 path,
                 type(module).__name__,
                 names,
-                _is_a(module, CONTAINERS),
+                _is_a(module, CONTAINERS) or isinstance(vars(module).get("layer_list"), LayerList),
                 same_as,
                 is_rotary=_is_rotary(module),
                 is_leaf=AMBIENT.leaves.get(module) is not None,

@@ -148,6 +148,8 @@ class StoreContents:
     """The trained parameters, and what is sharded beside them: frozen ones."""
     units: Sequence[Sequence[str]] = ()
     """The names of all held parameters, by what is gathered together."""
+    stays_gathered: bool = False
+    """Whether a runner that comes to its units once for each micro-batch is to `gather` all of them for a batch."""
     sites: Mapping[str, Site] = field(default_factory=dict)
     """Where parameters live of which this rank has but a part, or not all of whose copies are here."""
     saved_elsewhere: frozenset[str] = frozenset()

@@ -5,6 +5,7 @@ the waits of the others, which name it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -134,18 +135,29 @@ class Pipelined:
         """Forward and backward of all of them, as the table says."""
         self.changes.adopt()
         batch = BatchRun(self, micros, loss_function)
-        for action in self.actions(len(micros)):
-            batch.do(action)
+        with self._gathered():
+            for action in self.actions(len(micros)):
+                batch.do(action)
         self.link.finish()
         return batch.tally
 
     def evaluate(self, micros: Sequence[Any], loss_function: LossFunction | None, *, has_loss: bool) -> Evaluation:
         """Forward of all of them."""
         batch = BatchRun(self, micros, loss_function, has_loss=has_loss)
-        for action in self.actions(len(micros), forward_only=True):
-            batch.do(action)
+        with self._gathered():
+            for action in self.actions(len(micros), forward_only=True):
+                batch.do(action)
         self.link.finish()
         return batch.found
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Hold what a plan wants to stay gathered between micro-batches, on all ranks of the stage together."""
+        with ExitStack() as stack:
+            for store in (store for part in self.parts.values() for store in part.stores):
+                if store.contents.stays_gathered:
+                    stack.enter_context(store.gather(store.contents.held))
+            yield
 
 
 def _actions(table: MakeTable, stage: int, micros: int, *, forward_only: bool = False) -> tuple[Action, ...]:

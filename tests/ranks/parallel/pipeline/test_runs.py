@@ -10,7 +10,11 @@ import torch
 import mizzen
 import mizzen.comm as comm
 from breadth import choice
+from mizzen.config.load import load as load_config
 from mizzen.errors import CommError, PlanError, UsageError
+from mizzen.model.sketch import Sketch
+from mizzen.order import ORDER
+from mizzen.plan.build import build
 from parity import pipelines
 
 
@@ -195,6 +199,51 @@ def test_a_stage_that_is_gone_ends_all_and_is_named(world, fate, culprit):
     if culprit == 0 and fate == "kill":
         said = "rank 0"  # with it goes what the ranks know of each other
     assert any(said in outcome.traceback for outcome in outcomes), [each.traceback for each in outcomes]
+
+
+def counted_calls(function, counts):
+    def counting(*args):
+        counts.append(1)
+        return function(*args)
+
+    return counting
+
+
+def gathers(live):
+    """How often units are gathered in evaluations of two and of six micro-batches, and in a step of four."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": live}
+    engine, counts, found = start(2, zero_optimization=zero), [], []
+    units = [unit for store in engine.stores if len(store.contents.units) > 1 for unit in store.units]
+    for unit in units:
+        unit.gather_rows = counted_calls(unit.gather_rows, counts)
+    micros = pipelines.batches(engine, 0)
+    for count in (2, 6):
+        engine.eval_batch(iter((micros * 2)[:count]), num_micro_batches=count)
+        found.append(len(counts))
+    engine.train_batch(iter(micros))
+    found.append(len(counts))
+    return found, sum(bool(unit.parameters) for unit in units), any(unit.is_gathered for unit in units)
+
+
+def test_stage_3_is_gathered_once_for_a_batch_where_it_fits(world):
+    for counts, units, is_gathered in world(4).run(gathers, 10**9):
+        assert counts == [units, 2 * units, 3 * units] and not is_gathered
+    for counts, units, is_gathered in world(4).run(gathers, 0):
+        few, all_evaluations, everything = counts
+        assert (few, all_evaluations) == (2 * units, 8 * units) and not is_gathered
+        assert everything - all_evaluations > 4 * units  # for forwards, and for most of the backwards
+
+
+def test_the_plan_says_what_both_ways_of_stage_3_cost():
+    said = {}
+    for live in (0, 10**9):
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": live}
+        config = {**pipelines.config(), "zero_optimization": zero, "pipeline_parallel_size": 2}
+        plan = build(load_config(config), 4, Sketch.of(pipelines.build(None, blocks=12)), ORDER)
+        said[live] = str(plan.steps[-1]), plan.cost.parameters
+    assert "; gathered for each micro-batch: " in said[0][0] and "(stage3_max_live_parameters 0)" in said[0][0]
+    assert "; gathered once for a batch: " in said[10**9][0]
+    assert said[10**9][1] > said[0][1]
 
 
 def plan_of(**more):

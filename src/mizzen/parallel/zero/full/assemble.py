@@ -48,6 +48,8 @@ class FullHolding:
     """Who steps the parameters that their rule needs whole."""
     pin: bool = True
     """Whether what rests in host memory is page-locked."""
+    stays: bool = False
+    """Whether units stay gathered while a batch goes through a pipeline."""
 
 
 def assemble(

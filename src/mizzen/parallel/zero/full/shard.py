@@ -35,6 +35,7 @@ from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Part, Parts, Store
 from mizzen.plan.transform import Transform
 from mizzen.precision.policy import Policy, wider
+from mizzen.wording import byte_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class FullChoice:
     layout: Layout
     states: tuple[int, int] = (2, 2)
     """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
+    stays: bool = False
+    """Whether the stages of a pipeline stay gathered while a batch goes through them."""
 
     def parts(self, rank: int) -> Iterator[FullPart]:
         """What a rank holds, for each of its pieces."""
@@ -122,6 +125,7 @@ class FullChoice:
             self.quantizing,
             choose_owners((p for unit in division.units for p in unit.parameters), sharing),
             flat.offload.pin,
+            self.stays,
         )
         return UnitSet(ranks, division, holding)
 
@@ -138,7 +142,22 @@ class FullChoice:
         whole = sum(len(each.holding.owners) for each in (first, *others))
         owned = f"; {whole} are stepped whole, each by one rank" if whole else ""
         resting = resting_words(unit.place for each in (first, *others) for unit in each.division.units)
-        return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}{resting}"
+        return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}{resting}{self._between()}"
+
+    def _between(self) -> str:
+        """What becomes of units between the micro-batches of a pipeline, and what both ways cost."""
+        if self.layout.pp == 1:
+            return ""
+        ranks = [self.layout.rank(pp=stage) for stage in range(self.layout.pp)]
+        sets = [[each for part in self.parts(rank) for each in part.sets] for rank in ranks]
+        costs = {
+            stays: byte_size(max(sum(_gathered(each, stays=stays) for each in held) for held in sets))
+            for stays in (True, False)
+        }
+        limit = f"stage3_max_live_parameters {self.zero.stage3_max_live_parameters:,}"
+        if self.stays:
+            return f"; gathered once for a batch: {costs[True]} whole at most, {costs[False]} if freed ({limit})"
+        return f"; gathered for each micro-batch: {costs[False]} whole at most, {costs[True]} if kept ({limit})"
 
 
 class ZeroFull(Transform):
@@ -169,6 +188,7 @@ class ZeroFull(Transform):
             drafts,
             layout,
             (states_per_parameter(config), states_per_parameter(config, is_whole=True)),
+            _stays(zero, layout, drafts),
         )
         for ranks in classes((p.home for draft in drafts for p in draft.parameters), layout).values():
             list(choice.parts(ranks[0]))  # what cannot be divided is refused here
@@ -248,6 +268,16 @@ def _sites(draft: Sketch, layout: Layout, rank: int) -> dict[str, Site]:
     """Where those live of which a rank has but a part, or that others have too beside those that share it."""
     every = {p.name: Site(p.shape, p.home, layout, rank) for p in draft.parameters if p.home.is_at(layout, rank)}
     return {name: site for name, site in every.items() if site.other_axes or site.home.only}
+
+
+def _stays(zero: ZeroConfig, layout: Layout, drafts: Drafts) -> bool:
+    """Whether every stage of a pipeline is small enough to stay gathered while a batch goes through it."""
+    for stage in range(layout.pp):
+        rank = layout.rank(pp=stage)
+        held = (drafts[piece].local(layout, rank) for piece in pieces_at(rank, layout, len(drafts)))
+        if sum(p.numel for draft in held for p in draft.parameters) > zero.stage3_max_live_parameters:
+            return False
+    return layout.pp > 1
 
 
 def _refuse(config: Config, sharing: int) -> None:
@@ -413,19 +443,23 @@ def _owned(part: UnitSet, states: tuple[int, int]) -> Cost:
 
 
 def _transient(part: UnitSet) -> Cost:
-    """Bytes at most of what comes and goes: the model's own unit and two others gathered, and two on their way.
+    """Bytes at most of what comes and goes: what is gathered, and two units on their way.
 
     A unit that is reduced is held as it is sent and as it is received.
     """
-    root, *others = part.division.units
-    gathered = sorted(_gathered_bytes(unit) for unit in others)[-2:]
     policy = part.holding.policy
     sent = []
     for unit in part.division.units:
         count = sum(parameter.numel for parameter in unit.parameters if parameter.is_trained)
         dtype = wider(policy.accumulation, unit.held) if unit.held else policy.accumulation
         sent.append(2 * count * bytes_per_element(dtype))
-    return Cost(parameters=_gathered_bytes(root) + sum(gathered), gradients=sum(sorted(sent)[-2:]))
+    return Cost(parameters=_gathered(part, stays=part.holding.stays), gradients=sum(sorted(sent)[-2:]))
+
+
+def _gathered(part: UnitSet, *, stays: bool) -> int:
+    """Bytes of whole parameters at most: of all units, or of the model's own and two others."""
+    root, *others = (_gathered_bytes(unit) for unit in part.division.units)
+    return root + sum(others if stays else sorted(others)[-2:])
 
 
 def _gathered_bytes(unit: Unit) -> int:

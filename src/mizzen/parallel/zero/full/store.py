@@ -96,6 +96,7 @@ class FullStore:
             trained=trained,
             held={name: each.parameter for unit in self.units for name, each in unit.parameters.items()},
             units=[tuple(unit.parameters) for unit in self.units],
+            stays_gathered=self.holding.stays,
             sites=self.sites,
             saved_elsewhere=self.uncounted,
             lots=(*lots, *self.wholes.rounds),
