@@ -44,6 +44,7 @@ from mizzen.model.trace import flow_of
 from mizzen.monitor.terminal import dump_state
 from mizzen.order import ORDER
 from mizzen.parallel.pipeline.module import LayeredModule
+from mizzen.parallel.pipeline.profile import profile_layers
 from mizzen.parallel.zero.full.init import init_suspended
 from mizzen.plan.build import build
 from mizzen.plan.parts import Part
@@ -91,6 +92,8 @@ def initialize(
     if replaced := release_model(model):
         optimizer = with_current_parameters(optimizer, replaced)
         model_parameters = with_current_parameters(model_parameters, replaced)
+    if isinstance(model, LayeredModule):
+        profile_layers(model, settings)
     sketch = sketch_of(model, settings)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
     plan = build(without_needless_offload(settings), world.size, with_optimizer_groups(sketch, model, chosen), ORDER)

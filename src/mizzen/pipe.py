@@ -41,8 +41,12 @@ class PipelineModule(LayeredModule):
         activation_checkpoint_func: Callable[..., Any] = checkpoint,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
+        example_inputs: Any = None,
     ) -> None:
-        """`dynamic_shape` changes nothing: shapes may differ from batch to batch anyhow."""
+        """`dynamic_shape` changes nothing: shapes may differ from batch to batch anyhow.
+
+        `example_inputs` are what the first layer takes, for a `partition_method` of 'profile' to measure layers with.
+        """
         super().__init__(
             layers,
             PipelineOptions(
@@ -56,6 +60,7 @@ class PipelineModule(LayeredModule):
                 activation_checkpoint_interval=activation_checkpoint_interval,
                 activation_checkpoint_func=activation_checkpoint_func,
                 checkpointable_layers=checkpointable_layers,
+                example_inputs=example_inputs,
             ),
         )
 

@@ -15,6 +15,7 @@ from mizzen.config.layout import DATA_AXES, Layout
 from mizzen.config.parallel import PipelineConfig
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
+from mizzen.model.layer_list import LayerList
 from mizzen.model.sketch import Drafts, Sketch
 from mizzen.parallel.pipeline.blocks import BlockList, chunk_of, leave
 from mizzen.parallel.pipeline.module import LayeredModule, cut_layers
@@ -84,6 +85,8 @@ class CutChoice:
     """Layers between recomputed activations; 0 leaves that to the model."""
     blocks: BlockList | None = None
     """The blocks of a model; None for one that is written as a list of layers."""
+    balance: str = ""
+    """What the chunks take, where that was to be measured."""
 
     def chunks_at(self, stage: int) -> tuple[int, ...]:
         """The chunks of a stage, in the order of their parts."""
@@ -105,7 +108,7 @@ class CutChoice:
         cut = f" of {sizes} {what}" if any(self.chunks) else ""
         return (
             f"{counted(self.layout.pp, 'stage')}{chunks}{cut}, schedule {self.schedule.name}, which keeps activations "
-            f"of at most {micros} out of {table.micro_batches}"
+            f"of at most {micros} out of {table.micro_batches}{self.balance}"
         )
 
 
@@ -136,7 +139,9 @@ class PipelineCut(Transform):
             paths = [{layers.layers[number].path for number in numbers} - {""} for numbers in chunks]
             names = tuple(_names_under(sketch, each) for each in paths)
             interval = config.pipeline.activation_checkpoint_interval
-            return CutChoice(layout, schedule, placement, chunks, names, interval)
+            return CutChoice(
+                layout, schedule, placement, chunks, names, interval, balance=_balance(layers, chunks, layout)
+            )
         if not sketch.modules:
             return CutChoice(layout, schedule, placement, (range(0),) * len(placement), (frozenset(),) * len(placement))
         blocks = BlockList.find(sketch)
@@ -200,6 +205,15 @@ def _placed(draft: Sketch, places: Mapping[str, Collection[int]]) -> Sketch:
     return replace(
         draft, parameters=tuple(replace(p, home=home) for p, home in zip(draft.parameters, homes, strict=True))
     )
+
+
+def _balance(layers: LayerList, chunks: Sequence[range], layout: Layout) -> str:
+    if layers.partition.lower() != "profile" or layout.pp == 1:
+        return ""
+    if not layers.weights:
+        return "; cut by parameters until layers are measured"
+    sums = (sum(layers.weights[number] for number in numbers) for numbers in chunks)
+    return f"; measured for a micro-batch: {'+'.join(f'{1e3 * each:.3g}' for each in sums)} ms"
 
 
 def _ranges(bounds: Sequence[int]) -> tuple[range, ...]:

@@ -81,6 +81,8 @@ class PipelineOptions:
     activation_checkpoint_interval: int = 0
     activation_checkpoint_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
     checkpointable_layers: Sequence[str] | None = None
+    example_inputs: Any = None
+    """What the first layer takes, to measure layers with."""
 
     @property
     def stages(self) -> int | None:
@@ -138,6 +140,8 @@ class LayeredModule(nn.Module):
         stages = self.options.stages or (1 if world.size == 1 else None)
         if stages is None or world.size % stages or (world.size == 1 and stages > 1):
             return  # an engine builds them, or says what is wrong
+        if stages > 1 and self.layer_list.partition.lower() == "profile":
+            return  # nothing is measured yet
         self.bounds = tuple(bounds_of(self, stages))
         stage = world.rank // (world.size // stages)
         self.build(range(self.bounds[stage], self.bounds[stage + 1]))

@@ -9,11 +9,13 @@ import torch
 
 import mizzen
 import mizzen.comm as comm
+import mizzen.pipe as pipe
 from breadth import choice
 from mizzen.config.load import load as load_config
 from mizzen.errors import CommError, PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
+from mizzen.parallel.pipeline import profile
 from mizzen.plan.build import build
 from parity import pipelines
 
@@ -272,3 +274,51 @@ def own_table():
 
 def test_a_table_of_ones_own_is_run(world):
     assert world(2).run(own_table) == pytest.approx([world(1).run(pipelines.train, 1, 0, "1f1b", 2, 1)[0][0][0]] * 2)
+
+
+class Ticks(torch.nn.Linear):
+    """A layer that takes as many seconds as it says, by the clock of `profiled`."""
+
+    now = 0.0
+
+    def __init__(self, seconds):
+        super().__init__(4, 4)
+        self.seconds = seconds * (1 + comm.get_rank())  # the slower rank counts
+
+    def forward(self, inputs):
+        Ticks.now += self.seconds
+        return super().forward(inputs)
+
+
+def profiled(times, example):
+    profile.perf_counter = lambda: Ticks.now
+    model = pipe.PipelineModule(
+        [*(pipe.LayerSpec(Ticks, each) for each in times), torch.nn.ReLU(inplace=True)],
+        num_stages=2,
+        loss_fn=torch.nn.functional.mse_loss,
+        partition_method="profile",
+        example_inputs=torch.ones(2, 4) if example else None,
+    )
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "progress": {"enabled": False},
+    }
+    before = torch.random.get_rng_state()
+    engine, *_ = mizzen.initialize(model=model, config=config)
+    drew = not torch.equal(before, torch.random.get_rng_state())
+    loss = engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))])).loss
+    return model.layer_list.weights, list(model.bounds), drew, loss
+
+
+def test_layers_are_cut_by_what_they_take_on_the_slowest_rank(world):
+    times = [1.0, 1.0, 1.0, 1.0, 4.0]
+    first, second = world(2).run(profiled, times, True)
+    assert first == second
+    weights, bounds, drew, _ = first
+    assert weights == (2.0, 2.0, 2.0, 2.0, 8.0, 0.0) and bounds == [0, 4, 6] and not drew
+
+
+def test_a_profile_without_inputs_says_what_is_needed(world):
+    outcomes = world(2).run(profiled, [1.0, 1.0], False, expect_failure=True)
+    assert "give PipelineModule(example_inputs=...) what the first layer takes" in outcomes[0].traceback
