@@ -25,7 +25,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 
 def build(kind: str) -> torch.nn.Module:
     torch.manual_seed(3)
-    if kind == "llama":
+    if kind in ("llama", "adapted"):
         sizes = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 32}
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
     if kind == "gpt2":
@@ -34,6 +34,30 @@ def build(kind: str) -> torch.nn.Module:
             GPT2Config(vocab_size=VOCABULARY, **sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)  # tied by default
         )
     return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **SIZES, **NO_DROPOUT))
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer with two small trained matrices beside it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_A = torch.nn.Parameter(torch.randn(2, base.in_features) / 4)
+        self.lora_B = torch.nn.Parameter(torch.randn(base.out_features, 2) / 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.base(inputs) + inputs @ self.lora_A.T @ self.lora_B.T
+
+
+def adapted() -> torch.nn.Module:
+    """A frozen model with adapters in its attentions, and one block that is trained as it is."""
+    model = build("llama").requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.self_attn.v_proj = (
+            Adapted(each) for each in (layer.self_attn.q_proj, layer.self_attn.v_proj)
+        )
+    model.model.layers[1].mlp.requires_grad_(True)
+    return model
 
 
 def batch(step: int) -> dict:
@@ -47,9 +71,9 @@ def batch(step: int) -> dict:
 
 def reference(kind: str, micros: int = 4) -> tuple:
     """Losses, first values and updates of one process."""
-    model = build(kind)
+    model = adapted() if kind == "adapted" else build(kind)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), []
     for step in range(STEPS):
         optimizer.zero_grad()
         parts = [dict(zip(batch(step), each, strict=True)) for each in zip(*split(step, micros), strict=True)]
@@ -64,7 +88,17 @@ def split(step: int, micros: int) -> list:
     return [value.chunk(micros) for value in batch(step).values()]
 
 
-def train(kind: str, stages: int, stage: int, schedule: str, model: torch.nn.Module | None = None) -> tuple:
+def train_adapted(stages: int, stage: int, schedule: str) -> tuple:
+    return train("adapted", stages, stage, schedule, adapted())
+
+
+def train_fused(stages: int, stage: int, schedule: str) -> tuple:
+    return train("llama", stages, stage, schedule, fused={"rms_norm": True, "rotary": True, "swiglu": True})
+
+
+def train(
+    kind: str, stages: int, stage: int, schedule: str, model: torch.nn.Module | None = None, **more: dict
+) -> tuple:
     """Losses and values of one rank; all ranks together have the micro-batches of `reference`."""
     world = torch.distributed.get_world_size()
     config = {
@@ -77,6 +111,7 @@ def train(kind: str, stages: int, stage: int, schedule: str, model: torch.nn.Mod
         "pipeline": {"schedule": schedule},
         "progress": {"enabled": False},
         "seed": 1,
+        **more,
     }
     engine, *_ = mizzen.initialize(model=model or build(kind), config=config)
     ranks, rank, losses = engine.dp_world_size, engine.get_data_parallel_rank(), []

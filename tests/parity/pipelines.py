@@ -79,13 +79,37 @@ def batches(engine, step: int) -> list:
     return [(each[:, :-1], each[:, 1:]) for each in tokens]
 
 
+FROZEN = {
+    "first stage": ("tied_modules.", "1.", "2.", "3."),
+    "last stage": ("tied_modules.", "4.", "5.", "8."),
+    "some": ("2.norm", "3.", "5.up.weight"),
+}
+"""Names of what is not trained begin so; of two stages the first has layers 0 to 3."""
+
+
+def freeze(model: nn.Module, which: str) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(FROZEN.get(which, "nothing")))
+    return model
+
+
+def train_frozen(which: str, stage: int, schedule: str) -> tuple:
+    return train(2, stage, schedule, model=freeze(build(2), which))
+
+
 def train(
-    stages: int, stage: int = 0, schedule: str = "1f1b", micros: int = 4, steps: int = STEPS, more: dict | None = None
+    stages: int,
+    stage: int = 0,
+    schedule: str = "1f1b",
+    micros: int = 4,
+    steps: int = STEPS,
+    more: dict | None = None,
+    model: nn.Module | None = None,
 ) -> tuple:
     """Losses, norms and, by global name, values of one rank."""
     settings = config(stage, schedule, micros)
     settings["zero_optimization"] |= more or {}
-    engine, *_ = mizzen.initialize(model=build(stages), config=settings)
+    engine, *_ = mizzen.initialize(model=model or build(stages), config=settings)
     losses, norms = [], []
     for step in range(steps):
         report = engine.train_batch(iter(batches(engine, step)))
@@ -96,5 +120,8 @@ def train(
 
 
 def values(engine) -> dict:
-    named = engine.module.named_parameters()
-    return {name: mizzen.zero.safe_get_full_fp32_param(parameter).clone() for name, parameter in named}
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        master = mizzen.zero.safe_get_full_fp32_param(parameter)
+        found[name] = (parameter.detach() if master is None else master).clone()  # nobody has masters of what is frozen
+    return found

@@ -31,11 +31,11 @@ SHORT = [(2, "1f1b", 1, 3), (2, "zbv", 0, 3), (4, "zero_bubble", 2, 4), (4, "int
 
 
 @cache
-def reference() -> tuple:
+def reference(frozen: str = "") -> tuple:
     """One process with plain torch, one batch at a time."""
-    model = pipelines.build(1)
+    model = pipelines.freeze(pipelines.build(1), frozen)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses, norms = [], []
     for step in range(pipelines.STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -44,15 +44,15 @@ def reference() -> tuple:
         loss = pipelines.loss_of(model(tokens[:, :-1]), tokens[:, 1:])
         optimizer.zero_grad()
         loss.backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
         optimizer.step()
         losses.append(loss.item())
     updates = {name: parameter.detach() - start[name] for name, parameter in model.named_parameters()}
     return losses, norms, start, updates
 
 
-def check(runs: list) -> None:
-    losses, norms, start, updates = reference()
+def check(runs: list, frozen: str = "") -> None:
+    losses, norms, start, updates = reference(frozen)
     seen = set()
     for found, found_norms, found_values in runs:
         assert found == pytest.approx(losses, rel=1e-5)
@@ -73,6 +73,19 @@ def test_a_pipeline_trains_as_one_process_does(world, ranks, schedule, stage, mi
 def test_four_stages_of_uneven_layers_train_as_one_process_does(world, schedule, micros):
     """Nine layers on four stages, and fewer micro-batches than stages."""
     check(world(4).run(pipelines.train, 4, 0, schedule, micros))
+
+
+FROZEN = [
+    ("first stage", 4, 1, "1f1b"),
+    ("last stage", 2, 0, "zero_bubble"),
+    ("some", 4, 3, "1f1b"),
+    ("some", 2, 0, "zbv"),
+]
+
+
+@pytest.mark.parametrize(("which", "ranks", "stage", "schedule"), choice(FROZEN, FROZEN[:2]))
+def test_frozen_layers_stay_as_they_are_and_the_rest_trains_as_in_one_process(world, which, ranks, stage, schedule):
+    check(world(ranks).run(pipelines.train_frozen, which, stage, schedule), which)
 
 
 def test_one_stage_trains_as_one_process_does(world):

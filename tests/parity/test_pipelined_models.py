@@ -33,6 +33,20 @@ def test_a_model_cut_between_its_blocks_trains_as_one_process_does(world, kind, 
     check(pipelined_models.reference(kind), world(size).run(pipelined_models.train, kind, stages, stage, schedule))
 
 
+@pytest.mark.parametrize(("size", "stage"), choice([(2, 0), (4, 3)], [(2, 0)]))
+def test_adapters_in_a_frozen_model_train_as_in_one_process(world, size, stage):
+    from parity import pipelined_models
+
+    runs = world(size).run(pipelined_models.train_adapted, 2, stage, "1f1b")
+    check(pipelined_models.reference("adapted"), runs)
+
+
+def test_fused_operations_of_a_cut_model_train_as_one_process_does(world):
+    from parity import pipelined_models
+
+    check(pipelined_models.reference("llama"), world(2).run(pipelined_models.train_fused, 2, 0, "1f1b"))
+
+
 def check(expected, runs):
     losses, start, updates = expected
     seen = set()

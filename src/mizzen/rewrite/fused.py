@@ -88,8 +88,11 @@ class Fused(Transform):
         asked = [key for key in ("rms_norm", "rotary", "swiglu") if config.at(f"fused.{key}")]
         if not asked and not section.head_loss:
             return None
-        if layout.pp > 1:
-            raise PlanError(f"fused over pp={layout.pp}: cut models are not known here yet; leave the section out")
+        if layout.pp > 1 and section.head_loss:
+            raise PlanError(
+                f"fused.head_loss over pp={layout.pp}: the last stage of a cut model calls its forward in parts; leave "
+                "the key out"
+            )
         left = tuple(f"fused.{key}" for key in asked) if config.compile.enabled else ()
         if not sketch.modules:
             words = (["head_loss"] if section.head_loss else []) + ([] if left else asked)
@@ -136,7 +139,9 @@ class Fused(Transform):
 
 
 def _at(modules: dict[str, nn.Module], paths: tuple[str, ...]) -> Iterator[nn.Module]:
-    return (modules[path] for path in paths if path in modules)
+    """The modules of these paths that are here: what another stage has is gone, or stands for it without weights."""
+    there = (modules[path] for path in paths if path in modules)
+    return (module for module in there if any(True for _ in module.parameters()))
 
 
 def _head(config: Config, sketch: Sketch) -> HeadSketch:
