@@ -56,6 +56,38 @@ def test_a_job_that_is_killed_hung_and_preempted_has_the_curve_of_one_that_was_n
         assert curve(broken, rank) == curve(whole, rank)
 
 
+@pytest.mark.parametrize(("killed", "stopped"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.wide)])
+def test_a_pipeline_whose_stages_are_killed_stopped_and_preempted_has_the_curve_of_one_that_was_not(
+    tmp_path, killed, stopped
+):
+    """SIGKILL to one stage, SIGSTOP to the other, and a request to stop: each is named, and no step differs."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    ran = launch("--num_gpus", 2, TRAIN, "--out", whole, "--steps", 20, "--stages", 2, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    words = ("--num_gpus", 2, "--max_restarts", 2, TRAIN, "--out", broken, "--steps", 20, "--hang", 4, "--stages", 2)
+    faults = f"kill@{killed}:7,stop@{stopped}:12"
+    job = start(*words, "--faults", faults, "--pause", 0.1, cwd=tmp_path)
+    try:
+        losses = broken / "loss-0.txt"
+        wait_until(lambda: losses.exists() and "\n15 " in losses.read_text(), "step 15", 200)
+        job.signal(signal.SIGTERM)
+        assert job.end() == 75, job.text
+    finally:
+        job.process.kill()
+    assert "was ended by signal 9" in job.text and "restart 1 of 2" in job.text
+    assert (
+        f"rank {stopped}: the process is stopped (SIGSTOP)" in job.text
+        and f"rank {stopped} on localhost hung" in job.text
+    )
+    assert "restart 2 of 2" in job.text and "saved and stopped" in job.text
+    ran = launch(*words, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    for rank in (0, 1):
+        assert curve(broken, rank) == curve(whole, rank)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_request_in_a_long_evaluation_saves_there(tmp_path, stage):
     words = ("--out", tmp_path, "--stage", stage, "--every", 1000, "--evaluate", 3, "--batches", 1_000_000)

@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import time
+from itertools import repeat
 from pathlib import Path
 
 import torch
 
 import mizzen
+import mizzen.pipe as pipe
 
 
 class Net(torch.nn.Module):
@@ -19,6 +21,17 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.last(self.drop(self.first(x).relu())).square().mean()
+
+
+def in_stages(stages):
+    """The same layers as a pipeline; the loss needs no labels."""
+    layers = [
+        pipe.LayerSpec(torch.nn.Linear, 8, 16),
+        torch.nn.ReLU(),
+        pipe.LayerSpec(torch.nn.Dropout, 0.1),
+        pipe.LayerSpec(torch.nn.Linear, 16, 1),
+    ]
+    return pipe.PipelineModule(layers, num_stages=stages, loss_fn=lambda output, _: output.square().mean())
 
 
 class Data(torch.utils.data.Dataset):
@@ -71,6 +84,7 @@ def main():
     parser.add_argument("--hang", type=float, default=0.0)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--stages", type=int, default=1, help="of a pipeline")
     parser.add_argument("--faults", default="", help="kind@rank:step for the first attempt, and so on, by commas")
     given = parser.parse_args()
     faults, attempt = given.faults.split(","), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -93,11 +107,16 @@ def main():
         if given.elastic
         else {"train_batch_size": 8}
     )
+    if given.stages > 1:
+        config["gradient_accumulation_steps"] = 4
     data = Data(given.out, stuck=4 * at if kind == "sleep" and is_faulty else None)
-    model = Net(dropout=0.0 if given.elastic else 0.1)  # its numbers depend on the number of ranks
+    # The numbers of dropout depend on the number of ranks.
+    model = Net(dropout=0.0 if given.elastic else 0.1) if given.stages == 1 else in_stages(given.stages)
     engine, _, _, _ = mizzen.initialize(model=model, model_parameters=model.parameters(), config=config)
     loader = engine.deepspeed_io(data, num_local_io_workers=1 if kind == "sleep" else 0)
     engine.set_dataloader(loader)
+    if given.stages > 1:
+        engine.set_batch_fn(lambda batch: (batch, batch))
     engine.register_client_state(lambda: {"seen": engine.global_steps})
     _, client = engine.resume_if_possible()
     rank = engine.global_rank
@@ -106,13 +125,11 @@ def main():
             starts.write(f"{time.time()} {engine.global_steps} {engine.world_size} {client}\n")
     losses = (given.out / f"loss-{rank}.txt").open("a")
     while engine.global_steps < given.steps:
-        for batch in loader:
+        for batch in loader if given.stages == 1 else repeat(None):
             if is_faulty and engine.global_steps == at and kind in FAULTS:
                 (given.out / "fault.txt").write_text(str(time.time()))
                 FAULTS[kind]()
-            loss = engine(batch)
-            engine.backward(loss)
-            report = engine.step()
+            report = engine.train_batch() if batch is None else step(engine, batch)
             losses.write(f"{engine.global_steps} {report.loss.hex()}\n")
             losses.flush()
             time.sleep(given.pause)
@@ -124,6 +141,11 @@ def main():
                 break
     if rank == 0:
         print("done", flush=True)
+
+
+def step(engine, batch):
+    engine.backward(engine(batch))
+    return engine.step()
 
 
 def evaluate(engine, data, out, batches):

@@ -142,20 +142,21 @@ def test_a_checkpoint_moves_between_any_stages_to_the_bit(world, tmp_path):
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
-def not_a_number():
+def not_a_number(name):
     engine = start(2, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     before = pipelines.values(engine)
-    if engine.is_first_stage():
-        engine.module.get_parameter("1.up.bias").register_hook(lambda gradient: gradient * torch.nan)
+    if name in before:
+        engine.module.get_parameter(name).register_hook(lambda gradient: gradient * torch.nan)
     report = engine.train_batch(iter(pipelines.batches(engine, 0)))
     same = all(torch.equal(value, before[name]) for name, value in pipelines.values(engine).items())
     return report.applied, report.reason, same
 
 
-def test_a_gradient_that_is_not_finite_on_one_stage_is_named_on_all(world):
-    for applied, reason, same in world(2).run(not_a_number):
+@pytest.mark.parametrize(("stage", "name"), [(0, "1.up.bias"), (1, "8.weight")])
+def test_a_gradient_that_is_not_finite_on_one_stage_is_named_on_all(world, stage, name):
+    for applied, reason, same in world(2).run(not_a_number, name):
         assert not applied and same
-        assert "gradient not finite on rank 0: 1.up.bias" in reason
+        assert f"gradient not finite on rank {stage}: {name}" in reason
 
 
 class Fails(torch.nn.Module):
