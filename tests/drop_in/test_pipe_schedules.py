@@ -1,9 +1,10 @@
 """Schedules of pipelines as scripts know them: steps of instructions, classes to subclass, and the table of each."""
 
 import pytest
+import torch
 
 from drop_in import programs
-from mizzen.errors import PlanError
+from mizzen.errors import PlanError, UsageError
 from mizzen.parallel.pipeline.tables import make_schedule
 
 
@@ -120,3 +121,64 @@ def test_topologies_are_mizzen_s():
     assert package.pipe.ProcessTopology is topology.ProcessTopology
     assert topology.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2).get_rank(pipe=1, data=0, model=1) == 5
     assert topology.PipelineParallelGrid.__module__ == "mizzen.comm.grid"
+
+
+def by_hand():
+    deepspeed = programs.deepspeed()
+    deepspeed.init_distributed("gloo")
+    p2p, topology = deepspeed.runtime.pipe.p2p, deepspeed.runtime.pipe.topology
+    with pytest.raises(UsageError, match=r"before init_process_groups\(grid\)"):
+        p2p.send(torch.zeros(1), 1)
+    grid = topology.PipelineParallelGrid(topology.PipeDataParallelTopology(num_pp=4, num_dp=1))
+    p2p.init_process_groups(grid)
+    assert p2p.can_send_recv()
+    stage, found = grid.get_stage_id(), torch.zeros(2)
+    after, before = (stage + 1) % 4, (stage - 1) % 4
+    p2p.send(torch.full((2,), float(stage)), after, async_op=True)
+    p2p.recv(found, before)
+    p2p.wait()
+    said = None
+    if stage == 0:
+        p2p.send_obj({"layers": [1, 2], "loss": torch.tensor(0.5)}, 3)
+    elif stage == 3:
+        said = p2p.recv_obj(0)
+    with pytest.raises(UsageError, match="stage . sends to and receives from the stages beside it"):
+        p2p.send(found, (stage + 2) % 4)
+    return found.tolist(), said
+
+
+def test_messages_between_stages_by_hand(world):
+    outcomes = world(4).run(by_hand)
+    assert [found for found, _ in outcomes] == [[3.0, 3.0], [0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    assert outcomes[3][1] == {"layers": [1, 2], "loss": torch.tensor(0.5)}
+
+
+def test_what_the_engine_of_pipelines_has_beside_itself():
+    engine = programs.deepspeed().runtime.pipe.engine
+    assert engine.is_even(4) and not engine.is_even(3)
+    assert (engine.LOG_STAGE, engine.BATCH_INPUT_TIMER, engine.mem_alloced) == (-2, "batch_input", 0)
+
+
+def staged():
+    deepspeed = programs.deepspeed()
+    torch.manual_seed(1)
+    layers = [deepspeed.pipe.LayerSpec(torch.nn.Linear, 4, 4) for _ in range(4)]
+    model = deepspeed.pipe.PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    config = {"train_batch_size": 6, "gradient_accumulation_steps": 3, "steps_per_print": 1000}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    loss = engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 3))
+    stage = (
+        engine.stage_id,
+        engine.num_stages,
+        engine.micro_batches,
+        engine.is_pipe_parallel,
+        engine.pipeline_parallelism,
+    )
+    return float(loss), stage, isinstance(engine, deepspeed.runtime.pipe.engine.PipelineEngine)
+
+
+def test_an_engine_of_a_pipeline_says_where_it_is(world):
+    first, second = world(2).run(staged)
+    assert first[0] == second[0] > 0 and first[2]
+    assert (first[1], second[1]) == ((0, 2, 3, True, True), (1, 2, 3, True, True))

@@ -45,7 +45,7 @@ class DeepSpeedEngine(Engine):
     """mizzen has one way to write checkpoints."""
     flops_profiler = None
     sparse_tensor_module_names: frozenset[str] = frozenset()
-    pipeline_parallelism = has_moe_layers = False
+    has_moe_layers = False
     dist_backend = None
 
     @also(AssertionError)
@@ -110,6 +110,28 @@ class DeepSpeedEngine(Engine):
     @global_steps.setter
     def global_steps(self, count: int) -> None:
         self.applied_steps = count - self.skipped_steps
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages a pipeline has; 1 where there is none."""
+        return self.run_context.resolved.layout.pp
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage."""
+        return self.get_pipeline_parallel_rank()
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def pipeline_parallelism(self) -> bool:
+        """Whether the model is in stages."""
+        return self.num_stages > 1
+
+    is_pipe_parallel = pipeline_parallelism
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the whole gradient in the last step; infinite where that was skipped."""

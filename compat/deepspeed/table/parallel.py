@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from deepspeed.table.row import EXPERTS, INFERENCE, LAYERS, MODULE, PIPELINE, SEQUENCE, TENSOR, Row
+from deepspeed.table.row import EXPERTS, INFERENCE, LAYERS, MODULE, SEQUENCE, TENSOR, Row
 
 ROWS: Final[tuple[Row, ...]] = (
     Row("pipe runtime.pipe runtime.pipe.module deepspeed", "PipelineModule", "mizzen.pipe"),
@@ -12,6 +12,8 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("runtime.pipe.topology", "PipelineParallelGrid", "mizzen.comm.grid"),
     Row("runtime.pipe.engine deepspeed", "PipelineEngine=DeepSpeedEngine", ".engine"),
     Row("runtime.pipe.engine runtime.pipe.module", "PipelineError=UsageError", "mizzen.errors"),
+    Row("runtime.pipe.engine", "is_even", ".pipe_messages"),
+    Row("runtime.pipe.p2p", "can_send_recv init_process_groups send recv wait send_obj recv_obj", ".pipe_messages"),
     Row(
         "runtime.pipe.schedule",
         "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction OptimizerStep "
@@ -189,7 +191,6 @@ ROWS: Final[tuple[Row, ...]] = (
         "LayerType AttnType AttnMaskType ModelType DominoUtil DominoModule NoOper CoreAttention ShardedAttention",
         waits_for=TENSOR,
     ),
-    Row("runtime.pipe.p2p", "can_send_recv init_process_groups send recv wait send_obj recv_obj", waits_for=PIPELINE),
     Row(
         "runtime.sequence_parallel.parallel_state_sp",
         "get_sequence_data_parallel_group get_sequence_data_parallel_world_size get_sequence_data_parallel_rank",
