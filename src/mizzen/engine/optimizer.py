@@ -1,6 +1,7 @@
 """The optimizer that users hold: a `torch.optim.Optimizer` whose groups and states are those of the real one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch.optim import Optimizer
 
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
+from mizzen.model.box import Box
+from mizzen.model.home import Site
 from mizzen.optim.guard import ParameterGuard
-from mizzen.optim.own_rules import Lamb
+from mizzen.optim.own_rules import Lamb, Muon
 from mizzen.optim.rules import has_stepped, renew_states
 from mizzen.plan.parts import Store
 from mizzen.precision.scaler import LossScaler
@@ -139,6 +142,46 @@ def use_masters(optimizer: Optimizer, stores: Sequence[Store]) -> None:
             add_up,
             next(parameter.device for store in stores for parameter in store.contents.trained.values()),
         )
+    if isinstance(optimizer, Muon):
+        optimizer.joined = dict(_cut_matrices(optimizer, stores))
+
+
+def _cut_matrices(optimizer: Muon, stores: Sequence[Store]) -> Iterator[tuple[Tensor, "CutMatrix"]]:
+    """What is stepped of matrices that are cut over tensor-parallel ranks, which all step them in one order."""
+    matrices = {id(each) for group in optimizer.param_groups if group["use_muon"] for each in group["params"]}
+    for store in stores:
+        for tensor, portions in store.contents.portions.items():
+            site = store.contents.sites.get(portions[0].name) if id(tensor) in matrices else None
+            if site is not None and site.cut_axes:
+                (axis,) = site.cut_axes
+                yield tensor, CutMatrix(site, store.ranks.cut_groups[axis])
+
+
+@dataclass(frozen=True, slots=True)
+class CutMatrix:
+    """A matrix of which the ranks of one axis hold parts of one shape, some perhaps the same."""
+
+    site: Site
+    group: ProcessGroup
+
+    def join(self, part: Tensor) -> Tensor:
+        """The whole, from the parts of all ranks; all of them call this."""
+        ranks = self.site.layout.ranks_along(self.site.cut_axes, self.site.rank)
+        every = part.new_empty((len(ranks), *part.shape))
+        collectives.all_gather_into_tensor(every.view(-1), part.reshape(-1), group=self.group)
+        whole = part.new_empty(self.site.shape)
+        for rank, own in zip(ranks, every, strict=True):
+            for box, place in replace(self.site, rank=rank).parts:
+                whole[_slices(box)] = own[_slices(place)]
+        return whole
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole."""
+        return self.site.part_of(whole)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
 
 
 def _by_holders(stores: Sequence[Store]) -> tuple[list[str], Callable[[Tensor], None]]:

@@ -28,7 +28,7 @@ from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.monitor.build import build_observers
 from mizzen.monitor.report import Observer
 from mizzen.optim.build import build_optimizer, build_scheduler, param_groups, tell_slips
-from mizzen.optim.rules import is_known, whole_groups
+from mizzen.optim.rules import is_known, joins_parts, whole_groups
 from mizzen.parallel.zero.full.calls import UnitModule
 from mizzen.parallel.zero.full.init import make_parameter_whole, make_whole
 from mizzen.parallel.zero.full.sharded_parameter import is_sharded
@@ -312,7 +312,7 @@ def with_optimizer_groups(sketch: Sketch, model: nn.Module, optimizer: Optimizer
     if optimizer is None:  # what nobody trains is sharded as frozen parameters are
         return sketch.with_groups({}).frozen()
     _, placed = param_groups(model, optimizer.param_groups)
-    return sketch.with_groups(placed, whole_groups(optimizer))
+    return sketch.with_groups(placed, whole_groups(optimizer), joins=joins_parts(optimizer))
 
 
 def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:

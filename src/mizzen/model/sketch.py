@@ -74,6 +74,8 @@ class ParameterSketch:
     """Whether a module that does not hold it has registered that it uses it."""
     is_whole: bool = False
     """Whether the update rule of that group needs it whole."""
+    is_joined: bool = False
+    """Whether that rule puts it together by itself, where it is cut over tensor-parallel ranks."""
     split: ParameterSplit | None = None
     """How it comes cut already, where its own layer has cut it."""
     home: Home = Home()
@@ -169,12 +171,15 @@ class Sketch:
         """Read a module. No tensor is copied or kept, and none needs to have storage."""
         return _SketchReader().read(module)
 
-    def with_groups(self, groups: Mapping[str, int], whole: Collection[int] = ()) -> "Sketch":
+    def with_groups(self, groups: Mapping[str, int], whole: Collection[int] = (), *, joins: bool = False) -> "Sketch":
         """This model with its parameters in these optimizer groups; one that is in none is not trained.
 
-        The update rules of the groups `whole` need whole parameters.
+        The update rules of the groups `whole` need whole parameters; with `joins` they put cut ones together.
         """
-        parameters = (replace(p, group=(group := groups.get(p.name)), is_whole=group in whole) for p in self.parameters)
+        parameters = (
+            replace(p, group=(group := groups.get(p.name)), is_whole=group in whole, is_joined=joins)
+            for p in self.parameters
+        )
         return replace(self, parameters=tuple(parameters))
 
     def unsplit(self, ranks: int) -> "Sketch":

@@ -7,7 +7,8 @@ momentum orthogonal for the matrices of hidden layers, and is AdamW for everythi
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -224,11 +225,26 @@ _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic that brings singular values of (0, 1] near 1 in five rounds."""
 
 
+class MatrixParts(Protocol):
+    """A matrix of which this rank steps a part."""
+
+    def join(self, part: Tensor) -> Tensor:
+        """The whole that the parts of all ranks are of; all of them call this."""
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole."""
+
+
 class Muon(Optimizer):
     """Groups with `use_muon` get orthogonal updates, the others AdamW; `split_groups` sets the flag.
 
     m <- mu m + (1 - mu) g;  u = orthogonal((1 - mu) g + mu m);  p <- p (1 - lr wd) - lr sqrt(max(1, rows / columns)) u
+
+    Of a matrix that is cut over ranks each has its part of p, m and u; only to make u orthogonal it is put together.
     """
+
+    joined: Mapping[Tensor, MatrixParts] = MappingProxyType({})
+    """How to put together what is cut."""
 
     def __init__(
         self,
@@ -271,11 +287,14 @@ class Muon(Optimizer):
         momentum: Tensor = state["momentum_buffer"]
         momentum.lerp_(gradient, 1 - group["momentum"])
         update = torch.lerp(gradient, momentum, group["momentum"])
-        rows = update.reshape(len(update), -1)
-        update = orthogonal(rows)
+        parts = self.joined.get(parameter)
+        whole = update if parts is None else parts.join(update)
+        rows = whole.reshape(len(whole), -1)
+        update = orthogonal(rows).view_as(whole)
+        update = update if parts is None else parts.part_of(update)
         length = group["lr"] * max(1.0, rows.shape[0] / rows.shape[1]) ** 0.5
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(update.view_as(parameter).to(parameter.dtype), alpha=length)
+        parameter.sub_(update.to(parameter.dtype), alpha=length)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

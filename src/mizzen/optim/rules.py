@@ -64,6 +64,11 @@ def whole_groups(optimizer: Optimizer) -> frozenset[int]:
     return frozenset(number for number, group in enumerate(optimizer.param_groups) if group.get("use_muon", True))
 
 
+def joins_parts(optimizer: Optimizer) -> bool:
+    """Whether the rule can put a matrix together that is cut over tensor-parallel ranks, where it needs it whole."""
+    return isinstance(optimizer, Muon)
+
+
 @contextmanager
 def scaled(optimizer: Optimizer, factor: float, device: torch.device) -> Iterator[float]:
     """Let the step multiply gradients with a factor, where its fused kernel can; yields what is left to multiply with.
@@ -90,6 +95,8 @@ def why_not_apart(optimizer: Optimizer) -> str:
     """Why the rule cannot step some parameters first and the others later; empty if it can, to the same bits."""
     if _steps_like(optimizer, (Lamb,)):
         return "adds up the norms of all parameters over the ranks in one call"
+    if isinstance(optimizer, Muon) and optimizer.joined:
+        return "puts matrices together over tensor-parallel ranks, all in one call"
     if not is_known(optimizer):
         return "is not known to treat each parameter by itself"
     if _has_hooks(optimizer):

@@ -11,6 +11,7 @@ from mizzen.errors import ConfigError
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer
 from mizzen.optim.own_rules import Lamb, Lion, Muon, Portion, orthogonal, split_groups
+from mizzen.optim.rules import why_not_apart
 
 STEPS = 4
 
@@ -200,3 +201,30 @@ def test_a_group_that_has_the_flag_stays():
 def test_wrong_arguments(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         build_optimizer(name, arguments, [{"params": [nn.Parameter(start(3))]}], device_type="cpu")
+
+
+class Halves:
+    """A matrix whose two halves are the same, of which this is one."""
+
+    def join(self, part):
+        return torch.cat([part, part])
+
+    def part_of(self, whole):
+        return whole.chunk(2)[0]
+
+
+def test_muon_makes_the_whole_of_a_cut_matrix_orthogonal_and_keeps_its_part():
+    torch.manual_seed(1)
+    part = nn.Parameter(torch.randn(4, 6))
+    whole = nn.Parameter(torch.cat([part.detach(), part.detach()]))
+    rules = Muon([part], lr=0.1), Muon([whole], lr=0.1)
+    assert why_not_apart(rules[0]) == ""
+    rules[0].joined = {part: Halves()}
+    assert "over tensor-parallel ranks" in why_not_apart(rules[0])
+    for step in range(2):
+        part.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        whole.grad = torch.cat([part.grad, part.grad])
+        for rule in rules:
+            rule.step()
+    torch.testing.assert_close(part.detach(), whole.detach()[:4])
+    assert rules[0].state[part]["momentum_buffer"].shape == (4, 6)

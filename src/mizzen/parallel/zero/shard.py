@@ -23,7 +23,7 @@ from mizzen.plan.cost import Cost, states_per_parameter, trained
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.precision.policy import FLOATING, Policy, wider
-from mizzen.wording import counted
+from mizzen.wording import and_more, counted
 
 Stage = Literal[0, 1, 2]
 
@@ -335,10 +335,24 @@ def check(drafts: Drafts, layout: Layout) -> None:
         for p in draft.parameters:
             p.home.check(p.name, p.shape, layout)
             if p.home.cuts and p.is_whole:
-                raise PlanError(
-                    f"'{p.name}' is cut along {p.home.cuts[0].axis}, and its update rule needs it whole: use another "
-                    "optimizer"
-                )
+                _check_whole(p, layout)
+
+
+def _check_whole(p: ParameterSketch, layout: Layout) -> None:
+    """Refuse a cut parameter whose update rule needs it whole, unless the rule can put equal parts of it together."""
+    axes = {cut.axis for cut in p.home.cuts}
+    first = next(rank for rank in range(layout.world) if p.home.is_at(layout, rank))
+    shapes = {p.home.local_shape(p.shape, layout, rank) for rank in layout.ranks_along(axes, first)}
+    if not p.is_joined or axes != {"tp"}:
+        raise PlanError(
+            f"'{p.name}' is cut along {axes.pop()}, and its update rule needs it whole: use another optimizer"
+        )
+    if len(shapes) > 1:
+        raise PlanError(
+            f"'{p.name}' of shape {list(p.shape)} is cut along tp in parts of different shapes, "
+            f"{and_more(map(list, sorted(shapes)), 3)}, which Muon does not put together: use a size that divides, or "
+            "another optimizer"
+        )
 
 
 def refuse_what_does_not_float(sketch: Sketch) -> None:
