@@ -152,3 +152,75 @@ def test_modes_and_weights_of_ones_own():
     made = LinearLayer.from_weights(weight=weight, bias=bias)
     x = torch.randn(2, 4)
     torch.testing.assert_close(made(x), nn.functional.linear(x, weight, bias))
+
+
+class Fused(nn.Module):
+    """Three outputs in one matrix, of which two are small, and a matrix that reads two of them side by side."""
+
+    def __init__(self, group=None) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.pack, self.join = nn.Linear(WIDTH, 8 + 4 + 4), nn.Linear(8 + 4, WIDTH)
+        self.last = nn.Linear(WIDTH, 12)
+        self.parts = 1
+        if group is not None:
+            programs.deepspeed()
+            from deepspeed.module_inject import SubParamLinearAllreduce, SubParamLinearLayer
+
+            self.parts = 2
+            self.pack = SubParamLinearLayer(self.pack, group, shape=((8, 4, 4), -1), partition_dim=0)
+            self.join = SubParamLinearAllreduce(self.join, group, shape=(-1, (8, 4)), partition_dim=1, name="join")
+            self.last = SubParamLinearLayer(self.last, group, shape=(3, -1))
+
+    def forward(self, inputs):
+        one, two, three = self.pack(inputs).split([size // self.parts for size in (8, 4, 4)], -1)
+        found = self.join(torch.cat([one, two * torch.sigmoid(three)], -1).tanh())
+        return self.last(inputs + found).pow(2).sum() / 10
+
+
+def train_fused() -> tuple:
+    deepspeed = programs.deepspeed()
+    from deepspeed.module_inject.layers import SubParamLinearLayer
+
+    from mizzen import zero
+
+    model = Fused(dist.group.WORLD)
+    model.last.register_forward_hook(lambda module, args, output: Gather(dist.group.WORLD)(output))
+    config = {
+        "train_batch_size": 4,
+        "tensor_parallel_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    losses = []
+    for step in range(STEPS):
+        loss = engine(batch(step)[0])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    shapes = [tuple(layer.weight.shape) for layer in (model.pack, model.join, model.last)]
+    values = {name: zero.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
+    gathered = [nn.Parameter(model.pack.weight.detach().clone()), nn.Parameter(model.pack.bias.detach().clone())]
+    model.pack.gather_params(gathered)
+    with pytest.raises(Exception, match="does not fit a layer of 12 and 6 features: its runs are 10 together") as told:
+        SubParamLinearLayer(nn.Linear(WIDTH, 12), dist.group.WORLD, shape=((5, 5), -1))
+    return losses, shapes, values, [each.detach() for each in gathered], type(told.value).__name__
+
+
+def test_layers_of_several_matrices_in_one_train_as_whole_ones(world):
+    model = Fused()
+    rule, expected = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for step in range(STEPS):
+        loss = model(batch(step)[0])
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        expected.append(loss.item())
+    for losses, shapes, values, gathered, _ in world(2).run(train_fused):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert shapes == [(8, WIDTH), (WIDTH, 6), (6, WIDTH)]
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(values[name], parameter.detach())
+        torch.testing.assert_close(gathered, [model.pack.weight.detach(), model.pack.bias.detach()])

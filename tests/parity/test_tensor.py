@@ -125,7 +125,7 @@ def test_sums_that_go_on_while_a_layer_computes_are_the_same(world):
 
 
 def test_outputs_of_a_fused_layer_that_are_put_together_are_in_their_order(world):
-    specs = [{"patterns": [r"mlp\.up"], "shape": [2, -1], "partition_dim": 1, "gather_output": True}]
+    specs = [{"patterns": [r"mlp\.up"], "shape": [2, -1], "gather_output": True}]
     section = {"autotp_size": 2, "partition_config": {"layer_specs": specs}}
     check(world(2).run(train, "grouped", 2, 0, tensor_parallel=section), "grouped", "SGD", 0.0)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mizzen.errors import NotBuilt
+from mizzen.errors import UsageError
+from mizzen.parallel.tensor.cuts import runs_in
 from mizzen.parallel.tensor.exchange import copy_in, gather_along, split_along, sum_out
 from mizzen.parallel.tensor.layers import LayerOptions
 
@@ -43,8 +44,17 @@ class TensorParallel_Layer(nn.Module):  # noqa: N801  the name is theirs
     """Of the weight, along which it is cut."""
     stride = 1
 
-    def __init__(self, module: Any, mp_group: Any = None, skip_partition: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: Any,
+        mp_group: Any = None,
+        skip_partition: bool = False,
+        *,
+        runs: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
+        self._runs = runs
         self.mp_group, self.name = mp_group, kwargs.get("name")
         self._options = LayerOptions(mp_group, stride=self.stride)
         self.tp_world_size, self.tp_index = self._options.ranks, self._options.rank
@@ -58,20 +68,20 @@ class TensorParallel_Layer(nn.Module):  # noqa: N801  the name is theirs
         """Keep this rank's parts of a whole weight and bias."""
         weight, bias = params_list
         if weight is not None:
-            self._options.keep_part(weight, self.dim, "weight")
+            self._options.keep_part(weight, self.dim, "weight", self._runs)
         if bias is not None and self.dim == 0:
-            self._options.keep_part(bias, 0, "bias")
+            self._options.keep_part(bias, 0, "bias", self._runs)
 
     @torch.no_grad()
     def gather_params(self, params_list: list[nn.Parameter | None]) -> None:
         """Let a weight and a bias be whole again on every rank."""
-        if self.stride > 1:
-            raise NotBuilt("gather_params of a layer in several runs: the checkpoint of an engine has it whole")
-        sizes = self._options.parts(self._size, "weight")
+        every = self._options.parts_of_runs(self._size, "weight", self._runs)
         for parameter, is_cut in zip(params_list, (True, self.dim == 0), strict=True):
             if parameter is not None and is_cut:
                 dim = self.dim if parameter.dim() > 1 else 0
-                parameter.data = gather_along(parameter.data, dim, self.mp_group, sizes)
+                own = torch.split(parameter.data, [sizes[self.tp_index] for sizes in every], dim)
+                whole = [gather_along(run, dim, self.mp_group, sizes) for run, sizes in zip(own, every, strict=True)]
+                parameter.data = torch.cat(whole, dim)
 
     def extra_repr(self) -> str:
         """Its sizes."""
@@ -117,6 +127,31 @@ class LinearAllreduce(TensorParallel_Layer):
         """All features, on every rank."""
         output = sum_out(functional.linear(input, self.weight), self.mp_group)
         return output if self.bias is None else output + self.bias
+
+
+class SubParamLinearLayer(LinearLayer):
+    """Several matrices in one, such as Q, K and V: each rank has some output features of each."""
+
+    def __init__(self, module: Any, mp_group: Any, shape: Any, partition_dim: int = 0, **kwargs: Any) -> None:
+        outputs, inputs = module.weight.shape
+        super().__init__(module, mp_group, runs=_runs(shape, outputs, inputs, partition_dim, self.dim), **kwargs)
+        self.shape, self.partition_dim = shape, partition_dim
+
+
+class SubParamLinearAllreduce(LinearAllreduce):
+    """Several matrices in one, side by side: each rank has the weights of some input features of each."""
+
+    def __init__(self, module: Any, mp_group: Any, shape: Any, partition_dim: int = 1, **kwargs: Any) -> None:
+        outputs, inputs = module.weight.shape
+        super().__init__(module, mp_group, runs=_runs(shape, inputs, outputs, partition_dim, self.dim), **kwargs)
+        self.shape, self.partition_dim = shape, partition_dim
+
+
+def _runs(shape: Any, size: int, others: int, place: int, dim: int) -> tuple[int, ...]:
+    try:
+        return runs_in(shape, size, others, place, by_inputs=dim == 1)
+    except ValueError as error:
+        raise UsageError(f"shape={shape!r} does not fit a layer of {size} and {others} features: {error}") from None
 
 
 class LmHeadLinearAllreduce(LinearAllreduce):

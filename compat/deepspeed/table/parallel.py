@@ -62,7 +62,11 @@ ROWS: Final[tuple[Row, ...]] = (
         waits_for=SEQUENCE,
     ),
     Row("runtime.domino.transformer runtime.domino", "DominoTransformer DominoTransformerLayer", waits_for=TENSOR),
-    Row("module_inject module_inject.layers", "LinearLayer LinearAllreduce set_autotp_mode", ".tensor"),
+    Row(
+        "module_inject module_inject.layers",
+        "LinearLayer LinearAllreduce SubParamLinearLayer SubParamLinearAllreduce set_autotp_mode",
+        ".tensor",
+    ),
     Row(
         "module_inject.layers",
         "LmHeadLinearAllreduce GateUpPack_LinearLayer TensorParallel_Layer RowParallel ColumnParallel "
@@ -77,7 +81,7 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row(
         "module_inject.layers",
-        "SubParamLinearLayer SubParamLinearAllreduce EmbeddingLayer fused_LinearLayer",
+        "EmbeddingLayer fused_LinearLayer",
         waits_for=TENSOR,
     ),
     Row("module_inject.auto_ep_layer", "AutoEPMoELayer", waits_for=EXPERTS),
@@ -91,7 +95,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "module_inject",
         "ReplaceWithTensorSlicing GroupQuantizer generic_injection quantize_transformer_layer EmbeddingLayer "
-        "Normalize SubParamLinearLayer SubParamLinearAllreduce merge_autotp_configs",
+        "Normalize merge_autotp_configs",
         waits_for=TENSOR,
     ),
     Row("module_inject.auto_ep", "AutoEP", waits_for=EXPERTS),

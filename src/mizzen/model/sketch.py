@@ -53,6 +53,12 @@ class ParameterSplit:
     """How much the dimension has altogether, where that is said: parts are then by torch.chunk's rule, and may differ.
 
     Without it all ranks have as much as this one."""
+    runs: tuple[int, ...] = ()
+    """The sizes of the runs where they differ, instead of the stride: Q, and fewer K and V."""
+
+    def parts(self, size: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """For each run of a dimension that has so many altogether, the sizes of its parts."""
+        return tuple(evenly(run, ranks) for run in self.runs or (size // self.stride,) * self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +417,7 @@ def _check_split(parameter: ParameterSketch, ranks: int) -> None:
     split, shape = parameter.split, parameter.shape
     if split is None or split.size is None or split.dim is None or split.dim >= len(shape):
         return
-    fitting = {split.stride * part for part in evenly(split.size // split.stride, ranks)}
+    fitting = {sum(parts) for parts in zip(*split.parts(split.size, ranks), strict=True)}
     if shape[split.dim] not in fitting:
         raise PlanError(
             f"'{parameter.name}' has {shape[split.dim]} of {split.size} in dimension {split.dim}, which is not the "
@@ -438,7 +444,10 @@ def _split_of(tensor: "Tensor") -> ParameterSplit | None:
     dim, stride = said.get("partition_dim"), said.get("partition_stride", 1)
     is_said = type(dim) is int and dim >= 0
     return ParameterSplit(
-        dim if is_said else None, stride if type(stride) is int else 1, size=said.get("partition_size")
+        dim if is_said else None,
+        stride if type(stride) is int else 1,
+        size=said.get("partition_size"),
+        runs=tuple(said.get("partition_runs", ())),
     )
 
 

@@ -9,7 +9,7 @@ from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config
 from mizzen.errors import CommError, PlanError, UsageError
-from mizzen.model.home import Home, evenly
+from mizzen.model.home import Home
 from mizzen.model.sketch import Drafts, ParameterSketch
 from mizzen.parallel.tensor.batches import compare_first_batch
 from mizzen.plan.parts import Parts
@@ -83,8 +83,7 @@ def _home(parameter: ParameterSketch, ranks: int) -> Home:
         return parameter.home.summed("tp")
     if split is None or split.dim is None:
         return parameter.home
-    run = evenly(parameter.shape[split.dim] // split.stride, ranks)
-    return parameter.home.cut("tp", split.dim, *[run] * split.stride)
+    return parameter.home.cut("tp", split.dim, *split.parts(parameter.shape[split.dim], ranks))
 
 
 def _check(parameter: ParameterSketch, ranks: int) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from mizzen.wording import and_more
 
@@ -106,6 +106,37 @@ class TensorChoice:
         lines = [(name, words) for (_, words), paths in alike.items() for name in _names_of(paths)]
         width = max((len(name) for name, _ in lines), default=0)
         return [f"{name:<{width}}  {words}" for name, words in lines]
+
+
+def runs_in(shape: Any, size: int, others: int, place: int | None, *, by_inputs: bool = False) -> tuple[int, ...]:
+    """The runs of a fused layer's outputs, or inputs, out of the shape in which its weight is seen; () is one.
+
+    The shape is (outputs, inputs), and outputs may be several numbers. At a place of it, the first for outputs and the
+    last for inputs, stand the sizes of the runs, or how many of one size there are; -1 is one.
+    """
+    if not isinstance(shape, list | tuple) or len(shape) < 2:
+        raise ValueError("it is a list such as [3, -1], three of the same size, or [[64, 16, 16], -1], these three")
+    last = len(shape) - 1
+    place = (last if by_inputs else 0) if place is None else place
+    if not 0 <= place <= last or (place == last) != by_inputs:
+        raise ValueError(f"at place {place} of it (partition_dim) are no {'inputs' if by_inputs else 'outputs'}")
+    if not by_inputs and shape[-1] not in (-1, others):
+        raise ValueError(f"its last number is not that of the inputs, {others}")
+    around = () if by_inputs else (*shape[:place], *shape[place + 1 : last])
+    if not all(type(each) is int and each > 0 for each in around):
+        raise ValueError("what stands beside the runs is a number above 0")
+    block, rest = divmod(size, prod(around))
+    given = shape[place]
+    if type(given) is int and (given > 0 or given == -1):
+        count = max(given, 1)
+        given = [block // count] * count
+    if rest or not isinstance(given, list | tuple) or not all(type(each) is int and each > 0 for each in given):
+        raise ValueError("runs are numbers above 0")
+    if sum(given) != block:
+        raise ValueError(f"its runs are {sum(given)} together, not {block}")
+    before, after = (1, 1) if by_inputs else (prod(shape[:place]), prod(shape[place + 1 : last]))
+    runs = tuple(each * after for each in given) * before
+    return runs if len(runs) > 1 else ()
 
 
 def balanced(size: int, parts: int) -> tuple[int, ...]:

@@ -81,14 +81,23 @@ class LayerOptions:
             self.keep_part(made, dim, title)
         return made
 
-    def keep_part(self, parameter: nn.Parameter, dim: int, title: str) -> None:
-        """Let a whole parameter be this rank's part of it along a dimension, and say so."""
+    def keep_part(self, parameter: nn.Parameter, dim: int, title: str, runs: Sequence[int] = ()) -> None:
+        """Let a whole parameter be this rank's part of it along a dimension, and say so; `runs` are not of one size."""
         size = parameter.shape[dim]
-        sizes = list(self.parts(size, title))
+        every = self.parts_of_runs(size, title, runs)
         if self.ranks > 1:
-            runs = [torch.split(run, sizes, dim)[self.rank] for run in parameter.data.chunk(self.stride, dim)]
-            parameter.data = torch.cat(runs, dim)
+            whole = torch.split(parameter.data, [sum(sizes) for sizes in every], dim)
+            own = [torch.split(run, list(sizes), dim)[self.rank] for run, sizes in zip(whole, every, strict=True)]
+            parameter.data = torch.cat(own, dim)
         mark_cut(parameter, dim, size, self.stride)
+        if runs:
+            vars(parameter)["partition_runs"] = tuple(runs)
+
+    def parts_of_runs(self, size: int, what: str, runs: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        """For each run of a dimension the sizes of its parts."""
+        if not runs:
+            return [self.parts(size, what)] * self.stride
+        return [replace(self, stride=1).parts(run, what) for run in runs]
 
 
 def mark_cut(parameter: nn.Parameter, dim: int, size: int, stride: int = 1) -> None:

@@ -8,13 +8,13 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from mizzen.config.parallel import LayerSpecConfig, TensorParallelConfig
 from mizzen.errors import PlanError
 from mizzen.model.flow import Flow, Layer, Way
 from mizzen.model.sketch import ModuleSketch, Sketch, ancestors_of, parent_of
-from mizzen.parallel.tensor.cuts import LayerCut, ParameterCut, Runs, SizeChange, Style, TensorChoice, balanced
+from mizzen.parallel.tensor.cuts import LayerCut, ParameterCut, Runs, SizeChange, Style, TensorChoice, balanced, runs_in
 from mizzen.parallel.tensor.regions import Region, RegionParts, find_regions, parts_of
 from mizzen.wording import and_more
 
@@ -389,24 +389,15 @@ def _runs_of(spec: LayerSpecConfig, layer: Layer) -> tuple[int, ...]:
     """The runs of a fused layer: `[3, -1]` are three of the same size, `[[q, k, v], -1]` are those."""
     if spec.shape is None:
         return ()
-    first: Any = spec.shape[0] if isinstance(spec.shape, list | tuple) and spec.shape else None
-    numbers: Any = first if isinstance(first, list | tuple) else [first]
-    told = f"tensor_parallel.partition_config: the shape {json.dumps(spec.shape)}"
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in numbers):
+    by_inputs = spec.partition_type == "row"
+    size, others = (layer.inputs, layer.outputs) if by_inputs else (layer.outputs, layer.inputs)
+    try:
+        return runs_in(spec.shape, size, others, spec.partition_dim, by_inputs=by_inputs)
+    except ValueError as error:
         raise PlanError(
-            f"{told} for '{layer.path}' is not one; it is a list such as [3, -1], three of the same size, or "
-            "[[64, 16, 16], -1], these three"
-        )
-    size = layer.outputs if spec.partition_type == "column" else layer.inputs
-    if isinstance(first, list | tuple):
-        runs = tuple(first)
-    elif spec.partition_dim in (None, 0) or first < 1:
-        return ()
-    else:
-        runs = (size // first,) * first
-    if sum(runs) != size:
-        raise PlanError(f"{told} does not fit '{layer.path}', which has {size} there")
-    return runs
+            f"tensor_parallel.partition_config: the shape {json.dumps(spec.shape)} does not fit '{layer.path}', which "
+            f"has {layer.outputs} outputs and {layer.inputs} inputs: {error}"
+        ) from None
 
 
 def _regions_of(

@@ -12,6 +12,7 @@ from mizzen.errors import PlanError
 from mizzen.model.sketch import Sketch
 from mizzen.model.trace import flow_of
 from mizzen.order import ORDER
+from mizzen.parallel.tensor.cuts import runs_in
 from mizzen.parallel.tensor.rules import decide
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
@@ -235,3 +236,40 @@ def test_a_module_that_is_called_twice_is_read_by_both():
     found = styles(choice(Twice(), 2))
     assert found["block.attention.q"] == "column"
     assert found["block.mlp.down"] == "row"
+
+
+@pytest.mark.parametrize(
+    ("shape", "place", "by_inputs", "runs"),
+    [
+        ([3, -1], None, False, (8, 8, 8)),
+        ([3, 6], 0, False, (8, 8, 8)),
+        ([[16, 4, 4], -1], 0, False, (16, 4, 4)),
+        ([-1, -1], 0, False, ()),
+        ([2, -1, 6], 1, False, (12, 12)),
+        ([2, [8, 4], 6], 1, False, (8, 4, 8, 4)),
+        ([2, 4, -1], 0, False, (12, 12)),
+        ([-1, [16, 8]], None, True, (16, 8)),
+        ([6, 2], 1, True, (12, 12)),
+    ],
+)
+def test_runs_are_read_from_the_shape_in_which_a_weight_is_seen(shape, place, by_inputs, runs):
+    assert runs_in(shape, 24, 6, place, by_inputs=by_inputs) == runs
+
+
+@pytest.mark.parametrize(
+    ("shape", "place", "message"),
+    [
+        (3, None, "it is a list such as"),
+        ([3], None, "it is a list such as"),
+        ([3, -1], 1, r"at place 1 of it \(partition_dim\) are no outputs"),
+        ([3, 7], 0, "its last number is not that of the inputs, 6"),
+        ([-1, 3, 6], 1, "what stands beside the runs is a number above 0"),
+        ([0, -1], 0, "runs are numbers above 0"),
+        ([True, -1], 0, "runs are numbers above 0"),
+        ([[16, 4], -1], 0, "its runs are 20 together, not 24"),
+        ([5, -1], 0, "its runs are 20 together, not 24"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(shape, place, message):
+    with pytest.raises(ValueError, match=message):
+        runs_in(shape, 24, 6, place)
