@@ -144,7 +144,9 @@ def dtensor(work: Work) -> Step:
         loss = work.model(work.batch(number))
         loss.backward()
         for parameter, value, cut in zip(parameters, local, is_cut, strict=True):
-            value.grad = parameter.grad.to_local() if cut else parameter.grad
+            gradient: Any = parameter.grad
+            # That of a table may come as a sum that is still to be made, of all of its rows.
+            value.grad = gradient.redistribute(mesh, parameter.placements).to_local() if cut else gradient
             parameter.grad = None
         squares = torch.stack(torch._foreach_norm([value.grad for value in local])).square()
         total = (squares * is_cut).sum()

@@ -156,7 +156,10 @@ def dtensor(work: Work) -> Step:
         loss.backward()
         for parameter, master in zip(parameters, masters, strict=True):
             gradient: Any = parameter.grad
-            master.grad = (gradient.to_local() if hasattr(gradient, "to_local") else gradient).float()
+            if hasattr(gradient, "to_local"):  # that of a table may come as a sum that is still to be made
+                placed: Any = parameter
+                gradient = gradient.redistribute(mesh, placed.placements).to_local()
+            master.grad = gradient.float()
             parameter.grad = None
         _clip(masters, is_cut)
         optimizer.step()

@@ -61,6 +61,43 @@ def evenly(size: int, parts: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterSplit:
+    """How a layer says that it holds a part of a parameter, in Megatron's attributes."""
+
+    dim: int | None
+    """Along which dimension; None where it does not say."""
+    stride: int = 1
+    """In how many runs, each of which is cut: Q, K and V of one matrix, say."""
+    is_summed: bool = False
+    """Whether it is a copy whose gradients differ, because its inputs are cut along the sequence."""
+    size: int | None = None
+    """How much the dimension has altogether, where that is said: parts are then by torch.chunk's rule, and may differ.
+
+    Without it all ranks have as much as this one."""
+    runs: tuple[int, ...] = ()
+    """The sizes of the runs where they differ, instead of the stride: Q, and fewer K and V."""
+
+    def parts(self, size: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """For each run of a dimension that has so many altogether, the sizes of its parts."""
+        return tuple(evenly(run, ranks) for run in self.runs or (size // self.stride,) * self.stride)
+
+
+def split_of(tensor: "Tensor") -> ParameterSplit | None:
+    """What Megatron's layers write on a parameter that they have cut."""
+    said = vars(tensor)
+    if not (said.get("tensor_model_parallel") or said.get("model_parallel")):
+        return ParameterSplit(None, is_summed=True) if said.get("sequence_parallel") else None
+    dim, stride = said.get("partition_dim"), said.get("partition_stride", 1)
+    is_said = type(dim) is int and dim >= 0
+    return ParameterSplit(
+        dim if is_said else None,
+        stride if type(stride) is int else 1,
+        size=said.get("partition_size"),
+        runs=tuple(said.get("partition_runs", ())),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Shared:
     """A part of a cut parameter that several ranks of the axis hold."""
 
