@@ -1,6 +1,8 @@
 """Two stages on two CPU ranks of one thread each: mizzen beside torch.distributed.pipelining, with the same 1F1B table.
 
-Both train the same blocks with SGD. They take turns of one step, in another order each round.
+Both train the same blocks with SGD. They take turns of one step, in another order each round. Then mizzen alone takes
+as many steps again, of which each forward and backward is timed on both ranks: the share of time in which they wait,
+which is the bubble, beside what the table says for the mean times of that step.
 
     python -m bench.pipeline
 """
@@ -8,6 +10,9 @@ Both train the same blocks with SGD. They take turns of one step, in another ord
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +32,48 @@ class Block(nn.Module):
         return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
 
 
-def ours(options: argparse.Namespace) -> object:
-    """One step of mizzen as a function."""
+class Recorder:
+    """Stands in the place of a runner's phases, and notes when each begins and ends."""
+
+    def __init__(self, phases: Any) -> None:
+        self.phases = phases
+        self.spans: list[tuple[str, float, float]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What the runner calls around a forward or a backward; waiting for another stage is outside."""
+        with self.phases.phase(name):
+            started = time.perf_counter()
+            yield
+            self.spans.append((name, started, time.perf_counter()))
+
+
+def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> list[tuple[float, float]]:
+    """For each of some steps the bubble as it was, and as the table has it for the mean times of that step."""
+    from mizzen.parallel.pipeline.timeline import Times, timeline
+    from mizzen.pipe import make_schedule
+
+    recorder = engine.runner.phases = Recorder(engine.runner.phases)
+    table, found = make_schedule("1f1b", 2, options.micros), []
+    for _ in range(options.rounds):
+        recorder.spans.clear()
+        dist.barrier()
+        engine.train_batch(iter(micros))
+        stages: list = [None, None]
+        dist.all_gather_object(stages, recorder.spans)
+        spans = [span for stage in stages for span in stage]
+        length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
+        busy = sum(end - start for _, start, end in spans)
+        means = {
+            name: [statistics.fmean(end - start for each, start, end in stage if each == name) for stage in stages]
+            for name in ("forward", "backward")
+        }
+        found.append((1 - busy / (2 * length), timeline(table, Times(**means)).bubble))
+    return found
+
+
+def ours(options: argparse.Namespace) -> tuple[Callable[[], object], Callable[[], list]]:
+    """One step of mizzen as a function, and what measures its bubble."""
     import mizzen
     from mizzen.pipe import LayerSpec, PipelineModule
 
@@ -45,7 +90,7 @@ def ours(options: argparse.Namespace) -> object:
     }
     engine, *_ = mizzen.initialize(model=model, config=config)
     micros = [batch(options, options.samples)] * options.micros
-    return lambda: engine.train_batch(iter(micros))
+    return lambda: engine.train_batch(iter(micros)), lambda: bubbles(engine, options, micros)
 
 
 def theirs(options: argparse.Namespace) -> object:
@@ -79,7 +124,8 @@ def play(rank: int, options: argparse.Namespace, results: object) -> None:
     """What each of the two ranks does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=2)
-    steps = {"mizzen": ours(options), "torch": theirs(options)}
+    step, measure = ours(options)
+    steps = {"mizzen": step, "torch": theirs(options)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds + 2):
         for name in sorted(steps, reverse=number % 2 == 1):
@@ -89,8 +135,9 @@ def play(rank: int, options: argparse.Namespace, results: object) -> None:
             dist.barrier()
             if number > 1:
                 seconds[name].append(time.perf_counter() - started)
+    found = measure()
     if rank == 0:
-        results.put(seconds)
+        results.put((seconds, found))
 
 
 def main() -> None:
@@ -103,11 +150,13 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     multiprocessing.spawn(play, (options, results), nprocs=2, join=True)
-    seconds = results.get()
+    seconds, found = results.get()
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in middle.items():
         print(f"{name:8} {1000 * value:8.1f} ms per step, median of {options.rounds}")
     pairs = [a / b for a, b in zip(seconds["mizzen"], seconds["torch"], strict=True)]
+    measured, planned = (statistics.median(each) for each in zip(*found, strict=True))
+    print(f"bubble   {100 * measured:8.1f} % measured, {100 * planned:.1f} % by the table (medians)")
     print(f"mizzen takes {statistics.median(pairs):.3f} of torch's time (median of paired rounds)")
 
 

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from mizzen.errors import CommError, PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.pipeline import profile
+from mizzen.parallel.pipeline.schedule import peak_activations
+from mizzen.parallel.pipeline.tables import make_schedule
 from mizzen.plan.build import build
 from parity import pipelines
 
@@ -323,3 +327,46 @@ def test_layers_are_cut_by_what_they_take_on_the_slowest_rank(world):
 def test_a_profile_without_inputs_says_what_is_needed(world):
     outcomes = world(2).run(profiled, [1.0, 1.0], False, expect_failure=True)
     assert "give PipelineModule(example_inputs=...) what the first layer takes" in outcomes[0].traceback
+
+
+class Saved:
+    """A tensor that autograd has saved, alive for as long as it is."""
+
+    alive: ClassVar[Counter] = Counter()
+
+    def __init__(self, call, tensor):
+        self.call, self.tensor = call, tensor
+        Saved.alive[call] += 1
+
+    def __del__(self):
+        Saved.alive[self.call] -= 1
+
+
+def live_activations(schedule, micros):
+    """The most calls of this stage's chunks of which autograd has something saved at one time."""
+    layers = [pipe.LayerSpec(torch.nn.Linear, 4, 4) for _ in range(8)]
+    model = pipe.PipelineModule(layers, num_stages=4, loss_fn=lambda output, _: output.square().mean())
+    config = pipelines.config(0, schedule, micros, train_batch_size=2 * micros)
+    engine, *_ = mizzen.initialize(model=model, config=config)
+    calls, most = [0], [0]
+
+    def begin(*_):
+        calls[0] += 1
+
+    def pack(tensor):
+        saved = Saved(calls[0], tensor)
+        most[0] = max(most[0], sum(count > 0 for count in Saved.alive.values()))
+        return saved
+
+    for part in engine.runner.parts.values():
+        part.module.register_forward_pre_hook(begin)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2, 4))] * micros))
+    return most[0], sum(Saved.alive.values())
+
+
+@pytest.mark.parametrize(("schedule", "micros"), [("1f1b", 6), ("interleaved", 8)])
+def test_as_many_activations_live_at_once_as_the_table_says(world, schedule, micros):
+    outcomes = world(4).run(live_activations, schedule, micros)
+    assert tuple(most for most, _ in outcomes) == peak_activations(make_schedule(schedule, 4, micros))
+    assert [left for _, left in outcomes] == [0] * 4
