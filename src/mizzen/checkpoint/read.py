@@ -211,6 +211,7 @@ class Reader:
                     found += overlap.numel
                 if found != box.numel:
                     raise self._incomplete(stored.entry, box.numel - found)
+            target.changed()
 
     def whole(self, kind: str, name: str) -> Tensor:
         """A whole tensor on the CPU."""

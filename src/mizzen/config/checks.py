@@ -96,6 +96,9 @@ def _check_offload(config: Config) -> None:
     for path in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
         if config.at(f"{path}.device") == "nvme" and not config.at(f"{path}.nvme_path"):
             raise ConfigError(f"{path}.nvme_path", "needed for device nvme, but absent")
+    path = "zero_optimization.offload_optimizer.nvme_path"
+    if config.at("offload.nvme_bytes") and not config.at(path):
+        raise ConfigError(path, "needed when offload.nvme_bytes is not 0, with device nvme, but absent")
 
 
 _SCHEDULE_NEEDS: Final = {

@@ -43,8 +43,8 @@ class _OffloadConfig(Section):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where the tensors rest; none is the same as leaving the section out."""
-    nvme_path: Text | None = None
-    """Folder on the NVMe drive, needed for `device: nvme`."""
+    nvme_path: Text | tuple[Text, ...] | None = None
+    """Folder on the NVMe drive, or one on each of several, over which files are striped; needed for `device: nvme`."""
     pin_memory: Flag = True
     """Keep host buffers page-locked: faster copies, at the price of memory that the system cannot swap."""
 
@@ -63,13 +63,13 @@ class OffloadParamConfig(_OffloadConfig):
 class OffloadOptimizerConfig(_OffloadConfig):
     """A resting place for the optimizer states, and the step that runs there."""
 
-    buffer_count: Count = 4
-    """Buffers through which states pass on their way from NVMe: at least the states of one parameter, plus one."""
-    pipeline_read: Flag = False
-    """Read the next tile of states from NVMe while the current one is computed."""
-    pipeline_write: Flag = False
-    """Write the last tile of states to NVMe while the current one is computed."""
-    fast_init: Flag = False
+    buffer_count: Count = no_effect(4, "as many buckets are in host memory as are read, stepped and written at once")
+    """Buffers through which states pass on their way from NVMe."""
+    pipeline_read: Flag = no_effect(False, "the next bucket is always read while one is stepped")
+    """Read the next states from NVMe while others are stepped."""
+    pipeline_write: Flag = no_effect(False, "a bucket is always written while the next is stepped")
+    """Write states to NVMe while others are stepped."""
+    fast_init: Flag = no_effect(False, "states are made bucket by bucket at the first step")
     """Make the states on NVMe without first building them in memory."""
     ratio: Ratio = 1.0
     """Share of the states that rests outside; the others stay on the device and step there."""
@@ -87,7 +87,7 @@ class OffloadConfig(Section):
     host_bytes: Size | None = None
     """Bytes that may rest in host memory; absent is without a limit."""
     nvme_bytes: Size = 0
-    """Bytes that may rest on the NVMe drive of `offload_optimizer.nvme_path`; absent is none."""
+    """Bytes that may rest on the NVMe drives of `offload_optimizer.nvme_path`; absent is none."""
     streamed_ratio: NumberOrAuto = "auto"
     """Share of what rests in host memory that is stepped on the device, through which it passes; the host steps the
     others at the same time. "auto" is none; on a GPU any other is refused for now."""

@@ -214,7 +214,9 @@ def _write(owner: Owner, value: Tensor, pieces: list[Piece], factor: float = 1.0
         raise UsageError(f"this rank holds {count} elements of '{owner.name}'; the value given has {value.numel()}")
     for piece in mine:
         piece.check_writable()
-        piece.data.copy_((value * factor if factor != 1 else value).reshape(piece.data.shape))
+        data = piece.data
+        data.copy_((value * factor if factor != 1 else value).reshape(data.shape))
+        piece.changed()
 
 
 def _check_value(owner: Owner, value: Any) -> None:

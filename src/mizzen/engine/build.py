@@ -56,6 +56,8 @@ def build_engine(
     if optimizer is not None:
         use_masters(optimizer, stores)
     for lot in (lot for store in stores for lot in store.contents.lots):
+        if optimizer is not None:  # some rules begin with states
+            lot.rest.rest_states(lot.tensors, optimizer.state)
         lot.unload()
     changes = ModelChanges([part.module for part in parts], stores, optimizer)
     run_state = RunState(

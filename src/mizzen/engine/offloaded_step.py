@@ -76,7 +76,9 @@ class OffloadedStep:
     def _step_on_host(self, lots: LotFactors, factor: float) -> float:
         """Step lots in host memory; returns the seconds that it took."""
         start = time.perf_counter()
-        for lot, rest in lots:
+        for place, (lot, rest) in enumerate(lots):
+            for ahead, _ in lots[place : place + 2]:  # one is read while another is stepped
+                ahead.rest.fetch()
             self._step_lot(lot, rest, factor, torch.device("cpu"))
         return time.perf_counter() - start
 

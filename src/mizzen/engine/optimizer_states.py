@@ -21,6 +21,7 @@ from mizzen.engine.weights import HeldItem, holders_of, saved
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
 from mizzen.model.piece import piece_of_whole
+from mizzen.optim.rules import view_of
 from mizzen.plan.parts import Store
 from mizzen.wording import and_more
 
@@ -150,15 +151,24 @@ def _put_back(states: Any, plain: Mapping[Tensor, Mapping[str, Any]]) -> None:
 def create_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
     """Let an optimizer make its states, by a step with gradients and rates of zero that changes nothing else."""
     refuse_gathered(stores)
+    lots = [lot for store in stores for lot in store.contents.lots]
     for store in stores:
         store.clear_gradients()
-        for lot in store.contents.lots:
-            lot.load()
     with _with_zero_rates(optimizer):
-        optimizer.step()
-    for store in stores:
-        for lot in store.contents.lots:
+        for lot in (lot for lot in lots if lot.rest.place == "nvme"):  # one after the other, as memory has room for few
+            view = view_of(optimizer, lot.tensors)
+            lot.load()
+            view.step()
+            lot.rest.rest_states(lot.tensors, view.state)
             lot.unload()
+            lot.rest.forget()
+        here = [lot for lot in lots if lot.rest.place != "nvme"]
+        for lot in here:
+            lot.load()
+        view_of(optimizer, [tensor for lot in here for tensor in lot.tensors]).step()
+        for lot in here:
+            lot.unload()
+    for store in stores:
         store.clear_gradients()
 
 

@@ -24,6 +24,8 @@ class Unread:
     dtype: torch.dtype
     load: Callable[[], Tensor]
     """Reads it, into memory that nobody else writes to."""
+    keep: Callable[[], None] | None = None
+    """Called after something was written to what `load` has returned last; None where that would be lost."""
     device: torch.device = torch.device("cpu")
     """Where it is then."""
 
@@ -36,7 +38,7 @@ class Unread:
 class Piece:
     """A part of one named tensor. Its data is a view: what is written to a Piece is written where it came from.
 
-    Data that is not in memory is read when it is asked for, each time anew, and cannot be written to.
+    Data that is not in memory is read when it is asked for; who writes to it says so with `changed`.
     """
 
     name: str
@@ -90,8 +92,13 @@ class Piece:
 
     def check_writable(self) -> None:
         """Refuse to be written to, where what is written would be lost."""
-        if not isinstance(self.source, Tensor):
+        if not isinstance(self.source, Tensor) and self.source.keep is None:
             raise UsageError(f"{self} is not in memory: what is written to it would be lost")
+
+    def changed(self) -> None:
+        """Something was written to the data that was asked for last."""
+        if isinstance(self.source, Unread) and self.source.keep is not None:
+            self.source.keep()
 
     def parts(self) -> Iterator[tuple[Box, Tensor]]:
         """Each box with its elements, as a view of the data in the shape of the box."""
@@ -178,6 +185,7 @@ def copy_overlap(source: Piece, target: Piece) -> int:
             if not overlap.is_empty:
                 target_data[overlap.slices(target_box)].copy_(source_data[overlap.slices(source_box)])
                 copied += overlap.numel
+    target.changed()
     return copied
 
 

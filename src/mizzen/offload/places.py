@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from mizzen.config.execution import AioConfig
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
 from mizzen.wording import byte_size
@@ -37,6 +38,9 @@ class OffloadSettings:
     ratio: float = 1.0
     """The share of them that rests there."""
     pin: bool = True
+    paths: tuple[str, ...] = ()
+    """Folders on NVMe drives, over which files are striped."""
+    aio: AioConfig = AioConfig()
 
     @classmethod
     def of(cls, config: Config) -> "OffloadSettings":
@@ -47,8 +51,10 @@ class OffloadSettings:
             budget = Budget(asked.device_bytes, asked.host_bytes, asked.nvme_bytes)
         if section is None:
             return cls(budget)
-        place = "host" if section.device == "cpu" else section.device
-        return cls(budget, place, section.ratio, section.pin_memory)
+        place = {"cpu": "host", "nvme": "nvme"}.get(section.device, DEVICE)
+        given = section.nvme_path or ()
+        paths = (given,) if isinstance(given, str) else tuple(given)
+        return cls(budget, place, section.ratio, section.pin_memory, paths, config.aio or AioConfig())
 
     @property
     def is_on(self) -> bool:

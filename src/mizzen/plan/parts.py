@@ -18,7 +18,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class Rest(Protocol):
-    """The resting place of the masters and states of one lot. The lot calls everything but the last two rows.
+    """The resting place of the masters and states of one lot. The lot calls everything but the last three rows.
 
     keep(master, values)       once: the masters from now on, with these values
     leave(gradient)            in backward, as soon as the gradient is complete
@@ -26,6 +26,7 @@ class Rest(Protocol):
     gradient(g), values(m)     the gradient and the values to step, in the same memory
     put(pairs), send(...)      after the step: to the masters, and to the values that the model computes with
     forget()                   gradients were cleared: whatever was brought here for a step is gone
+    fetch()                    by the step, while the lot before it is stepped
     bring_states, rest_states  by the step, before and after it
     trust_values(), wait()     by the step, before and after all lots
     """
@@ -69,6 +70,12 @@ class Rest(Protocol):
 
     def pass_through(self, *, is_streamed: bool) -> None:
         """Say whether what rests outside the device passes through it for a step, between two steps."""
+
+    def fetch(self) -> None:
+        """Start to bring what a step needs to where it runs, if that is far."""
+
+    def readable(self, home: Tensor, piece: Piece) -> Piece:
+        """A piece of the masters, or of a state, that is read from where it rests."""
 
     def bring_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """Let the states of what is stepped be where the step runs."""

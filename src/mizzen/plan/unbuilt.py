@@ -55,19 +55,8 @@ _TECHNIQUES: Final = (
 
 UNBUILT: Final = (
     Unbuilt("zero_optimization.offload_param", "parameter offload"),
-    Unbuilt(
-        "zero_optimization.offload_optimizer.device",
-        "optimizer states on NVMe",
-        inert=("none", "cpu"),
-        instead='use "cpu", which is host memory',
-    ),
-    *(
-        Unbuilt(f"zero_optimization.offload_optimizer.{key}", "optimizer states on NVMe", asks=False)
-        for key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")
-    ),
     Unbuilt("zero_optimization.offload_optimizer.super_offload", "a step on the host during backward"),
     Unbuilt("zero_optimization.offload_optimizer.cpuadam_cores_perc", "a step on the host during backward", asks=False),
-    Unbuilt("offload.nvme_bytes", "optimizer states on NVMe"),
     Unbuilt("zero_optimization.zenflow", "ZenFlow"),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
     Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", asks=False),

@@ -8,9 +8,9 @@ from behind import use_behind
 from ranks.offload.test_step import Model, left_of, places, start, train
 
 
-def written(stage):
+def written(stage, offload):
     use_behind()
-    engine = start(stage, "bf16", offload={"device": "cpu"})
+    engine = start(stage, "bf16", offload=offload)
     train(engine, "bf16", steps=3)
     weight = engine.module.layers[0].weight
     value = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
@@ -27,9 +27,11 @@ def written(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_values_and_states_are_read_and_written_where_they_rest(world, stage):
-    for rests, value, (master, state), seen, changed in world(2).run(written, stage):
-        assert rests == {"host"}
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_values_and_states_are_read_and_written_where_they_rest(world, stage, place, tmp_path):
+    offload = {"device": {"host": "cpu"}.get(place, place), "nvme_path": str(tmp_path)}
+    for rests, value, (master, state), seen, changed in world(2).run(written, stage, offload):
+        assert rests == {place}
         assert torch.equal(master, value)
         assert torch.equal(state, value * 2)
         assert torch.equal(seen, value.to(torch.bfloat16))
@@ -37,15 +39,16 @@ def test_values_and_states_are_read_and_written_where_they_rest(world, stage):
 
 
 def resumed(stage, folder):
-    """Save from host memory; load it there, and where states rest on the device."""
+    """Save from files; load it there, in host memory, and where states rest on the device."""
     use_behind()
-    engine = start(stage, "bf16", offload={"device": "cpu"})
+    nvme = {"device": "nvme", "nvme_path": f"{folder}/swap"}
+    engine = start(stage, "bf16", offload=nvme)
     train(engine, "bf16", steps=3)
     engine.save_checkpoint(folder)
     told, left = train(engine, "bf16", steps=3), left_of(engine)
     engine.destroy()
     found = []
-    for offload in ({"device": "cpu"}, None):
+    for offload in (nvme, {"device": "cpu"}, None):
         other = start(stage, "bf16", offload=offload)
         other.load_checkpoint(folder)
         same = train(other, "bf16", steps=3) == told
@@ -58,7 +61,7 @@ def resumed(stage, folder):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_does_not_know_where_states_rested(world, stage, tmp_path):
     for found in world(2).run(resumed, stage, str(tmp_path)):
-        assert found == [(True, []), (True, [])]
+        assert found == [(True, [])] * 3
 
 
 def given(kind, is_away):

@@ -86,11 +86,12 @@ def left_of(engine):
     return {name: value for name, value in found.items() if value is not None}
 
 
-def both(stage, dtype, rule, accumulation, offload, budgets):
+def both(stage, dtype, rule, accumulation, offload, budgets, *, is_behind=True):
     expected = start(stage, dtype, rule, accumulation)
     told, left = train(expected, dtype, accumulation), left_of(expected)
     expected.destroy()
-    use_behind()
+    if is_behind:
+        use_behind()
     engine = start(stage, dtype, rule, accumulation, offload, budgets)
     rests = places(engine)
     assert train(engine, dtype, accumulation) == told
@@ -99,7 +100,7 @@ def both(stage, dtype, rule, accumulation, offload, budgets):
     different = [name for name in left if not torch.equal(found[name], left[name])]
     measures = engine.last_step.measures
     engine.destroy()
-    assert not mizzen.accelerator.get_accelerator().locked
+    assert not is_behind or not mizzen.accelerator.get_accelerator().locked
     return rests, different, told, measures
 
 
@@ -137,3 +138,36 @@ def test_on_one_rank_too(world):
         ((rests, different, *_),) = world(1).run(both, stage, "bf16", "AdamW", 1, {"device": "cpu"}, None)
         assert set(rests) == {"host"}
         assert different == []
+
+
+NVME = {
+    "0 fp32": (0, "fp32", "AdamW", 1, {"device": "nvme"}, None),
+    "1 bf16 ratio": (1, "bf16", "AdamW", 2, {"device": "nvme", "ratio": 0.5}, None),
+    "2 fp16": (2, "fp16", "AdamW", 1, {"device": "nvme"}, None),
+    "2 low": (2, "low", "Adagrad", 1, {"device": "nvme"}, None),
+    "1 whole": (1, "fp32", "Muon", 1, {"device": "nvme"}, None),
+    "2 three places": (
+        2,
+        "bf16",
+        "AdamW",
+        1,
+        {"device": "nvme"},
+        {"device_bytes": 1500, "host_bytes": 1500, "nvme_bytes": 100000},
+    ),
+    "3 bf16": (3, "bf16", "AdamW", 2, {"device": "nvme"}, None),
+    "3 fp32 ratio": (3, "fp32", "Lion", 1, {"device": "nvme", "ratio": 0.5}, None),
+}
+
+
+@pytest.mark.parametrize("name", choice(NVME, ("1 bf16 ratio", "2 three places", "3 bf16")))
+@pytest.mark.parametrize("is_behind", [True, False], ids=["behind", "cpu"])
+def test_bits_do_not_depend_on_files(world, tmp_path, name, is_behind):
+    stage, dtype, rule, accumulation, offload, budgets = NVME[name]
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    case = (stage, dtype, rule, accumulation, offload | {"nvme_path": paths}, budgets)
+    for rests, different, told, _ in world(2).run(both, *case, is_behind=is_behind):
+        assert "nvme" in rests
+        assert ("host" in rests) == (name == "2 three places")
+        assert different == []
+        assert not all(applied for applied, *_ in told)
+    assert not list((tmp_path / "a").iterdir())

@@ -31,13 +31,11 @@ def zero(**keys):
 
 
 ASKED = {
-    "zero_optimization.offload_optimizer.device": zero(offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
     "zero_optimization.offload_param": zero(stage=2, offload_param={"device": "cpu"}),
     "zero_optimization.zenflow": zero(zenflow={}),
     "zero_optimization.offload_optimizer.super_offload": zero(
         offload_optimizer={"device": "cpu", "super_offload": True}
     ),
-    "offload.nvme_bytes": {"offload": {"nvme_bytes": 1000}},
     "sequence_parallel_size": {"sequence_parallel_size": 2},
     "expert_parallel.enabled": {"expert_parallel": {"enabled": True}},
     "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
@@ -72,11 +70,6 @@ HOW = {
         "enable_sanity_checks": True,
         "offload_optimizer": {
             "device": "cpu",
-            "nvme_path": "/nvme",
-            "buffer_count": 5,
-            "pipeline_read": True,
-            "pipeline_write": True,
-            "fast_init": True,
             "cpuadam_cores_perc": 0.5,
         },
     },

@@ -85,9 +85,11 @@ class LiveBucket:
         self.sums = Sums(self.stock, self.master.numel(), self.accumulation)
 
     @property
-    def is_widened(self) -> bool:
-        """Whether the optimizer steps wider copies of the masters."""
-        return self.targets[0].tensor.dtype != self.master.dtype if self.targets else False
+    def is_stepped_apart(self) -> bool:
+        """Whether the optimizer steps copies of the masters, wider ones or such as were read from files."""
+        if not self.targets:
+            return False
+        return self.master.is_meta or self.targets[0].tensor.dtype != self.master.dtype
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -123,7 +125,7 @@ class LiveBucket:
         """Let go of what only a step needs."""
         for target in self.targets:
             target.tensor.grad = None
-            target.tensor.data = target.tensor.new_empty(0) if self.is_widened else target.place(self.master)
+            target.tensor.data = target.tensor.new_empty(0) if self.is_stepped_apart else target.place(self.master)
 
     def keep_writes(self) -> None:
         """Let a master that lies apart have what somebody has written to the parameters."""

@@ -125,19 +125,20 @@ def _placed(found: Sequence[Family], flat: FlatSettings) -> list[Family]:
     """Give every bucket its resting place, so that a rank keeps within its budget over all of them."""
     buffers = [(family, buffer) for family in found for buffer in family.buffers]
     sizes = [_resting(family, buffer, bucket, flat) for family, buffer in buffers for bucket in buffer.buckets]
-    places = iter(places_for(sizes, flat.offload))
+    places = iter(zip(places_for(sizes, flat.offload), sizes, strict=True))
 
-    def with_places(buffer: Buffer) -> Buffer:
-        return replace(buffer, buckets=tuple(replace(bucket, place=next(places)) for bucket in buffer.buckets))
-
-    def with_overlap(family: Family) -> Holding:
+    def placed(family: Family) -> Family:
+        buffers, nvme = [], 0
+        for buffer in family.buffers:
+            found = [(bucket, *next(places)) for bucket in buffer.buckets]
+            nvme += sum(size for _, place, size in found if place == "nvme")
+            buffers.append(replace(buffer, buckets=tuple(replace(bucket, place=place) for bucket, place, _ in found)))
         is_far = any(site.is_far for site in family.sites.values())
-        return replace(family.holding, overlap=flat.overlap and not is_far, pin=flat.offload.pin)
+        overlap = flat.overlap and not is_far
+        holding = replace(family.holding, overlap=overlap, offload=flat.offload, nvme_bytes=nvme)
+        return replace(family, buffers=tuple(buffers), holding=holding)
 
-    return [
-        replace(family, buffers=tuple(map(with_places, family.buffers)), holding=with_overlap(family))
-        for family in found
-    ]
+    return [placed(family) for family in found]
 
 
 def _resting(family: Family, buffer: Buffer, bucket: Bucket, flat: FlatSettings) -> int:
@@ -325,7 +326,7 @@ def _elsewhere(family: Family, buffer: Buffer, bucket: Bucket, place: int, state
     saved = Cost(masters=-share.masters, states=-share.states)
     if bucket.place == "host":
         return saved + Cost(host=share.resting + share.gradients)
-    return saved + Cost(nvme=share.resting)
+    return saved + Cost(host=share.gradients, nvme=share.resting)
 
 
 def check(drafts: Drafts, layout: Layout) -> None:

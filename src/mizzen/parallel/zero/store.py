@@ -14,6 +14,7 @@ from mizzen.comm.communicator import Work
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes, piece_of_range
+from mizzen.offload.places import OffloadSettings
 from mizzen.offload.rest import RestingPlaces
 from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.addresses import ParameterAddresses
@@ -40,8 +41,9 @@ class Holding:
     """What makes of the mean over these ranks the mean that is asked for, which may be over more or fewer."""
     gain: float = 1.0
     """What the mean gradient is multiplied with before a step: 1, or the ranks where a sum was asked for."""
-    pin: bool = True
-    """Whether what rests in host memory is page-locked."""
+    offload: OffloadSettings = OffloadSettings()
+    nvme_bytes: int = 0
+    """Bytes of masters and states that are to rest on NVMe."""
 
     def __post_init__(self) -> None:
         if self.stage and self.reduction.ranks == 1:
@@ -76,7 +78,7 @@ class FlatStore:
         self.parameters = {name: parameter for name, parameter in parameters.items() if name in held}
         self.device = next(iter(self.parameters.values())).device
         self.stock = Stock(self.device)
-        self.places = RestingPlaces(pin=holding.pin)
+        self.places = RestingPlaces(holding.offload, holding.nvme_bytes)
         self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
@@ -267,14 +269,18 @@ class FlatStore:
             self.restore_parameters({})
         if states is None:
             owned = ((bucket, bucket.master if of == "master" else bucket.gradient) for bucket in self.buckets)
-            return [piece for bucket, tensor in owned for piece in self._pieces(bucket, 0, tensor)]
+            return [
+                bucket.rest.readable(tensor, piece)
+                for bucket, tensor in owned
+                for piece in self._pieces(bucket, 0, tensor)
+            ]
         found = (
             (bucket, target, states.get(target.tensor, {}).get(of))
             for bucket in self.buckets
             for target in bucket.targets
         )
         return [
-            piece
+            bucket.rest.readable(state, piece)
             for bucket, target, state in found
             if isinstance(state, Tensor) and state.shape == target.shape
             for piece in self._pieces(bucket, target.start, state.view(-1))
@@ -349,8 +355,13 @@ def _targets(bucket: Bucket, master: Tensor, dtype: torch.dtype) -> Iterator[Tar
     if not master.numel():
         return
     if not bucket.is_whole:
-        yield Target(master.to(dtype).data, 0, master.numel(), tuple(master.shape))
+        yield Target(_stepped(master, dtype), 0, master.numel(), tuple(master.shape))
         return
     for slot in bucket.slots:
         view = master[slot.start : slot.stop].view(slot.shape)
-        yield Target(view.to(dtype).data, slot.start, slot.stop, slot.shape)
+        yield Target(_stepped(view, dtype), slot.start, slot.stop, slot.shape)
+
+
+def _stepped(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """A master itself, or a wider copy of it; one that is not in memory has but its shape, until it is unloaded."""
+    return torch.zeros(1, dtype=dtype).expand(master.shape).data if master.is_meta else master.to(dtype).data

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mizzen.comm import collectives
 from mizzen.model.sketch import ParameterSketch
+from mizzen.offload.places import OffloadSettings
 from mizzen.offload.rest import RestingPlaces
 from mizzen.parallel.zero.full.division import Owners, Unit
 from mizzen.parallel.zero.full.init import EarlyShard, early_shard
@@ -46,8 +47,9 @@ class FullHolding:
     quantizing: Quantizing = Quantizing()
     owners: Owners = ()
     """Who steps the parameters that their rule needs whole."""
-    pin: bool = True
-    """Whether what rests in host memory is page-locked."""
+    offload: OffloadSettings = OffloadSettings()
+    nvme_bytes: int = 0
+    """Bytes of masters and states that are to rest on NVMe."""
     stays: bool = False
     """Whether units stay gathered while a batch goes through a pipeline."""
 
@@ -106,7 +108,12 @@ def _live(
         rest = resting.rest("device" if is_whole else unit.place, f"{unit.title} {group}")
         values = _values_apart(flat, inside, held) if rest.place != "device" else flat
         kept = rest.keep(flat, values)
-        stepped = kept.new_empty(0, dtype=states) if is_whole else kept.to(states).data
+        if is_whole:
+            stepped = kept.new_empty(0, dtype=states)
+        elif kept.is_meta:  # it has but its shape, until it is unloaded
+            stepped = torch.zeros(1, dtype=states).expand(kept.shape).data
+        else:
+            stepped = kept.to(states).data
         shares.append(Share(group, tuple(inside), values, kept, stepped, rest, is_whole))
         flats.append(values[: sum(each.length for each in inside)])
         found += inside

@@ -113,8 +113,9 @@ class FullChoice:
         flat = self.flat
         division = divide(sketch, self.zero, flat.policy, sharing)
         _refuse_mixed(division, self.zero, flat.policy)
+        nvme = 0
         if flat.offload.is_on:
-            division = _placed(division, flat, sharing)
+            division, nvme = _placed(division, flat, sharing)
         holding = FullHolding(
             flat.mean(sharing),
             flat.mean(copies),
@@ -124,7 +125,8 @@ class FullChoice:
             float(sharing * copies) if flat.is_sum else weight,
             self.quantizing,
             choose_owners((p for unit in division.units for p in unit.parameters), sharing),
-            flat.offload.pin,
+            flat.offload,
+            nvme,
             self.stays,
         )
         return UnitSet(ranks, division, holding)
@@ -365,8 +367,11 @@ def _padded(shape: tuple[int, ...], ranks: int) -> int:
     return share
 
 
-def _placed(division: Division, flat: FlatSettings, sharing: int) -> Division:
-    """Give every unit the resting place of its masters and states; backward completes the last units first."""
+def _placed(division: Division, flat: FlatSettings, sharing: int) -> tuple[Division, int]:
+    """Give every unit the resting place of its masters and states, and say how many bytes rest on NVMe.
+
+    Backward completes the last units first.
+    """
     units = tuple(reversed(division.units))
     sizes = [
         sum(
@@ -378,7 +383,8 @@ def _placed(division: Division, flat: FlatSettings, sharing: int) -> Division:
     ]
     places = places_for(sizes, flat.offload)
     placed = [replace(unit, place=place) for unit, place in zip(units, places, strict=True)]
-    return replace(division, units=tuple(reversed(placed)))
+    nvme = sum(size for size, place in zip(sizes, places, strict=True) if place == "nvme")
+    return replace(division, units=tuple(reversed(placed))), nvme
 
 
 def _price(part: FullPart, states: tuple[int, int]) -> Cost:
@@ -413,6 +419,8 @@ def _at_rest(unit: Unit, holding: FullHolding, states: tuple[int, int]) -> Cost:
             own = 0 if kept.masters else kept.parameters
             if unit.place == "host" and not is_whole:
                 cost += Cost(kept.parameters, host=kept.resting + kept.gradients)
+            elif unit.place == "nvme" and not is_whole:
+                cost += Cost(kept.parameters, host=kept.gradients, nvme=kept.resting)
             else:
                 cost += Cost(own, 0, kept.masters, 0 if is_whole else kept.states)
     summed = [(count, dtype) for (group, dtype, _), count in shares.items() if group is not None]

@@ -66,7 +66,7 @@ class FullStore:
         self.parted: Tensor | None = None
         """On a device: whether the tags of some collective of this step have differed."""
         self.stock = Stock(torch.device(ranks.mesh.device_type))
-        self.places = RestingPlaces(pin=holding.pin)
+        self.places = RestingPlaces(holding.offload, holding.nvme_bytes)
         self.units = assemble(model, units, holding, ranks, self.stock, self.places)
         self.device = self.units[0].device
         reducer = Reducer(holding.reduction, ranks.sharers, self.stock)
@@ -245,19 +245,23 @@ class FullStore:
             for share in self.shares:
                 state = states.get(share.stepped, {}).get(of)
                 if isinstance(state, Tensor) and state.shape == share.master.shape:
-                    found += [_piece(each, each.master(state)) for each in share.trained]
-            found += self.wholes.state_pieces(states, of)
-        elif of == "master":
-            self._keep_writes()
-            masters = {each.name: each.master(share.master) for share in self.shares for each in share.trained}
-            found = [
-                _piece(each, masters.get(each.name, each.shard))
-                for unit in self.units
-                for each in unit.parameters.values()
-            ]
-        else:
+                    found += [
+                        share.rest.readable(state, self._in_whole(_piece(each, each.master(state))))
+                        for each in share.trained
+                    ]
+            return found + [self._in_whole(piece) for piece in self.wholes.state_pieces(states, of)]
+        if of == "gradient":
             found = [_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained]
-        return [self._in_whole(piece) for piece in found]
+            return [self._in_whole(piece) for piece in found]
+        self._keep_writes()
+        shares = {each.name: share for share in self.shares for each in share.trained}
+        return [self._master(each, shares.get(each.name)) for unit in self.units for each in unit.parameters.values()]
+
+    def _master(self, each: UnitParameter, share: Share | None) -> Piece:
+        """What this rank has of a master; a frozen parameter, which belongs to no share, is its own."""
+        if share is None:
+            return self._in_whole(_piece(each, each.shard))
+        return share.rest.readable(share.master, self._in_whole(_piece(each, each.master(share.master))))
 
     def _in_whole(self, piece: Piece) -> Piece:
         """A piece as a part of the whole parameter, where this rank's own tensor is a cut of it."""

@@ -476,5 +476,5 @@ class ShareLot:
         """Let go of what only a step needs."""
         share = self.share
         share.stepped.grad = None
-        is_widened = share.stepped.dtype != share.master.dtype
-        share.stepped.data = share.stepped.new_empty(0) if is_widened else share.master
+        is_apart = share.master.is_meta or share.stepped.dtype != share.master.dtype
+        share.stepped.data = share.stepped.new_empty(0) if is_apart else share.master

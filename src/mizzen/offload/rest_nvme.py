@@ -1,0 +1,248 @@
+"""Masters and states of a lot that rest on NVMe, and pass through host memory for a step.
+
+Between steps a tensor without memory stands where the masters would be, and where each state would be: whoever forgets
+that they are elsewhere meets an error, never old or empty values. While one lot is stepped, the next is read and the
+last is written.
+"""
+
+from collections import deque
+from collections.abc import Iterable, MutableMapping
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mizzen.kernels.masters import keep_writes
+from mizzen.model.piece import Piece, Unread
+from mizzen.offload.nvme import NvmeTier
+from mizzen.offload.rest_host import OnHost, Pairs, mark_of
+from mizzen.offload.tier import HostTier, Transfer, host_memory
+
+BEHIND: Final = 2
+"""Lots whose writes may be under way when the next one is read: with it and the one that is stepped, four in memory."""
+
+
+class Passage:
+    """Host memory that lots of one store pass through on their way from NVMe and back, used again for the next."""
+
+    def __init__(self, files: NvmeTier) -> None:
+        self.files = files
+        self._free: list[Tensor] = []
+        self._used = self._most = 0
+        self._leaving: deque[list[tuple[Transfer, Tensor]]] = deque()
+        """The writes of each lot, with the memory that they are of."""
+        self._seen: tuple[str, Tensor] | None = None
+        self._is_changed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it has."""
+        return self._used + sum(memory.numel() for memory in self._free)
+
+    def take(self, like: Tensor) -> Tensor:
+        """Memory for a tensor of a shape and dtype."""
+        size = like.numel() * like.element_size()
+        fitting = [place for place, memory in enumerate(self._free) if size <= memory.numel() <= 2 * size]
+        best = min(fitting, key=lambda place: self._free[place].numel(), default=None)
+        memory = host_memory(size) if best is None else self._free.pop(best)
+        self._used += memory.numel()
+        self._most = max(self._most, self._used)
+        return memory[:size].view(like.dtype).view(like.shape)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Keep memory for the next lot, unless more is free than was ever needed at once."""
+        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        self._used -= memory.numel()
+        if memory.numel() + sum(each.numel() for each in self._free) <= self._most:
+            self._free.append(memory)
+
+    def write(self, names: dict[str, Tensor]) -> None:
+        """Start to write tensors of a lot, whose memory is free again once that is done."""
+        self._leaving.append([(self.files.write(name, memory), memory) for name, memory in names.items()])
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until the writes of at most so many lots are under way, and raise what went wrong."""
+        while len(self._leaving) > most:
+            writes = self._leaving.popleft()
+            for transfer, memory in writes:
+                transfer.wait()
+                self.give_back(memory)
+
+    # What is looked at or changed outside of a step
+
+    def look(self, name: str, home: Tensor) -> Tensor:
+        """What rests under a name, in host memory until something else is looked at."""
+        if self._seen is None or self._seen[0] != name:
+            self.keep_changes()
+            memory = self.take(home)
+            self.files.read(name, memory).wait()
+            self._seen = name, memory
+        return self._seen[1]
+
+    def change(self) -> None:
+        """Somebody has written to what is looked at."""
+        self._is_changed = True
+
+    def keep_changes(self) -> None:
+        """Let go of what is looked at; what was written to it goes to the files."""
+        if self._seen is None:
+            return
+        name, memory = self._seen
+        if self._is_changed:
+            self.files.write(name, memory).wait()
+        self._seen, self._is_changed = None, False
+        self.give_back(memory)
+
+
+class OnNvme(OnHost):
+    """Masters and states rest on NVMe; gradients come to host memory, where a thread steps."""
+
+    place = "nvme"
+
+    def __init__(self, title: str, tier: HostTier, passage: Passage) -> None:
+        super().__init__(title, tier)
+        self.passage = passage
+        self._here: dict[str, Tensor] = {}
+        """What was read for a step, or is being read."""
+        self._reads: dict[str, Transfer] = {}
+
+    def _called(self, name: str) -> str:
+        return f"{self.title} {name}"
+
+    def keep(self, master: Tensor, values: Tensor) -> Tensor:
+        """Write masters to NVMe."""
+        self._mark = mark_of(values)
+        self._write({"master": self.passage.take(master).copy_(master)})
+        self.passage.wait()
+        return self._homes["master"]
+
+    def _write(self, found: dict[str, Tensor]) -> None:
+        self.passage.keep_changes()
+        for name, memory in found.items():
+            if name not in self._homes:
+                self._homes[name] = torch.empty_like(memory, device="meta")
+        self.passage.write({self._called(name): memory for name, memory in found.items()})
+
+    def fetch(self) -> None:
+        """Start to read everything that a step needs."""
+        self.passage.keep_changes()
+        self.passage.wait(BEHIND)
+        for name, home in self._homes.items():
+            self._fetch_one(name, home)
+
+    def _fetch_one(self, name: str, home: Tensor) -> None:
+        if name not in self._here:
+            self._here[name] = self.passage.take(home)
+            self._reads[name] = self.passage.files.read(self._called(name), self._here[name])
+
+    def _bring(self, name: str) -> Tensor:
+        """What rests under a name, in host memory."""
+        self.passage.keep_changes()
+        self._fetch_one(name, self._homes[name])
+        if (read := self._reads.pop(name, None)) is not None:
+            read.wait()
+        return self._here[name]
+
+    def keep_writes(self, values: Tensor, master: Tensor) -> None:
+        """Only where the values are others than came from the masters, these are read, compared and written again."""
+        if self._is_compared:
+            return
+        mark = mark_of(values)
+        if self._mark is None or not torch.equal(mark, self._mark):
+            masters = self._bring("master")
+            keep_writes(torch.empty_like(values, device="cpu").copy_(values), masters)
+            self._write({"master": self._here.pop("master")})
+        self._mark = mark
+
+    def values(self, master: Tensor) -> Tensor:
+        """The masters in host memory."""
+        return self._bring("master")
+
+    def put(self, pairs: Pairs) -> None:
+        """Copy what was stepped in other memory than that which the masters were read to."""
+        for place, value in pairs:
+            here = _at(self._here["master"], place)
+            if here.data_ptr() != value.data_ptr():
+                here.copy_(value)
+
+    def send(self, values: Tensor, master: Tensor, stepped: Pairs) -> None:
+        """Through the memory that the gradient had; the masters are on their way to the files meanwhile."""
+        masters = self._here.pop("master")
+        staging = self._staging(values)
+        staging.view(masters.shape).copy_(masters)
+        self._sent = self.tier.copy_in(values, staging.view(values.shape), after_current=False)
+        self._write({"master": masters})
+
+    def arrived(self, values: Tensor, master: Tensor) -> Pairs:
+        """Later work of the current stream waits for values that were sent; others are read and sent now."""
+        if self._sent is None:
+            values.copy_(self._bring("master"))
+            self._let_go()
+        else:
+            self._sent.wait_on_stream()
+        self._sent, self._mark, self._is_compared = None, mark_of(values), False
+        return []
+
+    def forget(self) -> None:
+        """What has left or was read ahead of a step is of no use any more."""
+        super().forget()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give the memory back of what was read and not changed."""
+        for name, memory in self._here.items():
+            if (read := self._reads.pop(name, None)) is not None:
+                read.wait()
+            self.passage.give_back(memory)
+        self._here.clear()
+
+    def pass_through(self, *, is_streamed: bool) -> None:
+        """The step runs on the host."""
+
+    def bring_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
+        """States in host memory, in place of what stands for them."""
+        for number, tensor in enumerate(tensors):
+            state = states.get(tensor, {})
+            for key in state:
+                if state[key] is self._homes.get(f"{number} {key}"):
+                    state[key] = self._bring(f"{number} {key}")
+
+    def rest_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
+        """Start to write each state, under the number of what it belongs to and its key."""
+        leaving: dict[str, Tensor] = {}
+        for number, tensor in enumerate(tensors):
+            state = states.get(tensor, {})
+            for key, value in state.items():
+                if not isinstance(value, Tensor) or value.shape != tensor.shape or type(value) is not Tensor:
+                    continue
+                memory = self._here.pop(f"{number} {key}", None)
+                if value is not memory:
+                    memory = (self.passage.take(value) if memory is None else memory).copy_(value)
+                leaving[f"{number} {key}"] = memory
+        self._write(leaving)
+        for number, tensor in enumerate(tensors):
+            for key in states.get(tensor, {}):
+                if f"{number} {key}" in leaving:
+                    states[tensor][key] = self._homes[f"{number} {key}"]
+
+    def readable(self, home: Tensor, piece: Piece) -> Piece:
+        """A piece of what rests here, that is read when it is asked for."""
+        source = piece.source
+        if not isinstance(source, Tensor) or not source.is_meta:
+            return piece
+        name = self._called(next(name for name, each in self._homes.items() if each is home))
+
+        def load() -> Tensor:
+            return _at(self.passage.look(name, home), source)
+
+        return replace(piece, source=Unread(tuple(source.shape), source.dtype, load, keep=self.passage.change))
+
+    def wait(self) -> None:
+        """Writes go on beside the next forward; what went wrong with earlier ones is raised."""
+        self.passage.wait(BEHIND)
+
+
+def _at(memory: Tensor, place: Tensor) -> Tensor:
+    """The part of a memory for which a part of the tensor stands that has none."""
+    return memory.as_strided(place.shape, place.stride(), place.storage_offset())
