@@ -169,7 +169,7 @@ CASES = {
     ),
     "fp16 masters without stages": with_config(fp16={"enabled": True, "fp16_master_weights_and_grads": True}),
     "tensor parallel": with_config(tensor_parallel={"autotp_size": 1}, pipeline_parallel_size=2),
-    "offload": with_config(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}}),
+    "offload": with_config(zero_optimization={"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}),
     "unknown optimizer": with_config(optimizer={"type": "AdamZ"}),
     "optimizer without type": with_config(optimizer={"params": {"lr": 1}}),
     "optimizer with a typo": with_config(optimizer={"type": "AdamW", "params": {"lrr": 1}}),
