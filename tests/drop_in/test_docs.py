@@ -23,6 +23,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.wide
 def test_the_commands_print_what_the_page_shows_and_leave_what_clients_look_for(python, folder):
     for line, shown in COMMANDS:
         program, *words = shlex.split(line)

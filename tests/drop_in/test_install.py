@@ -121,6 +121,7 @@ def test_install_and_remove(environment):
     assert "nothing to remove" in environment.run("mizzen", "compat", "remove", code=2)
 
 
+@pytest.mark.wide
 def test_pip_sees_it_and_can_uninstall_it(environment):
     environment.run("mizzen", "compat", "install")
     assert "0.19.8+mizzen" in environment.pip("list")
@@ -131,6 +132,7 @@ def test_pip_sees_it_and_can_uninstall_it(environment):
     assert not list(environment.packages.glob("deepspeed*"))
 
 
+@pytest.mark.wide
 def test_pip_installs_it_from_its_folder(environment, tmp_path):
     shutil.copytree(ROOT / "compat", tmp_path / "compat", ignore=shutil.ignore_patterns("*.egg-info", "build"))
     environment.pip("install", *ANEW, tmp_path / "compat")
@@ -141,6 +143,7 @@ def test_pip_installs_it_from_its_folder(environment, tmp_path):
     environment.run("mizzen", "compat", "remove")
 
 
+@pytest.mark.wide
 def test_another_package_of_that_name_is_left_alone_unless_told(environment):
     environment.pretend("0.19.8")
     text = environment.run("mizzen", "compat", "install", code=2)
@@ -171,6 +174,7 @@ def test_a_job_alone_finds_it(environment, tmp_path):
     shutil.rmtree(environment.packages / "deepspeed-0.19.8.dist-info")
 
 
+@pytest.mark.wide
 def test_programs(environment, tmp_path):
     environment.run("mizzen", "compat", "install")
     (tmp_path / "script.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:])\n")
@@ -194,6 +198,7 @@ def test_programs(environment, tmp_path):
     environment.run("mizzen", "compat", "remove")
 
 
+@pytest.mark.wide
 def test_the_launcher_s_own_module(environment, tmp_path):
     environment.run("mizzen", "compat", "install")
     (tmp_path / "script.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:])\n")

@@ -1,5 +1,7 @@
 """Unmodified models of transformers in stages train as one process does; their names stay those of the whole model."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from breadth import choice
@@ -9,7 +11,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.plan.build import build as build_plan
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 CASES = [
     ("gpt2", 2, 2, 0, "1f1b"),

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from mizzen.accelerator import get_accelerator
 from mizzen.kernels.masters import keep_writes
-from mizzen.model.piece import Piece
 from mizzen.offload.nvme import NvmeTier
 from mizzen.offload.places import DEVICE, OffloadSettings
-from mizzen.offload.rest_host import OnHost, Pairs
+from mizzen.offload.rest_host import InMemory, OnHost, Pairs
 from mizzen.offload.rest_nvme import OnNvme, Passage
 from mizzen.offload.tier import HostTier
 
 
-class OnDevice:
+class OnDevice(InMemory):
     """Masters and states rest where gradients and values are: nothing moves."""
 
     place: str = "device"
@@ -44,13 +43,6 @@ class OnDevice:
     def gradient(self, gradient: Tensor) -> Tensor:
         """The gradient itself."""
         return gradient
-
-    def fetch(self) -> None:
-        """It is here."""
-
-    def readable(self, home: Tensor, piece: Piece) -> Piece:
-        """It can be read as it is."""
-        return piece
 
     def values(self, master: Tensor) -> Tensor:
         """The masters themselves."""

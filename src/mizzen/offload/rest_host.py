@@ -14,7 +14,18 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 """(place, value): what is to be copied where."""
 
 
-class OnHost:
+class InMemory:
+    """What rests where it can be read and written in place."""
+
+    def fetch(self) -> None:
+        """It is near enough."""
+
+    def readable(self, home: Tensor, piece: Piece) -> Piece:
+        """It can be read as it is."""
+        return piece
+
+
+class OnHost(InMemory):
     """Masters and states rest in host memory, under the title of their lot."""
 
     place: str = "host"
@@ -95,13 +106,6 @@ class OnHost:
         self._left = None
         left[2].wait()
         return self.tier.held(f"{self.title} gradient").view(gradient.shape)
-
-    def fetch(self) -> None:
-        """Host memory is near enough."""
-
-    def readable(self, home: Tensor, piece: Piece) -> Piece:
-        """It can be read as it is."""
-        return piece
 
     def values(self, master: Tensor) -> Tensor:
         """The masters in place, or a copy on the device."""

@@ -107,9 +107,6 @@ class OnNvme(OnHost):
         """What was read for a step, or is being read."""
         self._reads: dict[str, Transfer] = {}
 
-    def _called(self, name: str) -> str:
-        return f"{self.title} {name}"
-
     def keep(self, master: Tensor, values: Tensor) -> Tensor:
         """Write masters to NVMe."""
         self._mark = mark_of(values)
@@ -122,7 +119,7 @@ class OnNvme(OnHost):
         for name, memory in found.items():
             if name not in self._homes:
                 self._homes[name] = torch.empty_like(memory, device="meta")
-        self.passage.write({self._called(name): memory for name, memory in found.items()})
+        self.passage.write({f"{self.title} {name}": memory for name, memory in found.items()})
 
     def fetch(self) -> None:
         """Start to read everything that a step needs."""
@@ -134,7 +131,7 @@ class OnNvme(OnHost):
     def _fetch_one(self, name: str, home: Tensor) -> None:
         if name not in self._here:
             self._here[name] = self.passage.take(home)
-            self._reads[name] = self.passage.files.read(self._called(name), self._here[name])
+            self._reads[name] = self.passage.files.read(f"{self.title} {name}", self._here[name])
 
     def _bring(self, name: str) -> Tensor:
         """What rests under a name, in host memory."""
@@ -231,7 +228,7 @@ class OnNvme(OnHost):
         source = piece.source
         if not isinstance(source, Tensor) or not source.is_meta:
             return piece
-        name = self._called(next(name for name, each in self._homes.items() if each is home))
+        name = f"{self.title} {next(name for name, each in self._homes.items() if each is home)}"
 
         def load() -> Tensor:
             return _at(self.passage.look(name, home), source)

@@ -388,6 +388,7 @@ def test_under_torchrun(tmp_path):
     assert torchrun(tmp_path, "live", "--standalone") == ["3.0 2 torchrun 0"] * 2
 
 
+@pytest.mark.wide
 def test_restarted_by_torchrun_the_dead_are_not_called(tmp_path):
     # The agent keeps one store for all attempts; with torch's own rendezvous most such restarts fail.
     assert torchrun(tmp_path, "die", "--standalone", "--max-restarts", "1") == ["3.0 2 torchrun 1"] * 2

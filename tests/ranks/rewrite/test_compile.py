@@ -87,6 +87,7 @@ def lengths_in_turn() -> list[int]:
     return graphs
 
 
+@pytest.mark.wide
 def test_nothing_is_compiled_after_both_lengths_were_seen(world):
     for graphs in world(2).run(lengths_in_turn, timeout=180):
         assert graphs[2:] == [graphs[1]] * 48

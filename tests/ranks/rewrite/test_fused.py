@@ -64,6 +64,7 @@ def compiled() -> list[tuple]:
     return [train(2), train(2, **sections, fused=ALL), train(2, **sections, **RECOMPUTE, fused=ALL)]
 
 
+@pytest.mark.wide
 def test_compiled_blocks_with_a_fused_head(world):
     for expected, *others in world(2).run(compiled, timeout=200):
         for losses, norms, _ in others:

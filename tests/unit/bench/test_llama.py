@@ -81,6 +81,7 @@ def losses(system):
     return [float(step(number)) for number in range(6)]
 
 
+@pytest.mark.wide
 def test_bert_trains_alike_with_and_without_mizzen(world):
     (found,) = world(1).run(losses, "mizzen-2+fused")
     assert found == pytest.approx(losses("plain"), rel=5e-2)

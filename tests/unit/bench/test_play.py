@@ -42,6 +42,7 @@ def test_those_that_start_anew_repeat_their_first_steps(game):
     assert len(result.turns) == 2
 
 
+@pytest.mark.wide
 def test_one_that_fails_is_named_and_the_others_play_on(game):
     record = play(game("bad", "late", "dead", "good", steps=1), "toys")
     assert [result.name for result in record.results] == ["good"]

@@ -246,6 +246,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+@pytest.mark.wide
 def test_inductor_drops_in_backward_what_it_has_dropped_in_forward(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     block, inputs = Masked(), torch.ones(64, requires_grad=True)

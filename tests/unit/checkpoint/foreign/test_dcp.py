@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from groups import Later
 from mizzen.checkpoint import foreign
 from mizzen.errors import CheckpointError
+
+dcp = Later("torch.distributed.checkpoint")
+state_dict = Later("torch.distributed.checkpoint.state_dict")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def saved(tmp_path_factory):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
-    weights, states = get_state_dict(model, optimizer)
+    weights, states = state_dict.get_state_dict(model, optimizer)
     extra = {"step": 7, "note": ["kept", (1, 2)], "odd": torch.arange(3), "number": torch.tensor(4)}
     dcp.save({"model": weights, "optim": states, "extra": extra}, checkpoint_id=folder, no_dist=True)
     return folder, model, optimizer
