@@ -366,9 +366,9 @@ class _SketchReader:
         first = self.paths.setdefault(id(module), path)
         own = list(module.named_parameters(path, recurse=False, remove_duplicate=False))
         for name, parameter in own:
-            _meet(self.parameters, name, parameter, module)
+            _note(self.parameters, name, parameter, module)
         for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False):
-            _meet(self.buffers, name, buffer, module)
+            _note(self.buffers, name, buffer, module)
         names = tuple(name for name, _ in own)
         same_as = first if first != path else None
         self.modules.append(
@@ -414,7 +414,7 @@ def _unsplit(parameter: ParameterSketch, ranks: int) -> ParameterSketch:
     return replace(parameter, shape=whole)
 
 
-def _meet(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:
+def _note(seen: dict[int, _Found], name: str, tensor: "Tensor", module: "nn.Module") -> None:
     found = seen.setdefault(id(tensor), _Found(name, tensor, module))
     if found.name != name:
         found.aliases.append(name)

@@ -285,7 +285,7 @@ def _close(transfers: Transfers, files: list[DirectFile], folders: list[SwapFold
 
 def _let_end(transfer: BlockTransfer | None) -> None:
     if transfer is not None:
-        transfer.settle()
+        transfer.wait_for_end()
 
 
 def _fits(part: memoryview) -> bool:

@@ -31,13 +31,13 @@ class BlockTransfer:
         """Whether `wait` would return, or raise, at once."""
         return self._over.is_set()
 
-    def settle(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait until nothing of it is under way any more, however it ends."""
         self._over.wait()
 
     def wait(self) -> None:
         """Wait until nothing of it is under way any more, and raise what has gone wrong with one of its blocks."""
-        self.settle()
+        self.wait_for_end()
         if self._error is not None:
             raise self._error
 

@@ -150,7 +150,7 @@ class UnitGradients:
         self.finish_backward()
         self._is_open = self.position.is_backward = False
         self._wait()
-        self._meet("the end of backward")
+        self._compare_tags("the end of backward")
         self._is_complete = self.replicas.reduction.ranks == 1  # so that a rank reads and writes its own part alone
         self._mark(self._is_complete and self._is_last)
 
@@ -159,7 +159,7 @@ class UnitGradients:
         self.finish_backward()
         if not self._is_complete:
             self._wait()
-            self._meet("the end of a step's gradients")
+            self._compare_tags("the end of a step's gradients")
             for finish in [self.replicas.to_all(unit.sums.read()) for unit in self.units if unit.shares]:
                 finish()
             self._is_complete = True
@@ -198,7 +198,7 @@ class UnitGradients:
         for finish in pending:
             finish()
 
-    def _meet(self, phase: str) -> None:
+    def _compare_tags(self, phase: str) -> None:
         if self.group is not None and self.units and self.units[0].device.type == "cpu":
             try:
                 compare_tags(Tag(self.position.step, "", phase), self.group, torch.empty(0))
