@@ -119,7 +119,7 @@ class aio_handle:  # noqa: N801  (a name that scripts call)
         """Wait for all that was begun, raise the first thing that went wrong, and return how many there were."""
         started, self._started = self._started, []
         for transfer, _ in started:
-            transfer.settle()
+            transfer.wait_for_end()
         for transfer, end in started:
             end()
             transfer.wait()
@@ -149,7 +149,7 @@ class aio_handle:  # noqa: N801  (a name that scripts call)
         if later:
             self._started.append((transfer, end))
             return 0
-        transfer.settle()
+        transfer.wait_for_end()
         end()
         transfer.wait()
         return 1
