@@ -19,7 +19,7 @@ WIDE = {
     "accelerator/cpu.py Cpu": "every method of the protocol `Accelerator`, and how it is made",
 }
 """`file class` -> why it has more methods."""
-TOTAL_LINES = 54_000
+TOTAL_LINES = 56_000
 """Raised in the commit that needs it, never in advance."""
 
 

@@ -255,13 +255,12 @@ class FullStore:
             return [self._in_whole(piece) for piece in found]
         self._keep_writes()
         shares = {each.name: share for share in self.shares for each in share.trained}
-        return [self._master(each, shares.get(each.name)) for unit in self.units for each in unit.parameters.values()]
-
-    def _master(self, each: UnitParameter, share: Share | None) -> Piece:
-        """What this rank has of a master; a frozen parameter, which belongs to no share, is its own."""
-        if share is None:
-            return self._in_whole(_piece(each, each.shard))
-        return share.rest.readable(share.master, self._in_whole(_piece(each, each.master(share.master))))
+        found = []
+        for each in (each for unit in self.units for each in unit.parameters.values()):
+            share = shares.get(each.name)
+            piece = self._in_whole(_piece(each, each.shard if share is None else each.master(share.master)))
+            found.append(piece if share is None else share.rest.readable(share.master, piece))
+        return found
 
     def _in_whole(self, piece: Piece) -> Piece:
         """A piece as a part of the whole parameter, where this rank's own tensor is a cut of it."""
