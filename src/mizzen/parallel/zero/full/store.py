@@ -257,9 +257,9 @@ class FullStore:
         shares = {each.name: share for share in self.shares for each in share.trained}
         found = []
         for each in (each for unit in self.units for each in unit.parameters.values()):
-            share = shares.get(each.name)
-            piece = self._in_whole(_piece(each, each.shard if share is None else each.master(share.master)))
-            found.append(piece if share is None else share.rest.readable(share.master, piece))
+            its = shares.get(each.name)
+            piece = self._in_whole(_piece(each, each.shard if its is None else each.master(its.master)))
+            found.append(piece if its is None else its.rest.readable(its.master, piece))
         return found
 
     def _in_whole(self, piece: Piece) -> Piece:
