@@ -230,3 +230,8 @@ def alone(view: Tensor) -> Tensor:
     if type(view) is not Tensor or view.device.type not in ("cpu", "cuda", "xpu"):
         return view  # without memory of its own, as in a simulation, or without addresses to share
     return from_dlpack(view)
+
+
+def stepped_of(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """A master itself, or a wider copy of it; one that is not in memory has but its shape, until it is unloaded."""
+    return torch.zeros(1, dtype=dtype).expand(master.shape).data if master.is_meta else master.to(dtype).data

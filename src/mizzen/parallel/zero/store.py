@@ -19,7 +19,7 @@ from mizzen.offload.rest import RestingPlaces
 from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.addresses import ParameterAddresses
 from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGradients
-from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all
+from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all, stepped_of
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
 from mizzen.parallel.zero.slots import Bucket, Buffer
 from mizzen.parallel.zero.stock import Stock
@@ -355,13 +355,8 @@ def _targets(bucket: Bucket, master: Tensor, dtype: torch.dtype) -> Iterator[Tar
     if not master.numel():
         return
     if not bucket.is_whole:
-        yield Target(_stepped(master, dtype), 0, master.numel(), tuple(master.shape))
+        yield Target(stepped_of(master, dtype), 0, master.numel(), tuple(master.shape))
         return
     for slot in bucket.slots:
         view = master[slot.start : slot.stop].view(slot.shape)
-        yield Target(_stepped(view, dtype), slot.start, slot.stop, slot.shape)
-
-
-def _stepped(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """A master itself, or a wider copy of it; one that is not in memory has but its shape, until it is unloaded."""
-    return torch.zeros(1, dtype=dtype).expand(master.shape).data if master.is_meta else master.to(dtype).data
+        yield Target(stepped_of(view, dtype), slot.start, slot.stop, slot.shape)

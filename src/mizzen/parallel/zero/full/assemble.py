@@ -23,6 +23,7 @@ from mizzen.parallel.zero.full.sharded_parameter import (
     whole_view,
 )
 from mizzen.parallel.zero.full.unit import LiveUnit, Message, Share, UnitParameter, UnitRanks
+from mizzen.parallel.zero.live import stepped_of
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
 from mizzen.parallel.zero.stock import Stock, Sums
 from mizzen.precision.policy import Policy, wider
@@ -108,12 +109,7 @@ def _live(
         rest = resting.rest("device" if is_whole else unit.place, f"{unit.title} {group}")
         values = _values_apart(flat, inside, held) if rest.place != "device" else flat
         kept = rest.keep(flat, values)
-        if is_whole:
-            stepped = kept.new_empty(0, dtype=states)
-        elif kept.is_meta:  # it has but its shape, until it is unloaded
-            stepped = torch.zeros(1, dtype=states).expand(kept.shape).data
-        else:
-            stepped = kept.to(states).data
+        stepped = kept.new_empty(0, dtype=states) if is_whole else stepped_of(kept, states)
         shares.append(Share(group, tuple(inside), values, kept, stepped, rest, is_whole))
         flats.append(values[: sum(each.length for each in inside)])
         found += inside
