@@ -1,5 +1,7 @@
 """What rests in host memory is read, written, saved and loaded as what rests on the device is."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -95,3 +97,39 @@ def refused():
 
 def test_a_rule_over_all_parameters_is_refused(world):
     assert world(1).run(refused) == [True]
+
+
+def without_its_file(folder):
+    """What a step says whose states somebody has removed, and whether the folder is gone in the end."""
+    engine = start(2, "bf16", offload={"device": "nvme", "nvme_path": folder})
+    train(engine, "bf16", steps=2)
+    (file,) = Path(folder).glob("mizzen-swap-*/states")
+    file.unlink()
+    with pytest.raises(mizzen.errors.FileError) as caught:
+        train(engine, "bf16", steps=2)
+    engine.destroy()
+    return str(caught.value), list(Path(folder).iterdir())
+
+
+def test_a_file_that_somebody_removed_is_named(world, tmp_path):
+    ((said, left),) = world(1).run(without_its_file, str(tmp_path))
+    assert "states" in said
+    assert "on NVMe" in said or "from NVMe" in said or "to NVMe" in said
+    assert left == []
+
+
+def saved_beside(folder):
+    engine = start(1, "bf16", offload={"device": "nvme", "nvme_path": f"{folder}/swap"})
+    train(engine, "bf16", steps=3)
+    left = left_of(engine)
+    engine.save_checkpoint(folder, tag="beside", async_save=True)
+    train(engine, "bf16", steps=2)
+    engine.destroy()
+    other = start(1, "bf16")
+    other.load_checkpoint(folder, tag="beside")
+    found = left_of(other)
+    return [name for name in left if not torch.equal(found[name], left[name])]
+
+
+def test_a_save_beside_training_has_what_was_on_nvme_then(world, tmp_path):
+    assert world(2).run(saved_beside, str(tmp_path)) == [[], []]
