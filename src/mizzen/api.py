@@ -43,7 +43,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.model.trace import flow_of
 from mizzen.monitor.terminal import dump_state
 from mizzen.order import ORDER
-from mizzen.parallel.pipeline.module import LayeredModule
+from mizzen.parallel.pipeline.module import LayeredModule, PipelineOptions
 from mizzen.parallel.pipeline.profile import profile_layers
 from mizzen.parallel.zero.full.init import init_suspended
 from mizzen.plan.build import build
@@ -84,7 +84,7 @@ def initialize(
     given = read_source(source)
     _listen(given.get("log_level"))
     given = {**(defaults or {}), **given}
-    given |= _stages_of(model, given)
+    given |= _degrees_of_model(model, given)
     settings = load(given | _degrees_of_mesh(mesh_param))
     world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
@@ -181,17 +181,17 @@ def _degrees_of_mesh(mesh_param: tuple[int, int] | None) -> dict[str, int]:
     return {"data_parallel_size": mesh_param[0], "sequence_parallel_size": mesh_param[1]}
 
 
-def _stages_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
-    """The number of stages that a model written as a list of layers asks for itself."""
-    stages = model.options.stages if isinstance(model, LayeredModule) else None
-    if stages is None or given.get("pipeline_parallel_size") == stages:
-        return {}
-    if "pipeline_parallel_size" in given:
-        asked = given["pipeline_parallel_size"]
-        raise ConfigError(
-            "pipeline_parallel_size", f"{asked} stages, but the PipelineModule has {stages}: leave one out"
-        )
-    return {"pipeline_parallel_size": stages}
+def _degrees_of_model(model: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
+    """The stages, and the ranks for each matrix, that a model written as a list of layers asks for itself."""
+    options = model.options if isinstance(model, LayeredModule) else PipelineOptions()
+    if "tensor_parallel" in given and "tensor_parallel_size" not in given:  # its layers are yet to be cut
+        asked = {"pipeline_parallel_size": options.stages}
+    else:
+        asked = {"pipeline_parallel_size": options.stages, "tensor_parallel_size": options.tensor_ranks}
+    for key, degree in asked.items():
+        if degree is not None and given.get(key, degree) != degree:
+            raise ConfigError(key, f"{given[key]}, but the PipelineModule has {degree}: leave one out")
+    return {key: degree for key, degree in asked.items() if degree is not None}
 
 
 def _degrees_of_mpu(mpu: Any, world: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from mizzen.progress import Record
-from mizzen.wording import and_more
+from mizzen.wording import and_more, rank_in_role
 
 NEVER: Final = -2
 """A step that no rank has: that of one that nothing was heard of."""
@@ -38,6 +38,8 @@ class RankState:
     elsewhere: str = ""
     """A call that is not ours in which the rank is."""
     stack: str = ""
+    role: str = ""
+    """Which part of the model the rank has."""
 
     @classmethod
     def of(cls, record: Record, host: str, now: float, *, has_ended: bool = False) -> "RankState":
@@ -54,11 +56,17 @@ class RankState:
             is_waiting=is_waiting,
             waited=now - record.entered if is_waiting else 0.0,
             has_ended=has_ended,
+            role=record.role,
         )
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    @property
+    def name(self) -> str:
+        """The rank, with its role where it has one."""
+        return rank_in_role(self.rank, self.role)
 
     @property
     def where(self) -> str:
@@ -81,18 +89,19 @@ class Hang:
     def __str__(self) -> str:
         longest = self.waiting
         absent = [
-            f"rank {one.rank} on {one.host} is not there: {one.where}"
+            f"{one.name} on {one.host} is not there: {one.where}"
             + (f", after {one.collective}" if one.collective else "")
             for one in self.missing
         ]
         who = and_more(absent, separator="; ") or "every rank waits, and none is behind the others"
         what = f"has waited {longest.waited:.1f} s in {longest.collective} after step {longest.step}"
-        return f"hung: rank {longest.rank} {what}; {who}"
+        return f"hung: {longest.name} {what}; {who}"
 
     @property
     def peers_in_words(self) -> str:
         """The missing ranks as the waiting one tells of its peers."""
-        return and_more([f"rank {one.rank} ({one.where})" for one in self.missing])
+        told = ((one.rank, ", ".join(filter(None, (one.role, one.where)))) for one in self.missing)
+        return and_more([rank_in_role(rank, words) for rank, words in told])
 
 
 def find_hang(ranks: Sequence[RankState], limit: float, *, first_step: int = 1) -> Hang | None:

@@ -28,7 +28,7 @@ from mizzen.log import warn_once
 # a torn slot is never taken for a record, and the one before it is still there. But a reader is no faster than a
 # writer. While it copies the file, a rank that writes without a pause may come to both slots, and neither copy holds;
 # such a reader looks again. A dead rank leaves at most one slot torn, so that looking again is never in vain.
-_FIELDS: Final = struct.Struct("<QqqqQ?dd64s32s48s64s")
+_FIELDS: Final = struct.Struct("<QqqqQ?dd64s32s48s64s47s")
 _CHECKSUM: Final = struct.Struct("<I")
 _SLOT: Final = 320
 _MAGIC: Final = b"mizzen-1"
@@ -63,6 +63,8 @@ class Record:
     phase: str
     collective: str
     group: str
+    role: str = ""
+    """Which part of the model it has, such as `stage 1 of 2, tensor rank 0`; empty where all have the same."""
 
 
 class Progress:
@@ -75,7 +77,7 @@ class Progress:
         self._rank = rank
         self._writes = 0
         self._step = -1
-        self._unit = self._phase = self._collective = self._group = b""
+        self._unit = self._phase = self._collective = self._group = self._role = b""
         self._number, self._waits, self._entered, self._hang_timeout = 0, 0, 0.0, 0.0
         self._memory[: len(_MAGIC)] = _MAGIC
         self.at()
@@ -98,6 +100,12 @@ class Progress:
         """Note how long a rank may wait; the supervisor acts on it."""
         with self._lock:
             self._hang_timeout = seconds
+            self._write()
+
+    def set_role(self, role: str) -> None:
+        """Note who this rank is among those that have different parts of a model."""
+        with self._lock:
+            self._role = role.encode()
             self._write()
 
     def enter(
@@ -186,6 +194,7 @@ class Progress:
             self._phase,
             self._collective,
             self._group,
+            self._role,
         )
         start = _SLOT * (1 + self._writes % 2)
         self._memory[start : start + len(fields) + _CHECKSUM.size] = fields + _CHECKSUM.pack(zlib.crc32(fields))
@@ -269,6 +278,6 @@ def _slot(data: bytes, number: int) -> Record | None:
     checksum = data[_SLOT * number + _FIELDS.size :][: _CHECKSUM.size]
     if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(fields):
         return None
-    *numbers, unit, phase, collective, group = _FIELDS.unpack(fields)
-    words = (text.rstrip(b"\0").decode(errors="ignore") for text in (unit, phase, collective, group))
+    *numbers, unit, phase, collective, group, role = _FIELDS.unpack(fields)
+    words = (text.rstrip(b"\0").decode(errors="ignore") for text in (unit, phase, collective, group, role))
     return Record(*numbers, *words)

@@ -40,6 +40,11 @@ def and_more(items: Iterable[object], most: int = 8, *, separator: str = ", ") -
     return shown if len(texts) <= most else f"{shown} and {len(texts) - most} more"
 
 
+def rank_in_role(rank: int, role: str) -> str:
+    """A rank by number, and who it is where that is known: `rank 3 (stage 1 of 2, tensor rank 1)`."""
+    return f"rank {rank} ({role})" if role else f"rank {rank}"
+
+
 def rank_list(ranks: Sequence[int], most: int = 8) -> str:
     """Ranks by number: `rank 2`, or `ranks 0, 1, 2 and 12 more`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {and_more(ranks, most)}"

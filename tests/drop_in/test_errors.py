@@ -145,3 +145,17 @@ def test_a_universal_checkpoint_is_not_taken_for_written(package, tmp_path):
     engine.train_batch(programs.batches(1))
     engine.save_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, tag="global_step1")[0] is not None
+
+
+CALLERS = {"transformers.trainer": "HF Trainer", "lightning.pytorch.strategies.deepspeed": "Lightning"}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_stages_are_refused_to_clients_that_cannot_drive_them(package, caller):
+    """Whoever calls forward, backward and step itself is named; a script of one's own is not refused by this."""
+    config = programs.config(0) | {"pipeline_parallel_size": 2}
+    names = {"__name__": caller, "initialize": package.initialize, "model": programs.Model(), "config": config}
+    with pytest.raises(UsageError, match=f"pipeline_parallel_size 2 with {CALLERS[caller]}, which calls forward"):
+        exec("def prepare():\n    initialize(model=model, config=config)\nprepare()", names)
+    with pytest.raises(LayoutError, match="world size 1 is not a multiple"):
+        package.initialize(model=programs.Model(), config=config)

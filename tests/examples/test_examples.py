@@ -162,6 +162,19 @@ def test_layers_that_are_cut_give_the_losses_of_one_rank(world):
     assert "tp=2: this rank has 2048 of 4096 elements" in cut[0] and cut[1:] == [""] * 3
 
 
+def test_a_gpt_in_three_dimensions_gives_the_losses_of_one_rank(world):
+    words = ("--steps", 5, "--width", 16)
+    ((alone,), cut) = (
+        world(ranks, init=False).run(script, "gpt_3d.py", *words, *more)
+        for ranks, more in ((1, ()), (8, ("--tp", 2, "--pp", 2)))
+    )
+    expected, found = (printed_numbers(text, "loss") for text in (alone, cut[0]))
+    assert len(expected) == 5 and expected[-1] < expected[0] - 0.1
+    assert found == pytest.approx(expected, rel=1e-4)
+    whole, parts = (printed_numbers(text, "holds")[0] for text in (alone, cut[0]))
+    assert parts < whole / 3
+
+
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra clients")
 def test_a_vision_transformer_at_stage_3(world):
     printed, _ = world(2, init=False).run(script, "vit.py", "--steps", 60)

@@ -55,3 +55,12 @@ def test_a_rank_that_has_ended_waits_no_more():
     ended = RankState.of(record, "w", 16.0, has_ended=True)
     assert (ended.is_waiting, ended.waited, ended.rank) == (False, 0.0, 2)
     assert RankState(**ended.as_dict()) == ended
+
+
+def test_ranks_that_have_different_parts_of_a_model_are_named_with_their_roles():
+    stuck = RankState(1, host="a", step=3, phase="forward", role="stage 1 of 2, tensor rank 0")
+    waits = RankState(0, host="a", step=3, is_waiting=True, waited=9.0, collective="recv", role="stage 0 of 2")
+    hang = find_hang([waits, stuck], 5.0)
+    assert str(hang).startswith("hung: rank 0 (stage 0 of 2) has waited 9.0 s in recv")
+    assert "rank 1 (stage 1 of 2, tensor rank 0) on a is not there: step 3" in str(hang)
+    assert hang.peers_in_words == "rank 1 (stage 1 of 2, tensor rank 0, step 3, phase 'forward')"

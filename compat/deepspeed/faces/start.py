@@ -1,6 +1,8 @@
 """`initialize` and its neighbours: mizzen's own, with an engine that has what clients reach for."""
 
+import sys
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any, Final
 
@@ -24,8 +26,35 @@ SIGNATURE: Final = signature(api.initialize).replace(parameters=_PUBLIC)
 
 def initialize(*args: Any, **kwargs: Any) -> api.Setup:
     """mizzen's `initialize`, for configurations that clients have added keys of their own to."""
-    engine = DeepSpeedEngine(**SIGNATURE.bind(*args, **kwargs).arguments)
+    given = SIGNATURE.bind(*args, **kwargs).arguments
+    _refuse_pipelines_of_clients(given.get("config") or given.get("config_params"))
+    engine = DeepSpeedEngine(**given)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+CLIENTS: Final = {
+    "transformers.trainer": "HF Trainer",
+    "accelerate.accelerator": "Accelerate",
+    "lightning.pytorch.strategies.deepspeed": "Lightning",
+    "pytorch_lightning.strategies.deepspeed": "Lightning",
+}
+"""Modules of clients that run forward, backward and step themselves."""
+
+
+def _refuse_pipelines_of_clients(config: Any) -> None:
+    """Refuse stages to a client that cannot drive them, at the start rather than at its first forward."""
+    stages = config.get("pipeline_parallel_size", 1) if isinstance(config, Mapping) else 1
+    if stages in (1, "auto"):
+        return
+    found, frame = "", sys._getframe(1)
+    while (outer := frame.f_back) is not None:
+        found, frame = CLIENTS.get(str(outer.f_globals.get("__name__")), found), outer
+    if found:
+        raise UsageError(
+            f"pipeline_parallel_size {stages} with {found}, which calls forward, backward and step itself: a pipeline "
+            "runs a whole batch at once. Leave the key out (tensor_parallel.autotp_size and ZeRO stage 3 work there), "
+            "or write the loop: engine, *_ = mizzen.initialize(...), then engine.train_batch(data_iter)"
+        )
 
 
 initialize.__signature__ = SIGNATURE  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mizzen.parallel.pipeline.drawing import draw
 from mizzen.parallel.pipeline.timeline import Times, timeline
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
+from mizzen.plan.matrix import render_matrix
 
 
 def configure(parser: Parser) -> None:
@@ -36,6 +37,7 @@ def configure(parser: Parser) -> None:
         "mizzen plan config.json --world 512",
         "mizzen plan config.json --world 8 --model train:build_model",
         "mizzen plan trainer.json --world 8 --batch 4 --drop-in",
+        "mizzen plan --matrix",
         "mizzen plan config.json --world 8 --schedule timeline.svg --times measured.json",
     )
     add_source(parser, "config", required=True, help="number of ranks")
@@ -53,7 +55,21 @@ def configure(parser: Parser) -> None:
         help="measured times for --schedule: forward, backward, backward_input and transfer, the first three as one "
         "number or one for each chunk, and their unit; without it a backward is taken to be two forwards long",
     )
+    parser.add_argument(
+        "--matrix", action=_PrintMatrix, help="print what goes together, and why the rest is refused; needs no CONFIG"
+    )
     parser.set_defaults(run=run)
+
+
+class _PrintMatrix(argparse.Action):
+    """Prints the matrix of what goes together, and ends the command, as `--help` does."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        write(render_matrix())
+        parser.exit()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,16 +14,20 @@ import torch
 from mizzen.comm.agreement import differing_texts
 from mizzen.comm.collectives import all_gather_into_tensor
 from mizzen.comm.groups import exchange_device, get_all_ranks_from_group
+from mizzen.config.layout import Layout, role_in_words
 from mizzen.errors import CommError
-from mizzen.wording import and_more, rank_list
+from mizzen.wording import and_more, rank_in_role, rank_list
 
 ABSENT: Final = "nothing"
 SHOWN: Final = 6
 """How many differences are told."""
 
 
-def compare(fields: Mapping[str, str], group: Any = None) -> None:
-    """Raise a CommError on every rank of the group unless all have the same fields. Every rank of it calls this."""
+def compare(fields: Mapping[str, str], group: Any = None, layout: Layout | None = None) -> None:
+    """Raise a CommError on every rank of the group unless all have the same fields. Every rank of it calls this.
+
+    With a layout ranks are named with their roles.
+    """
     ranks, device = get_all_ranks_from_group(group), exchange_device(group)
 
     def gather(row: torch.Tensor) -> torch.Tensor:
@@ -33,10 +37,10 @@ def compare(fields: Mapping[str, str], group: Any = None) -> None:
 
     texts, _ = differing_texts(json.dumps(dict(sorted(fields.items()))), gather)
     if texts:
-        raise CommError(explain([(ranks[place], json.loads(text)) for place, text in texts.items()]))
+        raise CommError(explain([(ranks[place], json.loads(text)) for place, text in texts.items()], layout))
 
 
-def explain(ranks: Sequence[tuple[int, Mapping[str, str]]]) -> str:
+def explain(ranks: Sequence[tuple[int, Mapping[str, str]]], layout: Layout | None = None) -> str:
     """The ranks that differ from the others, by field; where no value has a majority, the first rank's counts."""
     names = dict.fromkeys(name for _, fields in ranks for name in fields)
     told = []
@@ -48,12 +52,17 @@ def explain(ranks: Sequence[tuple[int, Mapping[str, str]]]) -> str:
             if value != usual:
                 odd.setdefault(value, []).append(rank)
         for value, where in odd.items():
-            which = f"{rank_list(where)} {'has' if len(where) == 1 else 'have'}"
+            who = rank_in_role(where[0], _role(where[0], layout)) if len(where) == 1 else rank_list(where)
+            which = f"{who} {'has' if len(where) == 1 else 'have'}"
             told.append(f"{name}: {which} {_short(value)}, the others {_short(usual)}")
     return (
         f"the ranks are not about to do the same: {and_more(told, SHOWN, separator='; ')}. Start all ranks with the "
         "same code, configuration and packages"
     )
+
+
+def _role(rank: int, layout: Layout | None) -> str:
+    return role_in_words(layout, rank) if layout is not None and rank < layout.world else ""
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

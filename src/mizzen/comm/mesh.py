@@ -34,8 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mizzen.backport import set_timeout
 from mizzen.comm.communicator import current
 from mizzen.comm.groups import new_group
-from mizzen.config.layout import AXES, DATA_AXES, EXPERT_AXES, SAMPLE_AXES, Layout, Partition
+from mizzen.config.layout import AXES, DATA_AXES, EXPERT_AXES, SAMPLE_AXES, Layout, Partition, role_in_words
 from mizzen.errors import LayoutError, UsageError
+from mizzen.progress import get_progress
 
 PRODUCTS: Final = (
     SAMPLE_AXES,
@@ -116,6 +117,7 @@ class Mesh:
             comm.meshes[key] = cls(layout, devices, expert, dist.get_rank(), aside, builder.meshes, builder.by_ranks())
         found: Mesh = comm.meshes.pop(key)
         comm.meshes[key] = found  # the last one, for those who ask for the current one
+        get_progress().set_role(role_in_words(layout, found.rank))
         return found
 
     @classmethod
@@ -299,6 +301,20 @@ class _Builder:
         formed = [new_group(ranks, self.timeout, group_desc=title) for ranks in partition]
         mine = (group for ranks, group in zip(partition, formed, strict=True) if self.rank in ranks)
         return next(mine, formed[0])  # type: ignore[no-any-return]
+
+
+def groups_of_rank(layout: Layout, rank: int, partitions: Sequence[Partition] = ()) -> dict[tuple[int, ...], str]:
+    """The groups of several ranks that a rank belongs to once a mesh is laid, each with the axes that it is along.
+
+    `partitions` are those of a plan. Nothing is formed here: this is what `Mesh.build` will form.
+    """
+    found: dict[tuple[int, ...], str] = {}
+    products = (*((axis,) for axis in (*AXES, *EXPERT_AXES)), *PRODUCTS, *EXPERT_PRODUCTS)
+    for axes in sorted(products, key=len):
+        found.setdefault(layout.ranks_along(axes, rank), "all" if axes == AXES else " * ".join(axes))
+    for partition in partitions:
+        found |= {ranks: "plan" for ranks in partition if rank in ranks and ranks not in found}
+    return {ranks: title for ranks, title in found.items() if len(ranks) > 1}
 
 
 def _key(layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:

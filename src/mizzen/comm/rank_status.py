@@ -21,6 +21,7 @@ import psutil
 import torch.distributed as dist
 
 from mizzen.hang import NEVER, RankState
+from mizzen.wording import rank_in_role
 
 NAMED_PEERS: Final = 64
 """A wait for more peers than this is published without their ranks: the record has to stay small."""
@@ -123,6 +124,8 @@ class RankStatus:
     waits: tuple[Wait, ...] = ()
     left: str = ""
     """Why the rank has left the job, once it has."""
+    role: str = ""
+    """Which part of the model the rank has."""
     torch_call: TorchCall | None = None
     """Where its main thread is, while that is in a call of torch.distributed that is not ours."""
 
@@ -183,7 +186,7 @@ def verdict(case: Case, peer_statuses: Mapping[int, PeerStatus]) -> str | None:
             if peer is not None and (reason := check(case, peer)):
                 place = peer.status.place
                 is_told = not place or PARTED in reason
-                return f"rank {rank} {reason}" + ("" if is_told else f" (it was at {place})")
+                return f"{rank_in_role(rank, peer.status.role)} {reason}" + ("" if is_told else f" (it was at {place})")
     return None
 
 
@@ -192,7 +195,7 @@ def states(
 ) -> tuple[RankState, list[RankState]]:
     """This rank and the peers of a wait, for `find_hang`: a peer that has come to the collective waits there, too."""
     here: dict[str, Any] = {"collective": wait.title, "number": wait.number, "is_waiting": True}
-    me = RankState(own.rank, step=own.step, unit=own.unit, phase=own.phase, waited=waited, **here)
+    me = RankState(own.rank, step=own.step, unit=own.unit, phase=own.phase, waited=waited, role=own.role, **here)
     peers = []
     for rank in wait.peers:
         peer = peer_statuses.get(rank)
@@ -204,7 +207,9 @@ def states(
             elsewhere = f"torch.distributed.{torch_call.operation}() at {torch_call.place}" if torch_call else ""
             if not wait.number and seen.waits:  # whoever owes a message may wait for one itself
                 elsewhere = seen.waits[0].title
-            state = RankState(rank, step=seen.step, unit=seen.unit, phase=seen.phase, elsewhere=elsewhere)
+            state = RankState(
+                rank, step=seen.step, unit=seen.unit, phase=seen.phase, elsewhere=elsewhere, role=seen.role
+            )
         peers.append(replace(state, **here) if has_come else state)
     return me, peers
 

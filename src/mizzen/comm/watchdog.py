@@ -36,6 +36,7 @@ from mizzen.errors import CommError
 from mizzen.hang import find_hang
 from mizzen.log import get_logger
 from mizzen.progress import get_progress
+from mizzen.wording import rank_in_role
 
 REMEMBERED: Final = 16
 """Calls of each group whose titles are published: more than a rank may be ahead of another one."""
@@ -150,6 +151,7 @@ class RankCalls:
             },
             waits=tuple(wait for wait in list(self.waits.values()) if len(wait.peers) <= NAMED_PEERS),
             left=self.left,
+            role=record.role,
         )
 
 
@@ -389,7 +391,7 @@ class Watchdog:
         return None
 
     def _failure(self, call: Call, what: str, reason: str) -> CommError:
-        message = f"rank {self._calls_made.rank} {what}: {reason}"
+        message = f"{rank_in_role(self._calls_made.rank, get_progress().record.role)} {what}: {reason}"
         call.fail(message)
         self._publish_now()
         return CommError(message)

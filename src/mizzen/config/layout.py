@@ -197,6 +197,16 @@ class Layout:
             raise LayoutError(f"{rank!r} is not one of the {self.world} ranks 0 to {self.world - 1}")
 
 
+def role_in_words(layout: Layout, rank: int) -> str:
+    """Who a rank is where ranks have different parts of a model: `stage 1 of 2, tensor rank 0`; else nothing."""
+    places = layout.coordinates(rank)
+    words = [f"stage {places['pp']} of {layout.pp}"] if layout.pp > 1 else []
+    words += [f"tensor rank {places['tp']}"] if layout.tp > 1 else []
+    if words and layout.dp > 1:
+        words.append(f"data rank {places['dp_replicate'] * layout.dp_shard + places['dp_shard']}")
+    return ", ".join(words)
+
+
 def _check_degree(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise LayoutError(f"{name}={value!r}: use a whole number of at least 1")

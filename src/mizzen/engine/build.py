@@ -84,7 +84,7 @@ def build_engine(
         updater = Updater(
             stores,
             optimizer,
-            Vote(context.mesh.everyone, context.device, runner.role, gain=gain),
+            Vote(context.mesh.everyone, context.device, runner.role, gain=gain, layout=context.mesh.layout),
             max_norm=config.gradient_clipping,
             scaler=arithmetic.scaler,
             changes=changes,

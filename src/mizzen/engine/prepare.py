@@ -101,7 +101,8 @@ def compare_plans(plan: Plan) -> None:
             "mizzen": version_of("mizzen"),
             "torch": torch.__version__,
             "python": platform.python_version(),
-        }
+        },
+        layout=plan.resolved.layout,
     )
 
 
@@ -214,7 +215,7 @@ def check_equal(model: nn.Module, mesh: Mesh, elsewhere: Collection[str] = ()) -
     ]
     sums = {name: sum_of_bits(tensor) for name, tensor in tensors}
     values = torch.stack(list(sums.values())).tolist() if sums else []
-    compare({name: str(value) for name, value in zip(sums, values, strict=True)}, mesh.same_model_group)
+    compare({name: str(value) for name, value in zip(sums, values, strict=True)}, mesh.same_model_group, mesh.layout)
 
 
 def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:

@@ -15,9 +15,10 @@ from torch.distributed import ProcessGroup
 
 from mizzen.accelerator import Fetch, get_accelerator
 from mizzen.comm import collectives, groups
+from mizzen.config.layout import Layout, role_in_words
 from mizzen.errors import UsageError
 from mizzen.plan.losses import MANY_KINDS, Role
-from mizzen.wording import and_more
+from mizzen.wording import and_more, rank_in_role
 
 SOME_SCALED: Final = (
     "some ranks called engine.scale(loss).backward() in this step and others a bare loss.backward(): use one of the two"
@@ -214,13 +215,21 @@ class Vote:
     """The ranks that take a step together, which are all of the job."""
 
     def __init__(
-        self, group: ProcessGroup | None, device: torch.device, role: Role | None = None, *, gain: float = 1.0
+        self,
+        group: ProcessGroup | None,
+        device: torch.device,
+        role: Role | None = None,
+        *,
+        gain: float = 1.0,
+        layout: Layout | None = None,
     ) -> None:
         self.group = group
         """None for one rank."""
         self.device = device
         self.ranks = groups.get_world_size(group) if group is not None else 1
         self.role = role or Role(self.ranks)
+        self.layout = layout
+        """By which ranks are named with their roles."""
         self.gain = gain
         """What the mean gradient is multiplied with on every rank: 1, or the ranks where their sum was asked for."""
         self._last = Seen(has_losses=True, is_counted=False, has_unannounced=False, has_scaled=False)
@@ -259,11 +268,14 @@ class Vote:
             collectives.all_gather_object(gathered, named[0], group=self.group)
             named = gathered
         found = [
-            f"rank {groups.get_global_rank(self.group, rank) if self.group else 0}: {and_more(names, 3)}"
+            f"{self._name(groups.get_global_rank(self.group, rank) if self.group else 0)}: {and_more(names, 3)}"
             for rank, names in enumerate(named)
             if names
         ]
         return "gradient not finite on " + "; ".join(found) if found else SUM_OVERFLOWS
+
+    def _name(self, rank: int) -> str:
+        return rank_in_role(rank, role_in_words(self.layout, rank) if self.layout is not None else "")
 
 
 def _counts(sums: StepSums) -> tuple[Any, Any, Any, Any]:

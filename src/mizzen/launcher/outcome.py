@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple
 from mizzen.launcher.signals import SAVED, UNSAVED
 from mizzen.monitor.output import LineFile
 from mizzen.progress import announced_run
-from mizzen.wording import gib
+from mizzen.wording import gib, rank_in_role
 
 SECONDARY: Final = re.compile(
     r"CommError|Connection (?:closed|reset) by peer|Broken pipe|DistNetworkError|DistBackendError|ncclRemoteError"
@@ -44,6 +44,8 @@ class Failure:
     """What is known beside the status: a hang, with who is where."""
     number: int = 1
     """Which failure of the job this is, counted from 1."""
+    role: str = ""
+    """Which part of the model the rank had, as it has said itself."""
 
     @property
     def code(self) -> int:
@@ -57,7 +59,7 @@ class Failure:
         return self.status > 0 and any(SECONDARY.search(line) for line in last)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} {self._end()}"
+        return f"{rank_in_role(self.rank, self.role)} on {self.host} {self._end()}"
 
     def _end(self) -> str:
         if self.cause:

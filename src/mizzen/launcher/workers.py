@@ -294,7 +294,9 @@ class WorkerGroup:
             spec, status = worker.spec, worker.process.returncode
             text = spec.output.error_tail.decode(errors="replace")
             words = last_words(text, status, is_python=spec.is_python, is_shown=spec.output.is_shown)
-            failures.append(Failure(spec.rank, self.host, status, words, worker.resident))
+            record = Progress.read(self._record(worker))
+            role = record.role if record is not None else ""
+            failures.append(Failure(spec.rank, self.host, status, words, worker.resident, role=role))
         return failures
 
     def note_memory(self) -> None:

@@ -296,10 +296,13 @@ def joined(drafts: Drafts) -> Sketch:
         return drafts[0]
     parameters = {p.name: p for draft in reversed(drafts) for p in draft.parameters}
     order = dict.fromkeys(p.name for draft in drafts for p in draft.parameters)
+    held: dict[str, dict[str, None]] = {}
+    for module in (module for draft in drafts for module in draft.modules):
+        held.setdefault(module.path, {}).update(dict.fromkeys(module.parameters))
     return Sketch(
         tuple(parameters[name] for name in order),
         tuple({buffer.name: buffer for draft in drafts for buffer in draft.buffers}.values()),
-        tuple({module.path: module for draft in drafts for module in draft.modules}.values()),
+        tuple(replace(module, parameters=tuple(held[module.path])) for module in drafts[0].modules),
         tuple(dict.fromkeys(hint for draft in drafts for hint in draft.hints)),
         next((draft.head for draft in drafts if draft.head is not None), None),
         drafts[0].split_plan,

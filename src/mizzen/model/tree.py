@@ -1,7 +1,7 @@
-"""The modules and parameters of a model: whether one was exchanged since some time, and parts as one model."""
+"""The modules and parameters of a model: whether one was exchanged since some time, parts as one model, stand-ins."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -44,6 +44,26 @@ class ModelTree:
         """Whether every module and parameter still stands where it stood, and no other was added."""
         found = map(dict.get, self._tables, self._names)
         return sum(map(len, self._sized)) == self._size and all(map(is_, found, self._objects))
+
+
+class Elsewhere(nn.Module):
+    """Stands for a module that other ranks run: nothing of it is computed, cut or changed here."""
+
+
+class InnerForward:
+    """In the place of a module's `forward`: calls it with other arguments than the module itself is called with.
+
+    Who wants to see the model's own arguments takes the place of `forward` here.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+
+def modules_here(model: nn.Module, paths: Iterable[str]) -> Iterator[nn.Module]:
+    """Those of a model's modules that this rank runs, by path."""
+    modules = dict(model.named_modules())
+    return (modules[path] for path in paths if path in modules and not isinstance(modules[path], Elsewhere))
 
 
 def every_name(model: nn.Module) -> dict[str, Tensor]:

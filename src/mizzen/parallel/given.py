@@ -62,12 +62,12 @@ class GivenSplit(Transform):
 
     def apply(self, parts: Parts, choice: GivenChoice, mesh: Mesh) -> Parts:
         """Nothing is left to do but to make sure that what is not said to be cut are copies, and that of batches."""
+        compare_first_batch(parts, mesh)
         for part in parts:
-            compare_first_batch(part.module, mesh.group("tp"))
             copies = {name: p for name, p in part.module.named_parameters() if type(p.data) is Tensor}
             sums = {name: str(int(sum_of_bits(p))) for name, p in copies.items() if name not in choice.cut}
             try:
-                compare(sums, mesh.group("tp"))
+                compare(sums, mesh.group("tp"), mesh.layout)
             except CommError as difference:
                 raise UsageError(
                     f"parameters that are not said to be cut differ among the ranks that share a matrix: {difference}. "

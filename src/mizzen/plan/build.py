@@ -72,9 +72,9 @@ class Plan:
 
     @property
     def cut_here(self) -> dict[str, ParameterSketch]:
-        """The parameters that come whole and of which each rank keeps a part, by name."""
+        """The parameters that come whole and of which each rank keeps a part, by every name that a stage may know."""
         every = (p for draft in self.drafts for p in draft.parameters)
-        return {p.name: p for p in every if p.home.cuts and p.split is None}
+        return {name: p for p in every if p.home.cuts and p.split is None for name in p.names}
 
     @property
     def not_data_parallel(self) -> frozenset[str]:

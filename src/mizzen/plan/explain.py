@@ -3,10 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
+from mizzen.comm.mesh import groups_of_rank
+from mizzen.config.layout import SAMPLE_AXES
 from mizzen.config.resolve import OPEN_BATCH, TRIAD, is_batch_open
 from mizzen.model.sketch import count_of
 from mizzen.plan.build import Plan
 from mizzen.plan.cost import Cost
+from mizzen.wording import and_more
 
 
 def explain(plan: Plan) -> str:
@@ -19,6 +22,8 @@ def explain(plan: Plan) -> str:
         f"world   {layout.world} ranks: pp={layout.pp} dp={layout.dp} sp={layout.sp} tp={layout.tp} ep={layout.ep}",
         f"batch   {OPEN_BATCH if is_batch_open(plan.resolved.config) else samples}",
     ]
+    if layout.pp * layout.tp > 1:
+        lines += _placement(plan)
     if plan.sketch.parameters:
         lines.append(
             f"model   {count_of(plan.sketch.numel)} parameters, {count_of(plan.sketch.trainable_numel)} trainable"
@@ -38,6 +43,19 @@ def explain(plan: Plan) -> str:
         if step.cost != Cost() and plan.sketch.parameters:
             lines.append(f"     memory {step.cost}")
     return "\n".join(lines)
+
+
+def _placement(plan: Plan) -> list[str]:
+    """Which ranks are neighbours, and how many groups of them each rank belongs to."""
+    layout = plan.resolved.layout
+    axes = {"share matrices": ("tp",), "have other data": SAMPLE_AXES, "are other stages": ("pp",)}
+    found = {what: layout.ranks_along(names, 0) for what, names in axes.items() if layout.size(*names) > 1}
+    words = [f"{and_more(ranks, 3)} {what}" for what, ranks in found.items()]
+    if layout.tp > 1:
+        words.append(f"nodes with a multiple of {layout.tp} GPUs keep what shares a matrix inside")
+    joined = groups_of_rank(layout, 0, plan.groups)
+    groups = ", ".join(f"{title} ({len(ranks)})" for ranks, title in joined.items())
+    return [f"places  ranks {'; '.join(words)}", f"groups  {len(joined)} for each rank: {groups}"]
 
 
 def facts_of(plan: Plan) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from mizzen.errors import PlanError, UsageError
 from mizzen.log import info_once
 from mizzen.model.blocks import Block
 from mizzen.model.sketch import Drafts, Sketch, joined
+from mizzen.model.tree import modules_here
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.forward import called_blocks, in_words, restore
@@ -107,15 +108,13 @@ def _paths(units: Sequence[Block]) -> tuple[str, ...]:
 
 
 def _compile(model: nn.Module, paths: Iterable[str], options: Mapping[str, Any]) -> None:
-    modules = dict(model.named_modules())
     _check_backend(options.get("backend", "inductor"))
     _refuse(model, str(options.get("backend", "inductor")))
-    for path in paths:
-        if path in modules:
-            try:
-                modules[path].compile(**options)
-            except (TypeError, ValueError, AssertionError) as error:
-                raise UsageError(f"torch.compile does not take {dict(options)}: {error}") from error
+    for module in modules_here(model, paths):
+        try:
+            module.compile(**options)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise UsageError(f"torch.compile does not take {dict(options)}: {error}") from error
 
 
 def _check_backend(backend: Any) -> None:

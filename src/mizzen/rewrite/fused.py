@@ -1,10 +1,7 @@
 """Fused operations as a transform: which parts of a model are computed by them, and which are left to a compiler."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
-
-from torch import nn
 
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
@@ -13,6 +10,7 @@ from mizzen.errors import PlanError
 from mizzen.kernels.gpu import gpu_code
 from mizzen.model.head import OWN_LOSSES, HeadSketch
 from mizzen.model.sketch import Drafts, Sketch, joined, parent_of
+from mizzen.model.tree import modules_here
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.forward import called_blocks
@@ -88,11 +86,6 @@ class Fused(Transform):
         asked = [key for key in ("rms_norm", "rotary", "swiglu") if config.at(f"fused.{key}")]
         if not asked and not section.head_loss:
             return None
-        if layout.pp > 1 and section.head_loss:
-            raise PlanError(
-                f"fused.head_loss over pp={layout.pp}: the last stage of a cut model calls its forward in parts; leave "
-                "the key out"
-            )
         left = tuple(f"fused.{key}" for key in asked) if config.compile.enabled else ()
         if not sketch.modules:
             words = (["head_loss"] if section.head_loss else []) + ([] if left else asked)
@@ -121,27 +114,23 @@ class Fused(Transform):
     def apply(self, parts: Parts, choice: FusedChoice, mesh: Mesh) -> Parts:
         """Give the modules their operations."""
         for part in parts:
-            modules = dict(part.module.named_modules())
-            if choice.needs_kernels and (parameter := next(part.module.parameters(), None)) is not None:
+            model = part.module
+            if choice.needs_kernels and (parameter := next(model.parameters(), None)) is not None:
                 gpu_code(parameter)  # an error here and now, where they cannot be had
-            replace(_at(modules, choice.norms), FusedNorm)
-            replace(_at(modules, choice.attentions), FusedRotary)
-            replace(_at(modules, choice.gated), FusedGatedLayer)
-            if choice.head is not None and choice.head.path in modules:
+            replace(modules_here(model, choice.norms), FusedNorm)
+            replace(modules_here(model, choice.attentions), FusedRotary)
+            replace(modules_here(model, choice.gated), FusedGatedLayer)
+            if choice.head is None:
+                continue
+            for head in modules_here(model, (choice.head.path,)):
                 HeadLoss.take(
-                    modules[choice.head.model],
-                    modules[choice.head.path],
+                    model.get_submodule(choice.head.model),
+                    head,
                     choice.rows,
                     labelled_only=choice.labelled_only,
                     calls_loss=choice.head.loss == LOSS,
                 )
         return parts
-
-
-def _at(modules: dict[str, nn.Module], paths: tuple[str, ...]) -> Iterator[nn.Module]:
-    """The modules of these paths that are here: what another stage has is gone, or stands for it without weights."""
-    there = (modules[path] for path in paths if path in modules)
-    return (module for module in there if any(True for _ in module.parameters()))
 
 
 def _head(config: Config, sketch: Sketch) -> HeadSketch:

@@ -21,6 +21,7 @@ from mizzen.accelerator.streams import Fetch
 from mizzen.errors import PlanError, UsageError
 from mizzen.kernels.head_loss import VocabularyPart, head_loss
 from mizzen.model.inputs import change_tensors
+from mizzen.model.tree import InnerForward
 from mizzen.model.wrapper import without_memory
 from mizzen.rewrite.forward import ReplacedForward
 
@@ -200,13 +201,14 @@ class HeadLoss(ReplacedForward):
     """Stands in the place of the model's `forward`. Without labels it only calls it."""
 
     def __init__(self, model: nn.Module, head: nn.Linear, rows: int, *, labelled_only: bool, calls_loss: bool) -> None:
-        super().__init__(model.forward)
+        place = vars(model).get("forward")
+        super().__init__(place.forward if isinstance(place, InnerForward) else model.forward)
         self.model: Any = model
         self.head, self.rows = head, rows
         self.labelled_only = labelled_only
         self.plain_loss: Any = self.model.loss_function if calls_loss else None
         """The model's own loss function; None when its forward takes a cross entropy instead."""
-        self.names = tuple(signature(model.forward).parameters)
+        self.names = tuple(signature(self.__wrapped__).parameters)
         self.part: VocabularyPart | None = vars(head).get("vocabulary_part")
         """Of a vocabulary that is shared out among ranks, which the head then says of itself."""
 
@@ -224,7 +226,11 @@ class HeadLoss(ReplacedForward):
             raise PlanError(
                 f"fused.head_loss: the head is a {type(head).__module__}.{type(head).__name__}, no nn.Linear"
             )
-        vars(model)["forward"] = cls(model, head, rows, labelled_only=labelled_only, calls_loss=calls_loss)
+        made = cls(model, head, rows, labelled_only=labelled_only, calls_loss=calls_loss)
+        if isinstance(place := vars(model).get("forward"), InnerForward):
+            place.forward = made
+        else:
+            vars(model)["forward"] = made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `forward` returns; its logits are late."""

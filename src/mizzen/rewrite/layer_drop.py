@@ -74,6 +74,11 @@ class LayerDrop(Transform):
     def wants(self, config: Config, layout: Layout, drafts: Drafts) -> LayerDropChoice | None:
         """As configured."""
         section = config.progressive_layer_drop
+        if section.enabled and layout.pp > 1:
+            raise PlanError(
+                f"progressive_layer_drop.enabled over pp={layout.pp}: stages are not told how likely they shall keep "
+                "a layer; leave the section out, or use other kinds of parallelism"
+            )
         for draft in drafts if section.enabled else ():
             _check(draft.modules[0] if draft.modules else ModuleSketch("", ""))
         return LayerDropChoice(section.theta, section.gamma) if section.enabled else None

@@ -35,6 +35,7 @@ from mizzen.errors import NotBuilt, PlanError, UsageError
 from mizzen.kernels.untraced import untraced
 from mizzen.log import warn_once
 from mizzen.model.sketch import Drafts, joined
+from mizzen.model.tree import modules_here
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 from mizzen.rewrite.forward import ReplacedForward, called_blocks, in_words, restore
@@ -367,8 +368,7 @@ class Recompute(Transform):
             current.keeping = current.keeping or Keeping(on_host=True)
         for part in parts:
             restore(part.module, Recomputed)
-            modules = dict(part.module.named_modules())
-            for block in (modules[path] for path in choice.paths if path in modules):
+            for block in modules_here(part.module, choice.paths):
                 vars(block)["forward"] = Recomputed(block.forward, choice.keeping)
         return parts
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import mizzen.comm as comm
 from mizzen.comm.join import init_distributed
-from mizzen.comm.mesh import EXPERT_PRODUCTS, PRODUCTS, Mesh
+from mizzen.comm.mesh import EXPERT_PRODUCTS, PRODUCTS, Mesh, groups_of_rank
 from mizzen.config.layout import AXES, EXPERT_AXES, Layout
 from mizzen.errors import LayoutError, UsageError
 
@@ -236,3 +236,25 @@ def test_a_bound_communicator_is_split_once_for_all_groups_of_an_axis(world):
     assert alone == ([[0], [1], [2], [3]], timedelta(seconds=77), "pp")
     assert data == ([[0, 2], [1, 3]], timedelta(seconds=77), "dp_shard")
     assert tensor == ([[0, 1], [2, 3]], timedelta(seconds=77), "tp")
+
+
+def formed(size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=5, world_size=size, store=FakeStore())
+    found = []
+    for degrees in ({"tp": 8, "pp": 4}, {"tp": 2, "pp": 2, "dp_replicate": 4}, {"tp": 8, "sp": 2, "ep": 4}, {}):
+        layout = Layout.fit(size, **degrees)
+        mesh = Mesh.build(layout, device_type="cpu")
+        several = {ranks for ranks in mesh._groups if len(ranks) > 1}
+        found.append((several == groups_of_rank(layout, 5).keys(), sorted(groups_of_rank(layout, 5).values())))
+    return found
+
+
+def test_no_rank_belongs_to_more_groups_than_axes_and_products_need(world):
+    """Those that a plan counts are those that are formed, each once, however many names it has."""
+    ((cut, copies, experts, data),) = world(1, init=False).run(formed, 1024)
+    assert cut == (True, ["all", "dp_shard", "pp", "pp * tp", "tp"])
+    assert copies == (True, ["all", "dp_replicate", "dp_replicate * dp_shard", "dp_shard", "pp", "pp * tp", "tp"])
+    assert experts[0] and len(experts[1]) == 7
+    assert data == (True, ["dp_shard"])

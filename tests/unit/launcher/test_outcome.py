@@ -22,6 +22,8 @@ from mizzen.progress import announce_run, announced_run
 
 def test_words_of_a_failure():
     assert str(Failure(3, "w1", 7)) == "rank 3 on w1 ended with exit code 7"
+    told = Failure(3, "w1", 7, role="stage 1 of 2, tensor rank 1")
+    assert str(told) == "rank 3 (stage 1 of 2, tensor rank 1) on w1 ended with exit code 7"
     killed = Failure(3, "w1", -9, resident=3 * 2**30)
     assert "signal 9 (SIGKILL)" in str(killed) and "out of memory; it was last seen with 3.00 GiB" in str(killed)
     assert killed.code == 137 and Failure(0, "w", 5).code == 5

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mizzen.errors import PlanError, UsageError
 from mizzen.model.blocks import Blocks
 from mizzen.model.sketch import Sketch, ancestors_of, parent_of
-from mizzen.model.tree import children_of, with_children
+from mizzen.model.tree import Elsewhere, InnerForward, children_of, with_children
 from mizzen.parallel.pipeline.partition import partition
 from mizzen.wording import and_more
 
@@ -132,7 +132,7 @@ class Gate:
     """Whether the chunk's own blocks are next, or have been."""
 
 
-class BlockStandIn(nn.Module):
+class BlockStandIn(Elsewhere):
     """In the place of a block that is elsewhere. It has what its users may look at, and no parameters."""
 
     def __init__(self, block: nn.Module, gate: Gate, role: str = "") -> None:
@@ -160,7 +160,7 @@ def _gives_tuple(block: nn.Module) -> bool:
     return "tuple[" in said and not said.startswith(("torch.tensor", "<class 'torch.tensor"))
 
 
-class StandIn(nn.Module):
+class StandIn(Elsewhere):
     """In the place of something beside the blocks that is on the first stage, or on the last."""
 
     def __init__(self, path: str, gate: Gate, *, is_before: bool) -> None:
@@ -181,11 +181,11 @@ class StandIn(nn.Module):
         return received.new_full((), torch.nan).expand_as(received)
 
 
-class StageForward:
+class StageForward(InnerForward):
     """The forward of a model on one chunk: between what came and what goes on."""
 
     def __init__(self, forward: Any, gate: Gate) -> None:
-        self.forward = forward
+        super().__init__(forward)
         self.gate = gate
         self.is_checked = False
 

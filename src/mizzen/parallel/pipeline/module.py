@@ -91,6 +91,11 @@ class PipelineOptions:
             return self.num_stages
         return int(self.topology.get_dim("pipe")) if self.topology is not None else None
 
+    @property
+    def tensor_ranks(self) -> int | None:
+        """The ranks that share each matrix, where the topology says so of layers that come cut."""
+        return int(self.topology.get_dim("model")) or None if self.topology is not None else None
+
 
 class LayeredModule(nn.Module):
     """Layers one after the other, of which this rank may have only some."""

@@ -11,8 +11,11 @@ from torch.utils.hooks import RemovableHandle
 from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
 from mizzen.comm.fingerprint import compare
+from mizzen.comm.mesh import Mesh
+from mizzen.config.layout import Layout
 from mizzen.errors import CommError, UsageError
 from mizzen.model.inputs import tensors_in
+from mizzen.plan.parts import Parts
 
 Batch = Mapping[str, Tensor]
 
@@ -53,12 +56,14 @@ def _problem(keys: Sequence[str], data: Batch | None, dtype: torch.dtype) -> str
     return None
 
 
-def compare_first_batch(module: nn.Module, group: ProcessGroup) -> None:
-    """Let the ranks of the group compare what the module is called with, the first time that it is; then no more.
+def compare_first_batch(parts: Parts, mesh: Mesh) -> None:
+    """Let ranks that share each matrix compare what the model is called with, the first time that it is; then no more.
 
+    Later stages of a pipeline do not: what comes to them from the one before may be a part of the sequence on each.
     Not inside of a graph: there a module that was compiled as a whole does without.
     """
-    if group.size() == 1:
+    group, module = mesh.group("tp"), parts[0].module
+    if group.size() == 1 or mesh.coordinate("pp") > 0:
         return
     handle: list[RemovableHandle] = []
 
@@ -67,12 +72,14 @@ def compare_first_batch(module: nn.Module, group: ProcessGroup) -> None:
             return
         for each in handle:
             each.remove()
-        compare_inputs(args, kwargs, group)
+        compare_inputs(args, kwargs, group, mesh.layout)
 
     handle.append(module.register_forward_pre_hook(look, prepend=True, with_kwargs=True))
 
 
-def compare_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: ProcessGroup) -> None:
+def compare_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], group: ProcessGroup, layout: Layout | None = None
+) -> None:
     """Raise on every rank of the group unless all were given the same tensors; those that differ are named."""
     fields: dict[str, str] = {}
 
@@ -85,7 +92,7 @@ def compare_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: Proc
     for key, value in kwargs.items():
         note(key, value)
     try:
-        compare(fields, group)
+        compare(fields, group, layout)
     except CommError as difference:
         raise UsageError(
             f"ranks that share each matrix (tensor parallelism) were given different batches, and would train on a "

@@ -14,6 +14,7 @@ from mizzen.errors import PlanError
 from mizzen.kernels.head_loss import VocabularyPart
 from mizzen.model.home import Home
 from mizzen.model.sketch import Drafts, ParameterSketch, joined
+from mizzen.model.tree import Elsewhere
 from mizzen.parallel.tensor.batches import compare_first_batch
 from mizzen.parallel.tensor.cuts import LayerCut, TensorChoice
 from mizzen.parallel.tensor.exchange import copy_in, largest, sum_out
@@ -70,13 +71,13 @@ class TensorSplit(Transform):
     def apply(self, parts: Parts, choice: TensorChoice, mesh: Mesh) -> Parts:
         """Let layers exchange what they need. What this rank keeps of their weights it has by now, by their homes."""
         rank, group = mesh.coordinate(AXIS), mesh.group(AXIS)
+        compare_first_batch(parts, mesh)
         for part in parts:
             modules = dict(part.module.named_modules())
-            compare_first_batch(part.module, group)
             regions: dict[str, CutRegion] = {}
             for cut in choice.layers:
                 layer: Any = modules.get(cut.path)
-                if layer is None:
+                if layer is None or isinstance(layer, Elsewhere):
                     continue
                 name = cut.region or cut.path
                 region = regions.setdefault(name, CutRegion(group, is_random=name in choice.random))

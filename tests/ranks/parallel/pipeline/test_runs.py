@@ -160,7 +160,7 @@ def not_a_number(name):
 def test_a_gradient_that_is_not_finite_on_one_stage_is_named_on_all(world, stage, name):
     for applied, reason, same in world(2).run(not_a_number, name):
         assert not applied and same
-        assert f"gradient not finite on rank {stage}: {name}" in reason
+        assert f"gradient not finite on rank {stage} (stage {stage} of 2): {name}" in reason
 
 
 class Fails(torch.nn.Module):
@@ -190,8 +190,8 @@ def meet(fate, culprit):
 
 FATES = {
     "raise": "ArithmeticError: layer 3 has had enough",
-    "kill": "rank {} was killed or has crashed",
-    "hang": "1 of 1 peers have not come: rank {} ",
+    "kill": "rank {0} (stage {0} of 3) was killed or has crashed",
+    "hang": "1 of 1 peers have not come: rank {0} (stage {0} of 3, ",
 }
 
 

@@ -1,0 +1,59 @@
+"""What `mizzen plan --matrix` calls a yes trains as one process does."""
+
+import pytest
+
+from breadth import FULL, covering
+from mizzen.plan.matrix import combinations_of_matrix, ranks_of, refusals_of
+from parity.matrix import reference, train
+
+ACCEPTED = [each for each in combinations_of_matrix() if not refusals_of(each)]
+FEW = covering([each for each in ACCEPTED if ranks_of(each) <= 4], 2)
+"""On two or four ranks: every two options that fit there."""
+MANY = [
+    ("stage 1", "pp 2", "tp 2", "accumulated", "recomputed", "eager", "fused"),
+    ("HSDP", "pp 2", "tp 1", "accumulated", "kept", "compiled", "plain"),
+    ("MiCS", "pp 1", "tp 2", "accumulated", "recomputed", "eager", "fused"),
+    ("HSDP", "pp 1", "tp 2", "one micro batch", "recomputed from the host", "eager", "plain"),
+    ("MiCS", "pp 2", "tp 1", "one micro batch", "recomputed", "compiled", "fused"),
+    ("stage 3", "pp 2", "tp 2", "accumulated", "kept", "compiled", "plain"),
+]
+"""On eight: what needs more ranks."""
+CASES = ACCEPTED if FULL else [*FEW, *MANY]
+SHORT = 2
+"""How many of `MANY` every run takes."""
+TIED = {"head.weight": "embed.weight"}
+SIZES = (2, 4, 8, 16)
+
+
+def check(found: list) -> None:
+    losses, before, updates = reference()
+    seen = set()
+    for given, values in found:
+        assert given == pytest.approx(losses, rel=1e-5)
+        for known, value in values.items():
+            name = known if known in updates else TIED[known]
+            assert (value - before[name] - updates[name]).norm() <= 2e-3 * updates[name].norm(), name
+            seen.add(name)
+    assert seen == set(updates)
+
+
+def groups() -> list:
+    """Cases of as many ranks run one after the other on the same ones, a few at a time."""
+    found = []
+    for size in SIZES:
+        fitting = [each for each in CASES if ranks_of(each) == size]
+        step = 4 if size < 8 else 1
+        for start in range(0, len(fitting), step):
+            some = fitting[start : start + step]
+            is_wide = size > 8 or any(each in MANY[SHORT:] for each in some)
+            found.append(pytest.param(size, some, id=f"{size}-{start}", marks=[pytest.mark.wide] if is_wide else []))
+    return found
+
+
+@pytest.mark.parametrize(("size", "cases"), groups())
+def test_what_goes_together_trains_as_one_process(world, size, cases):
+    for case, found in zip(cases, world(size).each(train, [(case,) for case in cases], timeout=240), strict=True):
+        try:
+            check(found)
+        except AssertionError as error:
+            raise AssertionError(f"{' / '.join(case)}: {error}") from error
