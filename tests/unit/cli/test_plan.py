@@ -65,6 +65,13 @@ def test_layout_and_batch_are_printed(plan):
     assert "16 samples" in ran.out
 
 
+def test_the_cut_of_every_module_is_printed(plan, tmp_path):
+    (tmp_path / "cut.json").write_text('{"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}')
+    ran = plan("cut.json", 2, "--model", "their_model:build")
+    assert ran.code == 0
+    assert "     0  column, 500 of 1000 outputs\n     1  row, 500 of 1000 inputs\n" in ran.out
+
+
 def test_a_batch_that_a_client_fills_in_is_no_error_and_may_be_said(plan, tmp_path):
     (tmp_path / "trainer.json").write_text('{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}')
     assert "batch   filled in by the client; --batch N says how many" in plan("trainer.json", 8).out
