@@ -7,9 +7,11 @@ import ctypes
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -167,18 +169,57 @@ class Finished:
         """Nothing to leave behind."""
 
 
+Jobs = SimpleQueue[Callable[[], None] | None]
+"""Calls for one thread; None ends it."""
+
+
+class Waiters:
+    """Threads that make one call after the other, since to start one costs more than most messages take.
+
+    One whose call never returns is left behind; the next call goes to another.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[Jobs] = deque()
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Make a call in a thread that has nothing to do."""
+        jobs = self._idle.pop() if self._idle else self._start()
+        jobs.put(call)
+
+    def _start(self) -> Jobs:
+        jobs: Jobs = SimpleQueue()
+        threading.Thread(target=_serve, args=(jobs, self._idle), name="mizzen-comm", daemon=True).start()
+        return jobs
+
+    def __del__(self) -> None:
+        for jobs in self._idle:
+            jobs.put(None)
+
+
+def _serve(jobs: Jobs, idle: deque[Jobs]) -> None:
+    while (call := jobs.get()) is not None:
+        call()
+        del call  # with what it holds, such as the memory of a message
+        idle.append(jobs)
+
+
 class Threaded:
     """A call that can only be waited for whole, such as a gloo receive: a time limit on it would break the connection.
 
     So another thread waits, and it may be left behind.
     """
 
-    def __init__(self, wait: Callable[[], Any], group: Any, work: dist.Work | None = None) -> None:
+    def __init__(
+        self, wait: Callable[[], Any], group: Any, work: dist.Work | None = None, waiters: Waiters | None = None
+    ) -> None:
         self.work = work
         self._wait = wait
         self._group = group
+        self._waiters = waiters
+        """Who waits; None is a thread for this call alone."""
         self._done = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._is_started = False
         self._error: BaseException | None = None
 
     def _run(self) -> None:
@@ -192,9 +233,12 @@ class Threaded:
             self._done.set()
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mizzen-comm", daemon=True)
-            self._thread.start()
+        if not self._is_started:
+            self._is_started = True
+            if self._waiters is not None:
+                self._waiters.run(self._run)
+            else:
+                threading.Thread(target=self._run, name="mizzen-comm", daemon=True).start()
 
     def poll(self, seconds: float) -> bool:
         """Wait for the other thread."""
@@ -238,6 +282,7 @@ class TorchBackend:
     def __init__(self, name: str | None = None) -> None:
         self.name = name or "torch"
         self._world: Callable[[], Any] = lambda: None
+        self._waiters = Waiters()
         self._groups: dict[str, Group] = {}
         self._timeouts: dict[str, float] = {}
         self._backends: dict[str, dict[str, str]] = {}
@@ -310,16 +355,16 @@ class TorchBackend:
         if name == "monitored_barrier" and not sliced:
             name, options = "barrier", {}  # torch has the monitored one for gloo only
         if name == MESSAGES:
-            return start_messages(arguments[0], handle, sliced=sliced)
+            return start_messages(arguments[0], handle, self._waiters if sliced else None)
         if name in SINGLE:
             work = SINGLE[name](*arguments, group=handle, **options)
-            return Threaded(work.wait, handle, work) if sliced else Streamed(work)
+            return Threaded(work.wait, handle, work, self._waiters) if sliced else Streamed(work)
         if name in BLOCKING:
             check_lists(request, handle)
             check_options(BLOCKING[name], options)
             call = partial(BLOCKING[name], *arguments, group=handle, **options)
             if sliced:
-                return Threaded(call, handle)
+                return Threaded(call, handle, waiters=self._waiters)
             call()  # in this thread, because a thread has its own current device
             return Finished()
         if name not in COLLECTIVES:
@@ -362,9 +407,12 @@ class TorchBackend:
         dist.destroy_process_group(handle)
 
 
-def start_messages(messages: Sequence[PeerMessage], group: Any, *, sliced: bool) -> Handle:
-    """Start messages to and from single ranks: on a device as one group, which no order of its parts can stop."""
-    if not sliced:
+def start_messages(messages: Sequence[PeerMessage], group: Any, waiters: Waiters | None) -> Handle:
+    """Start messages to and from single ranks: on a device as one group, which no order of its parts can stop.
+
+    Those of gloo have somebody who waits for them.
+    """
+    if waiters is None:
         calls = [
             dist.P2POp(dist.isend if each.is_sent else dist.irecv, each.tensor, each.peer, group, each.number)
             for each in messages
@@ -374,7 +422,7 @@ def start_messages(messages: Sequence[PeerMessage], group: Any, *, sliced: bool)
         (dist.isend if each.is_sent else dist.irecv)(each.tensor, each.peer, group=group, tag=each.number)
         for each in messages
     ]
-    return Threaded(lambda: [work.wait() for work in works], group, works[-1])
+    return Threaded(lambda: [work.wait() for work in works], group, works[-1], waiters)
 
 
 def check_lists(request: Request, group: Any) -> None:

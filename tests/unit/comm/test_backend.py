@@ -1,6 +1,7 @@
 """The seam: values, registration, and how torch's own operations are waited for."""
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,16 @@ import torch.distributed as dist
 from mizzen.ambient import AMBIENT
 from mizzen.comm.backend import Group, Request, register_backend, registered_backend
 from mizzen.comm.join import init_distributed
-from mizzen.comm.torch_backend import Finished, Sliced, Streamed, Threaded, TorchBackend, check_name, make_backend
+from mizzen.comm.torch_backend import (
+    Finished,
+    Sliced,
+    Streamed,
+    Threaded,
+    TorchBackend,
+    Waiters,
+    check_name,
+    make_backend,
+)
 from mizzen.environment import World
 from mizzen.errors import NotBuilt, UsageError
 
@@ -160,6 +170,34 @@ def test_another_thread_waits_for_what_cannot_be_sliced():
     gate.set()
     assert handle.poll(5.0) is True
     assert handle.is_completed()
+
+
+def wait_in(waiters, call):
+    assert Threaded(call, object(), waiters=waiters).poll(5.0) is True
+    for _ in range(500):  # the thread comes back a moment after the call has ended
+        if waiters._idle:
+            return
+        time.sleep(0.01)
+
+
+def test_a_thread_that_is_free_waits_for_the_next_call_and_one_that_is_stuck_is_left_behind():
+    waiters, gate, seen = Waiters(), threading.Event(), []
+
+    def note():
+        seen.append(threading.current_thread())
+
+    wait_in(waiters, note)
+    wait_in(waiters, note)
+    stuck = Threaded(gate.wait, object(), waiters=waiters)
+    assert stuck.poll(0.01) is False
+    wait_in(waiters, note)
+    assert seen[0] is seen[1] is not seen[2]
+    gate.set()
+    assert stuck.poll(5.0) is True
+    wait_in(waiters, note)
+    del waiters, stuck
+    seen[-1].join(5.0)
+    assert not seen[-1].is_alive()
 
 
 def test_the_error_of_the_other_thread_is_raised_here():
