@@ -12,7 +12,7 @@ from mizzen.accelerator import get_accelerator
 from mizzen.comm.join import init_distributed
 from mizzen.comm.mesh import Mesh, check_groups, layout_from_mpu
 from mizzen.config.load import ConfigSource, load, read_source
-from mizzen.config.resolve import split_degree
+from mizzen.config.resolve import at_world, split_degree
 from mizzen.config.schema import Config
 from mizzen.engine.access import release_model
 from mizzen.engine.build import build_engine
@@ -89,6 +89,7 @@ def initialize(
     world = _join(settings, distributed_port, dist_init_required)
     if mpu is not None:
         settings = load(given | _degrees_of_mpu(mpu, world.size))
+    settings = at_world(settings, world.size)
     if replaced := release_model(model):
         optimizer = with_current_parameters(optimizer, replaced)
         model_parameters = with_current_parameters(model_parameters, replaced)

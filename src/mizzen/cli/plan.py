@@ -13,7 +13,7 @@ from mizzen.api import sketch_of
 from mizzen.cli.config_file import add_source, batch_words, read
 from mizzen.cli.parser import Parser, examples, write
 from mizzen.config.describe import wrong_names
-from mizzen.config.resolve import Resolved, resolve
+from mizzen.config.resolve import Resolved, at_world, resolve
 from mizzen.config.schema import Config
 from mizzen.engine.prepare import choose_optimizer, with_optimizer_groups
 from mizzen.errors import PlanError, UsageError
@@ -74,7 +74,7 @@ class _PrintMatrix(argparse.Action):
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, or why there is none."""
-    config = read(arguments.config, arguments)
+    config = at_world(read(arguments.config, arguments), arguments.world)
     for wrong in wrong_names(config):
         raise wrong
     resolved = resolve(config, arguments.world)

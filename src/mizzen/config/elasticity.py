@@ -30,6 +30,17 @@ def _version(value: object) -> float:
     return 0.1 if value == 0.1 else 0.2
 
 
+class ElasticLayoutConfig(Section):
+    """Degrees of parallelism for one number of ranks."""
+
+    ranks: Count
+    """Number of ranks for which these degrees take the place of those of the file."""
+    autotp_size: Count = 1
+    """Ranks that share each layer, as tensor_parallel.autotp_size."""
+    pipeline_parallel_size: Count = 1
+    """Stages, as the key of that name."""
+
+
 class ElasticityConfig(Section):
     """A range of batch sizes and GPUs from which the batch of a job is chosen."""
 
@@ -55,6 +66,9 @@ class ElasticityConfig(Section):
     """GPUs of one node, for version 0.2."""
     model_parallel_size: Count = 1
     """Ranks that share one copy of the model, for version 0.2."""
+    layouts: tuple[ElasticLayoutConfig, ...] = ()
+    """Other degrees of parallelism for some numbers of ranks, whether or not the section is enabled: a job that goes on
+    with fewer ranks takes those of their number. Checkpoints load at any of them."""
 
 
 @dataclass(frozen=True, slots=True)

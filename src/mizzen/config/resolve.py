@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mizzen.config.elasticity import compute_elastic
+from mizzen.config.elasticity import ElasticLayoutConfig, compute_elastic
 from mizzen.config.layout import Layout
 from mizzen.config.schema import Config, Origin, values
 from mizzen.errors import ConfigError, LayoutError, UsageError
@@ -149,7 +149,7 @@ class Resolved:
 
 def resolve(config: Config, world: int) -> Resolved:
     """Fit layout and batch to `world` ranks, or raise the error that says what does not fit."""
-    config = _as_given(config)
+    config = at_world(_as_given(config), world)
     layout = _layout(config, world)
     batch, source = _batch(config, layout)
     facts = {key: (value, source) for key, value in batch.values().items()}
@@ -159,6 +159,19 @@ def resolve(config: Config, world: int) -> Resolved:
     filled = config.model_copy(update={key: value for key, (value, _) in derived.items()})
     origins = {key: Origin("derived", f"from {origin}") for key, (_, origin) in derived.items()}
     return Resolved(filled.with_origins(origins), layout, batch)
+
+
+def at_world(config: Config, world: int) -> Config:
+    """The configuration with the degrees that `elasticity.layouts` lists for so many ranks, if it does."""
+    found: list[ElasticLayoutConfig] = [each for each in config.elasticity.layouts if each.ranks == world]
+    if not found:
+        return config
+    if len(found) > 1:
+        raise ConfigError("elasticity.layouts", f"there are {len(found)} for {world} ranks: leave one of them")
+    tensor = config.tensor_parallel.model_copy(update={"autotp_size": found[0].autotp_size})
+    return config.model_copy(
+        update={"tensor_parallel": tensor, "pipeline_parallel_size": found[0].pipeline_parallel_size}
+    )
 
 
 def _as_given(config: Config) -> Config:
