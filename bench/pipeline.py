@@ -127,17 +127,19 @@ def play(rank: int, options: argparse.Namespace, results: object) -> None:
     step, measure = ours(options)
     steps = {"mizzen": step, "torch": theirs(options)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds + 2):
         for name in sorted(steps, reverse=number % 2 == 1):
             dist.barrier()
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             steps[name]()
             dist.barrier()
             if number > 1:
                 seconds[name].append(time.perf_counter() - started)
+                processor[name].append(time.process_time() - used)
     found = measure()
     if rank == 0:
-        results.put((seconds, found))
+        results.put((seconds, processor, found))
 
 
 def main() -> None:
@@ -150,14 +152,15 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     multiprocessing.spawn(play, (options, results), nprocs=2, join=True)
-    seconds, found = results.get()
-    middle = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, value in middle.items():
-        print(f"{name:8} {1000 * value:8.1f} ms per step, median of {options.rounds}")
-    pairs = [a / b for a, b in zip(seconds["mizzen"], seconds["torch"], strict=True)]
+    seconds, processor, found = results.get()
+    for name, values in seconds.items():
+        used = statistics.median(processor[name])
+        print(f"{name:8} {1000 * statistics.median(values):8.1f} ms per step, {1000 * used:.1f} ms of the processor")
     measured, planned = (statistics.median(each) for each in zip(*found, strict=True))
     print(f"bubble   {100 * measured:8.1f} % measured, {100 * planned:.1f} % by the table (medians)")
-    print(f"mizzen takes {statistics.median(pairs):.3f} of torch's time (median of paired rounds)")
+    for what, values in (("time", seconds), ("processor time", processor)):
+        pairs = [a / b for a, b in zip(values["mizzen"], values["torch"], strict=True)]
+        print(f"mizzen takes {statistics.median(pairs):.3f} of torch's {what} (median of {len(pairs)} paired rounds)")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -322,6 +323,16 @@ def test_layers_are_cut_by_what_they_take_on_the_slowest_rank(world):
     assert first == second
     weights, bounds, drew, _ = first
     assert weights == (2.0, 2.0, 2.0, 2.0, 8.0, 0.0) and bounds == [0, 4, 6] and not drew
+
+
+def test_a_plan_says_whether_layers_are_measured():
+    layers = [pipe.LayerSpec(torch.nn.Linear, 4, 4) for _ in range(4)]
+    model = pipe.PipelineModule(layers, partition_method="profile")
+    config = load_config({"train_batch_size": 2, "pipeline_parallel_size": 2})
+    assert "; cut by parameters until layers are measured" in str(build(config, 2, Sketch.of(model), ORDER).steps[0])
+    model.layer_list = replace(model.layer_list, weights=(0.001, 0.001, 0.001, 0.003))
+    said = str(build(config, 2, Sketch.of(model), ORDER).steps[0])
+    assert "2 stages of 3+1 layers" in said and "; measured for a micro-batch: 3+3 ms" in said
 
 
 def test_a_profile_without_inputs_says_what_is_needed(world):
