@@ -12,7 +12,7 @@ def main() -> None:
     """Leave the error, and no traceback."""
     folder = Path(sys.argv[1])
     arguments = TrainingArguments(
-        str(folder / "output"), max_steps=1, report_to=[], use_cpu=True,
+        str(folder / "trained"), max_steps=1, report_to=[], use_cpu=True,
         deepspeed=configuration(1, pipeline_parallel_size=2),
     )  # fmt: skip
     try:

@@ -172,7 +172,7 @@ def test_a_gpt_in_three_dimensions_gives_the_losses_of_one_rank(world):
     assert len(expected) == 5 and expected[-1] < expected[0] - 0.1
     assert found == pytest.approx(expected, rel=1e-4)
     whole, parts = (printed_numbers(text, "holds")[0] for text in (alone, cut[0]))
-    assert parts < whole / 3
+    assert parts < whole / 2, "places and norms are whole on every rank of a stage"
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra clients")
