@@ -22,11 +22,13 @@ CASES = [
     (4, "zero_bubble", 2, 4),
     (4, "interleaved", 3, 3),
     (4, "zbv", 1, 1),
+    (8, "1f1b", 1, 3),
+    (8, "interleaved", 3, 1),
 ]
 """Ranks, schedule, ZeRO stage, micro-batches."""
 if os.environ.get("FULL"):
-    CASES = [(4, name, stage, micros) for name in TABLES for stage in range(4) for micros in (1, 3, 4)]
-    CASES += [(8, "1f1b", 1, 3), (8, "interleaved", 3, 1)]
+    CASES += [(4, name, stage, micros) for name in TABLES for stage in range(4) for micros in (1, 3, 4)]
+    CASES = [*dict.fromkeys(CASES)]
 SHORT = [(2, "1f1b", 1, 3), (2, "zbv", 0, 3), (4, "zero_bubble", 2, 4), (4, "interleaved", 3, 3)]
 
 
