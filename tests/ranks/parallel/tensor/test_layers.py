@@ -291,7 +291,7 @@ def test_tensor_parallel_ranks_compare_their_first_batch(world):
     assert fine == ["fine", "fine"]
     for said in (second, third):
         assert "were given different batches" in said
-        assert "argument 0: rank 3 has torch.int64 of shape [4, 3] with checksum" in said
+        assert "argument 0: rank 3 (tensor rank 1, data rank 1) has torch.int64 of shape [4, 3] with checksum" in said
         assert "targets" not in said.partition("Give them")[0]
     assert world(4).run(given_batches, "same") == ["fine"] * 4
     assert world(4).run(given_batches, "later") == ["fine"] * 4
