@@ -18,9 +18,9 @@ MANY = [
     ("stage 3", "pp 2", "tp 2", "accumulated", "kept", "compiled", "plain"),
 ]
 """On eight: what needs more ranks."""
-CASES = ACCEPTED if FULL else [*FEW, *MANY]
-SHORT = 2
-"""How many of `MANY` every run takes."""
+SHORT = [*covering([each for each in ACCEPTED if ranks_of(each) <= 4], 1), MANY[0]]
+"""What every run takes: every option once, and the most of them together."""
+CASES = ACCEPTED if FULL else [*dict.fromkeys((*SHORT, *FEW, *MANY))]
 TIED = {"head.weight": "embed.weight"}
 SIZES = (2, 4, 8, 16)
 
@@ -43,10 +43,12 @@ def groups() -> list:
     for size in SIZES:
         fitting = [each for each in CASES if ranks_of(each) == size]
         step = 4 if size < 8 else 1
-        for start in range(0, len(fitting), step):
-            some = fitting[start : start + step]
-            is_wide = size > 8 or any(each in MANY[SHORT:] for each in some)
-            found.append(pytest.param(size, some, id=f"{size}-{start}", marks=[pytest.mark.wide] if is_wide else []))
+        for is_wide in (False, True):
+            those = [each for each in fitting if (each not in SHORT) == is_wide]
+            marks, kind = ([pytest.mark.wide], "rest") if is_wide else ([], "short")
+            for start in range(0, len(those), step):
+                some = those[start : start + step]
+                found.append(pytest.param(size, some, id=f"{size}-{kind}-{start}", marks=marks))
     return found
 
 

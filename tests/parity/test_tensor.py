@@ -214,6 +214,7 @@ def test_muon_puts_matrices_together_over_tensor_parallel_ranks(world):
     check_rule(world, "Muon", [(2, 2, 0, "stacked"), (4, 2, 1, "runs"), (4, 4, 2, "one key"), (4, 2, 3, "grouped")])
 
 
+@pytest.mark.wide  # the checkpoints of other rules move in the same way
 def test_muon_goes_on_at_another_size(world, tmp_path):
     saved, (loss,) = world(4).run(save, 2, 1, str(tmp_path), "Muon")[0]
     for size, tp, stage in ((1, 1, 0), (4, 2, 3)):
