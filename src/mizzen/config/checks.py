@@ -239,6 +239,8 @@ _CONDITIONS: Final = (
 )
 
 _COMPRESSION: Final = "compression_training."
+_LAYOUTS: Final = "elasticity.layouts."
+"""They count whether or not the section computes the batch."""
 
 
 def why_without_effect(found: GivenKey, config: Config) -> str | None:
@@ -270,7 +272,7 @@ def _switched_off(path: str, config: Config) -> str | None:
         around = ".".join(parts[:depth])
         section = config.at(around)
         is_off = isinstance(section, Section) and vars(section).get("enabled") is False
-        is_used = around == "fp16" and config.computes_in_fp16
+        is_used = (around == "fp16" and config.computes_in_fp16) or f"{path}.".startswith(_LAYOUTS)
         if is_off and not is_used and path != f"{around}.enabled":
             return _is_off(f"{around}.enabled", config)
     return None

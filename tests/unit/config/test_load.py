@@ -406,6 +406,15 @@ def test_keys_of_a_precision_that_is_not_enabled_are_told(caplog):
     assert caplog.messages == []
 
 
+def test_layouts_of_fewer_ranks_count_where_elasticity_computes_no_batch(caplog):
+    AMBIENT.warned.clear()
+    with caplog.at_level("INFO", logger="mizzen"):
+        load({"elasticity": {"layouts": [{"ranks": 2, "autotp_size": 2}]}})
+        assert caplog.messages == []
+        load({"elasticity": {"max_gpus": 4, "layouts": [{"ranks": 2}]}})
+    assert caplog.messages == ["elasticity.max_gpus has no effect here: elasticity.enabled is absent"]
+
+
 def test_a_precision_that_is_auto_is_not_called_false(caplog):
     AMBIENT.warned.clear()
     with caplog.at_level("INFO", logger="mizzen"):
