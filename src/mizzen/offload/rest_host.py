@@ -1,6 +1,6 @@
 """Masters and states of a lot that rest in host memory: stepped there by a thread, or on the device on their way."""
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -177,22 +177,29 @@ class OnHost(InMemory):
 
     def rest_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """Each state in host memory of its own, under the number of what it belongs to and its key."""
-        for number, tensor in enumerate(tensors):
-            state = states.get(tensor, {})
-            for key, value in state.items():
-                if not isinstance(value, Tensor) or value.shape != tensor.shape or type(value) is not Tensor:
-                    continue
-                name = f"{number} {key}"
-                home = self._homes[name] = self.tier.place(f"{self.title} {name}", value)
-                if value is not home:
-                    self._outgoing.append(self.tier.copy_out(home, value))
-                    state[key] = home
+        for name, state, key in list(large_states(tensors, states)):
+            value = state[key]
+            home = self._homes[name] = self.tier.place(f"{self.title} {name}", value)
+            if value is not home:
+                self._outgoing.append(self.tier.copy_out(home, value))
+                state[key] = home
 
     def wait(self) -> None:
         """Wait for copies to the host."""
         for copy in self._outgoing:
             copy.wait()
         self._outgoing.clear()
+
+
+def large_states(
+    tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]
+) -> Iterator[tuple[str, MutableMapping[str, Any], str]]:
+    """States as large as what they belong to: a name in their lot, where each stands, and under which key there."""
+    for number, tensor in enumerate(tensors):
+        state = states.get(tensor, {})
+        for key, value in state.items():
+            if type(value) is Tensor and value.shape == tensor.shape:
+                yield f"{number} {key}", state, key
 
 
 def mark_of(values: Tensor) -> Tensor:

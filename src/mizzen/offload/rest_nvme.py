@@ -16,11 +16,11 @@ from torch import Tensor
 from mizzen.kernels.masters import keep_writes
 from mizzen.model.piece import Piece, Unread
 from mizzen.offload.nvme import NvmeTier
-from mizzen.offload.rest_host import OnHost, Pairs, mark_of
+from mizzen.offload.rest_host import OnHost, Pairs, large_states, mark_of
 from mizzen.offload.tier import HostTier, Transfer, host_memory
 
 BEHIND: Final = 2
-"""Lots whose writes may be under way when the next one is read: with it and the one that is stepped, four in memory."""
+"""Writes that may be under way when a lot is read, those of the states and of the masters of one other lot."""
 
 
 class Passage:
@@ -31,14 +31,9 @@ class Passage:
         self._free: list[Tensor] = []
         self._used = self._most = 0
         self._leaving: deque[list[tuple[Transfer, Tensor]]] = deque()
-        """The writes of each lot, with the memory that they are of."""
+        """Writes that were started together, with the memory that they are of."""
         self._seen: tuple[str, Tensor] | None = None
         self._is_changed = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that it has."""
-        return self._used + sum(memory.numel() for memory in self._free)
 
     def take(self, like: Tensor) -> Tensor:
         """Memory for a tensor of a shape and dtype."""
@@ -62,7 +57,7 @@ class Passage:
         self._leaving.append([(self.files.write(name, memory), memory) for name, memory in names.items()])
 
     def wait(self, most: int = 0) -> None:
-        """Wait until the writes of at most so many lots are under way, and raise what went wrong."""
+        """Wait until at most so many writes are under way, and raise what went wrong."""
         while len(self._leaving) > most:
             writes = self._leaving.popleft()
             for transfer, memory in writes:
@@ -208,20 +203,15 @@ class OnNvme(OnHost):
     def rest_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """Start to write each state, under the number of what it belongs to and its key."""
         leaving: dict[str, Tensor] = {}
-        for number, tensor in enumerate(tensors):
-            state = states.get(tensor, {})
-            for key, value in state.items():
-                if not isinstance(value, Tensor) or value.shape != tensor.shape or type(value) is not Tensor:
-                    continue
-                memory = self._here.pop(f"{number} {key}", None)
-                if value is not memory:
-                    memory = (self.passage.take(value) if memory is None else memory).copy_(value)
-                leaving[f"{number} {key}"] = memory
+        found = list(large_states(tensors, states))
+        for name, state, key in found:
+            memory = self._here.pop(name, None)
+            if state[key] is not memory:
+                memory = (self.passage.take(state[key]) if memory is None else memory).copy_(state[key])
+            leaving[name] = memory
         self._write(leaving)
-        for number, tensor in enumerate(tensors):
-            for key in states.get(tensor, {}):
-                if f"{number} {key}" in leaving:
-                    states[tensor][key] = self._homes[f"{number} {key}"]
+        for name, state, key in found:
+            state[key] = self._homes[name]
 
     def readable(self, home: Tensor, piece: Piece) -> Piece:
         """A piece of what rests here, that is read when it is asked for."""
