@@ -13,7 +13,7 @@ CLIENTS := .venv-clients/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-house test-all test-ci test-examples test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
+.PHONY: help demo test test-house test-all test-examples test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
   faults-launcher faults-engines bench bench-cpu bench-checkpoint bench-pipeline clean
 
 help: ## list the targets
@@ -58,31 +58,28 @@ demo: .venv/ready ## train a small language model on two ranks of this machine, 
 SHORT := tests/house tests/unit tests/ranks tests/parity tests/drop_in tests/device
 PYTEST = -m pytest -n $(JOBS) --dist loadgroup
 
-test: .venv/ready ## the tests of every promise, in about twelve minutes on two cores; see docs/testing.md
+test: .venv/ready ## the tests of every promise, in ten to thirteen minutes on two cores; see docs/testing.md
 	$(BIN)/python $(PYTEST) $(or $(ARGS),$(SHORT))
 
 test-house: .venv/ready ## the architecture itself, in seconds
 	$(BIN)/python -m pytest -x tests/house
 
-test-all: ## test, and all there is beyond it, in about an hour on two cores; FULL=1 for every combination, in hours
+test-all: ## test, and all there is beyond it: what `.ci/run` has after lint and house; FULL=1 for every combination, in hours
 	@bash tests/all.sh test test-rest test-examples test-clients test-cluster test-browser test-faults test-mutants
-
-test-ci: ## what `.ci/run` has after lint and house: all but faults and mutants
-	@bash tests/all.sh test test-rest test-examples test-clients test-cluster test-browser
 
 test-examples: .venv/ready ## the examples, and the code of the documents that they belong to
 	BREADTH=all $(BIN)/python $(PYTEST) tests/examples
 
-test-rest: .venv/ready ## the crosses that test leaves out
+test-rest: .venv/ready ## what test leaves out, and of a cross every value once more; FULL=1 for every combination
 	BREADTH=rest $(BIN)/python $(PYTEST) $(SHORT)
 
 test-mutants: .venv/ready ## break a dozen lines of the core, one by one, and see the tests of `make test` notice
 	$(BIN)/python tests/mutate.py $(ARGS)
 
-test-faults: .venv/ready ## a part of `make faults`, seeded
-	BREADTH=all $(BIN)/python $(PYTEST) tests/faults
-	PYTHONPATH=src:tests $(BIN)/python -m faults.table $(if $(FULL),,--most 20 --flips 100)
-	PYTHONPATH=src:tests $(BIN)/python -m faults.engines $(if $(FULL),,--count 20)
+test-faults: .venv/ready ## a seeded part of `make faults`; FULL=1 for all of it
+	$(if $(FULL),BREADTH=all) $(BIN)/python $(PYTEST) tests/faults
+	$(if $(FULL),PYTHONPATH=src:tests $(BIN)/python -m faults.table)
+	$(if $(FULL),PYTHONPATH=src:tests $(BIN)/python -m faults.engines)
 	$(if $(FULL),PYTHONPATH=src:tests $(BIN)/python -m faults.launcher.figures)
 
 lint: .venv/ready ## style, format and types

@@ -1,9 +1,11 @@
 """mizzen and its peers on one GPU with optimizer states in host memory: a Llama of 3.02 B parameters.
 
-Every turn is a process of its own, as in `gpu_llama.py`. Beside the time of a step stand the bytes on the device after
+Every turn is a process of its own, as in `gpu_llama.py`; until the seventh step mizzen measures which share of the
+states should pass through the device. Beside the time of a step stand the bytes on the device after
 it, where masters and moments must not be, and those of host memory.
 
     python -m bench.gpu_offload
+    python -m bench.gpu_offload --parameters
 """
 
 from collections.abc import Sequence
@@ -12,16 +14,18 @@ from typing import Final
 
 from bench.gpu_llama import PEAK_FLOPS
 from bench.llama import HOLLOW, Size
-from bench.play import Game, parser_of, perform
+from bench.play import Game, installed, parser_of, perform
 from bench.record import Record, header, table, versus
 
 LARGE: Final = Size(hidden=3072, layers=28, heads=24)
 """3.02 B parameters."""
 SYSTEMS: Final = ("fsdp2-3+cpu", "deepspeed-2+cpu", "deepspeed-3+cpu+params", "mizzen-2+cpu", "mizzen-2+cpu+fused")
+PARAMETERS: Final = ("fsdp2-3+cpu", "deepspeed-3+cpu+params", "mizzen-3+cpu+params", "mizzen-3+cpu+params+fused")
+"""Stage 3 with parameters in host memory, too; FSDP2's policy offloads both."""
 OURS: Final = ("mizzen-2", "mizzen-2+fused", "mizzen-2+cpu", "mizzen-2+cpu+fused", "mizzen-3+cpu+params")
 MORE: Final = (
     *OURS[:2],
-    *OURS[4:],
+    *PARAMETERS[2:],
     *("mizzen-2+cpu+compile", "mizzen-2+cpu+compile+fused"),
     *(f"mizzen-2+cpu+stream{percent}" for percent in range(0, 101, 10)),
     *(f"{name}+accumulate8" for name in OURS),
@@ -32,13 +36,14 @@ MORE: Final = (
 
 def main(words: Sequence[str] | None = None) -> int:
     """Play, print, write."""
-    parser = parser_of("states in host memory on one GPU", SYSTEMS, more=MORE, rounds=1, steps=5, warm=3)
+    parser = parser_of("states in host memory on one GPU", SYSTEMS, more=MORE, rounds=1, steps=5, warm=8)
     parser.add_argument("--hollow", action="store_true", help="a tiny twin of the model: shows the time of the host")
+    parser.add_argument("--parameters", action="store_true", help="stage 3 with parameters in host memory, too")
     options = parser.parse_args(words)
     game = Game(
         workload="bench.llama",
         settings=asdict(HOLLOW if options.hollow else LARGE),
-        systems=options.systems,
+        systems=installed(PARAMETERS) if options.parameters else options.systems,
         rounds=options.rounds,
         steps=options.steps,
         warm=options.warm,

@@ -45,7 +45,7 @@ class Size:
         return 6 * self.tokens * (self.parameters + self.layers * self.hidden * self.length)
 
 
-HOLLOW: Final = Size(hidden=64, feed=128, heads=4, groups=1, vocabulary=256, samples=1, length=32)
+HOLLOW: Final = Size(hidden=64, feed=128, heads=4, groups=2, vocabulary=256, samples=1, length=32)
 """As many tensors and calls as the real one, and next to nothing in them: its time is the host's."""
 
 
@@ -80,7 +80,11 @@ def prepare(system: str, settings: dict[str, Any]) -> Step:
         model = build(size)
     generator = torch.Generator(device).manual_seed(1)
     shape = (BATCHES, size.samples, size.length)
-    tokens = torch.randint(0, size.vocabulary, shape, generator=generator, device=device)
+    extras = system.split("+")
+    is_cut = extras[0] == "dtensor" or "tp" in extras
+    # Of a table that is cut, a rank that only pretends to have others has its own rows alone.
+    rows = size.vocabulary // max(PRETENDED.get(extra, 1) for extra in extras) if is_cut else size.vocabulary
+    tokens = torch.randint(0, rows, shape, generator=generator, device=device)
     batches = [{"input_ids": each, "labels": each, "use_cache": False} for each in tokens]
     return assemble(system, model, model.model.layers, lambda number: batches[number % BATCHES])
 

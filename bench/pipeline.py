@@ -1,13 +1,19 @@
 """Two stages on two CPU ranks of one thread each: mizzen beside torch.distributed.pipelining, with the same 1F1B table.
 
-Both train the same blocks with SGD. They take turns of one step, in another order each round. Then mizzen alone takes
-as many steps again, of which each forward and backward is timed on both ranks: the share of time in which they wait,
-which is the bubble, beside what the table says for the mean times of that step.
+Both train the same blocks with SGD. They take turns of one step, in another order each round. torch is not asked for
+the outputs of the last stage, which nobody looks at. Then mizzen alone takes as many steps again, of which each forward
+and backward is timed on both ranks: the share of time in which they wait, which is the bubble, beside what the table
+says for these times, and for their means. What a message takes is measured before that, with nothing else going on:
+half the time of one to the other stage and back, by the very calls of a step.
+
+One thread is OMP_NUM_THREADS=1: `torch.set_num_threads` does not reach the products of oneDNN on an ARM processor, and
+the ranks would compute on each other's cores.
 
     python -m bench.pipeline
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -48,11 +54,59 @@ class Recorder:
             self.spans.append((name, started, time.perf_counter()))
 
 
-def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> list[tuple[float, float]]:
-    """For each of some steps the bubble as it was, and as the table has it for the mean times of that step."""
+class AsMeasured:
+    """The times of a step, each instruction with its own; stands in the place of `Times`."""
+
+    forward = backward = 0.0
+    backward_input = None
+
+    def __init__(self, seconds: dict[str, list[list[float]]], transfer: float) -> None:
+        self.seconds = seconds
+        self.transfer = transfer
+
+    def of(self, one: Any) -> float:
+        """How long an instruction took: each stage takes its micro-batches in order; weights alone are not in 1F1B."""
+        work = self.seconds.get(one.kind.name.lower())
+        return work[one.chunk][one.micro] if work else 0.0
+
+
+def message_seconds(link: Any, options: argparse.Namespace) -> float:
+    """What a message takes from one stage to the other, as the median of some that go there and back."""
+    from mizzen.parallel.pipeline.schedule import StageMessage
+    from mizzen.parallel.pipeline.wire import describe
+
+    shape = (options.samples, options.length, options.width)
+    description, tensors = describe(torch.randn(shape).requires_grad_())
+    seconds = []
+    for number in range(40):
+        there, back = StageMessage("activation", 1, number, 0, 1), StageMessage("gradient", 0, number, 1, 0)
+        if dist.get_rank() == 0:
+            link.post_gradients(back, description.gradients)
+        else:
+            link.post(there)
+        dist.barrier()
+        started = time.perf_counter()
+        if dist.get_rank() == 0:
+            link.send(there, description, tensors)
+            link.receive_gradients(back, description.gradients)
+        else:
+            link.send_gradients(back, link.receive(there)[1])
+        seconds.append((time.perf_counter() - started) / 2)
+        link.finish()
+    found = torch.tensor(statistics.median(seconds))
+    dist.broadcast(found, 0)  # the second stage is not there for all of the way
+    return found.item()
+
+
+def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> list[tuple[float, ...]]:
+    """For some steps the bubble as it was, by the table for the times as they were, and for the mean times.
+
+    Beside these what a message takes.
+    """
     from mizzen.parallel.pipeline.timeline import Times, timeline
     from mizzen.pipe import make_schedule
 
+    transfer = message_seconds(engine.runner.link, options)
     recorder = engine.runner.phases = Recorder(engine.runner.phases)
     table, found = make_schedule("1f1b", 2, options.micros), []
     for _ in range(options.rounds):
@@ -63,12 +117,17 @@ def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> list[tupl
         dist.all_gather_object(stages, recorder.spans)
         spans = [span for stage in stages for span in stage]
         length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
-        busy = sum(end - start for _, start, end in spans)
-        means = {
-            name: [statistics.fmean(end - start for each, start, end in stage if each == name) for stage in stages]
+        seconds = {
+            name: [[end - start for each, start, end in stage if each == name] for stage in stages]
             for name in ("forward", "backward")
         }
-        found.append((1 - busy / (2 * length), timeline(table, Times(**means)).bubble))
+        busy = sum(sum(stage) for work in seconds.values() for stage in work)
+        means = {name: [statistics.fmean(stage) for stage in work] for name, work in seconds.items()}
+        by_table = (
+            timeline(table, AsMeasured(seconds, transfer)).bubble,
+            timeline(table, Times(**means, transfer=transfer)).bubble,
+        )
+        found.append((1 - busy / (2 * length), *by_table, transfer))
     return found
 
 
@@ -108,7 +167,10 @@ def theirs(options: argparse.Namespace) -> object:
     def step() -> None:
         optimizer.zero_grad()
         losses: list = []
-        schedule.step(inputs) if rank == 0 else schedule.step(target=labels, losses=losses)
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=labels, losses=losses, return_outputs=False)
         optimizer.step()
 
     return step
@@ -149,6 +211,7 @@ def main() -> None:
     for name, value in settings.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
     options = parser.parse_args()
+    os.putenv("OMP_NUM_THREADS", "1")  # for the ranks, which load torch themselves
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     multiprocessing.spawn(play, (options, results), nprocs=2, join=True)
@@ -156,8 +219,9 @@ def main() -> None:
     for name, values in seconds.items():
         used = statistics.median(processor[name])
         print(f"{name:8} {1000 * statistics.median(values):8.1f} ms per step, {1000 * used:.1f} ms of the processor")
-    measured, planned = (statistics.median(each) for each in zip(*found, strict=True))
-    print(f"bubble   {100 * measured:8.1f} % measured, {100 * planned:.1f} % by the table (medians)")
+    measured, by_table, even, message = (100 * statistics.median(each) for each in zip(*found, strict=True))
+    print(f"bubble   {measured:8.1f} % measured, {by_table:.1f} % by the table, {even:.1f} % for even times (medians)")
+    print(f"message  {10 * message:8.2f} ms from a stage to the other")
     for what, values in (("time", seconds), ("processor time", processor)):
         pairs = [a / b for a, b in zip(values["mizzen"], values["torch"], strict=True)]
         print(f"mizzen takes {statistics.median(pairs):.3f} of torch's {what} (median of {len(pairs)} paired rounds)")

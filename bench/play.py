@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ def play(game: Game, bench: str) -> Record:
                     if game.anew or number == 0:
                         scores[name].start(team, game)
                     scores[name].turn(team, game)
+                    lap = 1000 * median(scores[name].turns[-1])
+                    print(f"round {number + 1}: {name} {lap:.1f} ms a step", file=sys.stderr, flush=True)
                 except PlayerError as error:
                     failures[name] = str(error)
                 if game.anew or name in failures:

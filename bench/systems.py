@@ -143,7 +143,7 @@ def dtensor(work: Work) -> Step:
     }
     parallelize_module(model, mesh, ends)
     parameters = list(model.parameters())
-    local = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
+    local = [p.detach().to_local() if hasattr(p, "to_local") else p.data for p in parameters]
     is_cut = [hasattr(p, "placements") and isinstance(p.placements[0], Shard) for p in parameters]
     masters = [value.detach().float() for value in local]
     optimizer = torch.optim.AdamW(masters, lr=RATE, weight_decay=DECAY, fused=True)

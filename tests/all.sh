@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make test-all` and `make test-ci`: one target after the other, also after a failure; in the end what failed and how long each took.
+# `make test-all`: one target after the other, also after a failure; in the end what failed and how long each took.
 set -uo pipefail
 failed=()
 table=""

@@ -2,10 +2,10 @@
 
 Tests are written in full. Two things put a case into the rest: the marker `wide` on a test or on a value, for what
 tells more of a promise that a shorter test keeps as well; and a cross of several `parametrize` in a ring where a case
-is dear, or of a test that is marked so, of which the short choice has every value of every axis once, and not every
-combination. BREADTH is `short`
-(as without it), `rest` or `all`. FULL=1 is another matter: it makes lists longer where a test has more values than any
-change should wait for, and implies `all`.
+is dear, or of a test that is marked so, of which the short choice has every value of every axis once, the rest every
+value once more, and only FULL=1 every combination. BREADTH is `short` (as without it), `rest` or `all`. FULL=1 also
+makes lists longer where a test has more values than any change should wait for, and implies `all` where nothing else
+is asked for.
 """
 
 import os
@@ -69,28 +69,32 @@ def choose(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
         return items, []
     if BREADTH not in ("short", "rest"):
         raise pytest.UsageError(f"BREADTH={BREADTH}: it is short, rest or all")
-    short = set(_short(items))
-    taken, left = [], []
-    for item in items:
-        is_taken = item in short if BREADTH == "short" else item not in short or item.get_closest_marker("in_parts")
-        (taken if is_taken else left).append(item)
-    return taken, left
+    short, rest = (set(part) for part in _parted(items))
+    if BREADTH == "rest":
+        rest = rest if not FULL else set(items) - short
+        short = rest | {item for item in items if item.get_closest_marker("in_parts")}
+    return [item for item in items if item in short], [item for item in items if item not in short]
 
 
-def _short(items: list[pytest.Item]) -> Iterable[pytest.Item]:
-    crossed: dict[str, dict[tuple, pytest.Item]] = {}
+def _parted(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The short choice, and the rest without the combinations that only FULL=1 makes."""
+    parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
+    crosses: dict[tuple[str, bool], dict[tuple, pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("wide"):
-            continue
+        is_wide = item.get_closest_marker("wide") is not None
         axes = list(item.iter_markers("parametrize"))
         is_dear = item.path.relative_to(TESTS).parts[0] in DEAR or item.get_closest_marker("dear")
         if len(axes) < 2 or not is_dear or item.get_closest_marker("crossed"):
-            yield item
+            parts[is_wide].append(item)
             continue
         row = tuple(tuple(id(item.callspec.params[name]) for name in _names(mark)) for mark in axes)
-        crossed.setdefault(item.nodeid.partition("[")[0], {})[row] = item
-    for rows in crossed.values():
-        yield from (rows[row] for row in covering(list(rows), 1))
+        crosses.setdefault((item.nodeid.partition("[")[0], is_wide), {})[row] = item
+    for (_, is_wide), rows in crosses.items():
+        once = covering(list(rows), 1)
+        parts[is_wide] += [rows[row] for row in once]
+        if not is_wide:
+            parts[True] += [rows[row] for row in covering([row for row in rows if row not in once], 1)]
+    return parts[False], parts[True]
 
 
 def _names(mark: pytest.Mark) -> list[str]:

@@ -1,5 +1,6 @@
 """What every ring of tests has: ranks, as the fixture `world`."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ if find_spec("hypothesis"):  # the clients' environment has none
     settings.register_profile("fixed", deadline=None, derandomize=True, database=None, max_examples=count)
     settings.load_profile("fixed")
 
+gc.disable()  # until all tests are found
+
 # Ranks have one thread each. What they are compared with must sum in the same order, and so has one thread too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,6 +40,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:], others = breadth.choose(items)
     if others:
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was found and imported stays to the end: no collection of garbage need look through it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist is not everywhere

@@ -30,9 +30,15 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    """One zygote for as many jobs as come, one after the other. It starts with the first and again after a mishap."""
+    """One zygote for as many jobs as come, one after the other. It starts with the first and again after a mishap.
 
-    def __init__(self) -> None:
+    It imports `more` than every zygote does, in the environment and with the search path that are given here.
+    """
+
+    def __init__(
+        self, more: Sequence[str] = (), *, env: Mapping[str, str] | None = None, search: Sequence[str] = ()
+    ) -> None:
+        self._more, self._env, self._search = tuple(more), env, list(search)
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Connection | None = None
 
@@ -77,9 +83,13 @@ class Pool:
     def _start(self) -> Connection:
         ours, theirs = Pipe()
         here = str(Path(__file__).parent)
-        code = f"import sys; sys.path.insert(0, {here!r}); import zygote; zygote.serve({theirs.fileno()}, {sys.path!r})"
+        words = f"{theirs.fileno()}, {[*self._search, *sys.path]!r}, {self._more!r}"
+        code = f"import sys; sys.path.insert(0, {here!r}); import zygote; zygote.serve({words})"
         # The numeric libraries read their thread counts when they are loaded; a zygote must not have threads.
-        environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        given = os.environ if self._env is None else self._env
+        environment = dict(given, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        # Whoever asks CUDA itself whether there is a device can fork no rank that uses one.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import io
 import os
@@ -24,11 +25,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Final, NoReturn
 
@@ -54,6 +56,8 @@ PRELOAD: Final = (
 """What nearly every rank needs. Importing any of it runs no operation and starts no thread (test_pool looks)."""
 DUMP: Final = signal.SIGUSR2
 """A rank that gets it writes the stacks of all its threads, also from inside C++ that holds the GIL."""
+HUGE: Final = 2 << 20
+MADV_COLLAPSE: Final = 25
 LOOK: Final = 0.02
 """Seconds between two looks at the ranks; a message wakes us at once, a death within this time."""
 SHORT: Final = reprlib.Repr()
@@ -411,24 +415,72 @@ def _told(error: BaseException) -> str:
     return "".join(lines)
 
 
-def _compile_sections() -> None:
-    """Of the configuration: each is compiled when it is first given, and that would be in every rank anew."""
+def _plan_once() -> None:
+    """Decide on a model without memory, which runs no operation: what that computes first, each rank would again.
+
+    A section of the configuration is compiled when it is first given, and what reads a class keeps what it has read.
+    """
+    import torch
+
+    from mizzen.api import sketch_of
+    from mizzen.config.load import load
     from mizzen.config.schema import Config
     from mizzen.config.section import nest_in, schema_keys
+    from mizzen.order import ORDER
+    from mizzen.plan.build import build
 
     nests = [nest_in(place.field.annotation) for place in schema_keys(Config)]
     for section in {Config, *(nest.section for nest in nests if nest)}:
         section.model_rebuild()
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    for stage in range(4):
+        keys = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+        config = load(keys)
+        build(config, 2, sketch_of(model, config), ORDER)
 
 
-def serve(descriptor: int, search: list[str]) -> None:
-    """Run jobs until the other end of the connection is gone."""
+def _remember_entry_points() -> None:
+    """Of what is installed: to look for accelerators, each rank would read a file of every package."""
+    found: dict[Any, Any] = {}
+    look = importlib.metadata.entry_points
+
+    def entry_points(**wanted: Any) -> Any:
+        key = (*dict.fromkeys(sys.path), *wanted.items())
+        if key not in found:
+            found[key] = look(**wanted)
+        return found[key]
+
+    importlib.metadata.entry_points = entry_points
+    entry_points(group="mizzen.accelerators")
+
+
+def _use_huge_pages() -> None:
+    """Gather what was allocated so far in pages of 2 MiB: a fork copies a table of pages, and an end gives it back.
+
+    Linux before 6.1 does not know how, and all stays as it is.
+    """
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, inode, *name = line.split()
+        if rights == "rw-p" and inode == "0" and (not name or name == ["[heap]"]):
+            begin, end = (int(part, 16) for part in span.split("-"))
+            first, last = -(-begin // HUGE) * HUGE, end // HUGE * HUGE
+            if first < last:
+                advise(first, last - first, MADV_COLLAPSE)
+
+
+def serve(descriptor: int, search: list[str], more: Sequence[str] = ()) -> None:
+    """Run jobs until the other end of the connection is gone; `more` is what ranks of this process need, too."""
     sys.path[:] = search
-    for name in PRELOAD:
+    for name in (*PRELOAD, *more):
         with suppress(ModuleNotFoundError):  # whoever needs it will miss it, and say so in a test
             importlib.import_module(name)
-    _compile_sections()
+    _plan_once()
+    _remember_entry_points()
     gc.collect()
+    _use_huge_pages()
     gc.freeze()  # a collection in a rank would otherwise touch, and so copy, every page of the imported modules
     parent = Connection(descriptor)
     with suppress(EOFError):

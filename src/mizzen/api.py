@@ -15,6 +15,7 @@ from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.resolve import at_world, split_degree
 from mizzen.config.schema import Config
 from mizzen.engine.access import release_model
+from mizzen.engine.budgets import with_budgets
 from mizzen.engine.build import build_engine
 from mizzen.engine.engine import Engine, EngineComponents
 from mizzen.engine.prepare import (
@@ -44,7 +45,7 @@ from mizzen.model.trace import flow_of
 from mizzen.monitor.terminal import dump_state
 from mizzen.order import ORDER
 from mizzen.parallel.pipeline.module import LayeredModule, PipelineOptions
-from mizzen.parallel.pipeline.profile import profile_layers
+from mizzen.parallel.pipeline.profile import profile_blocks, profile_layers
 from mizzen.parallel.zero.full.init import init_suspended
 from mizzen.plan.build import build
 from mizzen.plan.parts import Part
@@ -95,9 +96,10 @@ def initialize(
         model_parameters = with_current_parameters(model_parameters, replaced)
     if isinstance(model, LayeredModule):
         profile_layers(model, settings)
-    sketch = sketch_of(model, settings)
+    sketch = profile_blocks(sketch_of(model, settings), model, settings, world.size)
     chosen = choose_optimizer(optimizer, settings, model, sketch, model_parameters)
-    plan = build(without_needless_offload(settings), world.size, with_optimizer_groups(sketch, model, chosen), ORDER)
+    sketch = with_optimizer_groups(sketch, model, chosen)
+    plan = build(with_budgets(without_needless_offload(settings), sketch, model, world), world.size, sketch, ORDER)
     check_optimizer(chosen, plan)
     if mpu is not None:
         check_groups(mpu, plan.resolved.layout, world.rank)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from clients.small import Tokens, forget, gpt2, leave
-from drop_in.published_files import EVALUATED, FOLDER, STEPS, TABLE, completed, number, read
+from drop_in.published_files import EVALUATED, STEPS, TABLE, completed, number, read
 
 
 def arguments_of(name: str, folder: Path, **more) -> TrainingArguments:
@@ -19,7 +19,7 @@ def arguments_of(name: str, folder: Path, **more) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
-        **{"deepspeed": str(FOLDER / f"{name}.json")} | more,
+        **{"deepspeed": raw} | more,
         per_device_train_batch_size=whole.get("train_micro_batch_size_per_gpu", 2),
         gradient_accumulation_steps=whole.get("gradient_accumulation_steps", 1),
         max_steps=STEPS,

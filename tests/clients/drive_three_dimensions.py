@@ -9,6 +9,7 @@ import torch
 
 import mizzen
 from clients.drive_tensor import FUSED, RATE, RECOMPUTE, SAMPLES, STEPS, batch, built, reference
+from clients.layout_files import KINDS, exchange
 
 CASES = (
     ("llama", 1, {}),
@@ -74,7 +75,10 @@ def main() -> None:
     everything = int(os.environ["WORLD_SIZE"]) == 4 or os.environ.get("FULL")
     for kind, stage, more in CASES if everything else CASES[:FOR_SHORT]:
         found[f"{kind} stage={stage} {json.dumps(more)}"] = split(kind, stage, more)
-    (Path(sys.argv[1]) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    if int(os.environ["WORLD_SIZE"]) == 4:
+        (folder / f"{rank}-files.json").write_text(json.dumps({kind: exchange(kind, folder) for kind in KINDS}))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
+from behind import use_behind
 from clients.small import DECAY, RATE, Tokens, configuration, forget, gpt2, leave, norms
 
 STEPS, WARMUP = 20, 3
@@ -29,6 +30,7 @@ SCHEDULER = {
         "warmup_type": "linear",
     },
 }
+OFFLOAD = {"device": "cpu", "pin_memory": True}
 RUNS = {
     "ddp": None,
     "stage 0": configuration(0),
@@ -41,6 +43,8 @@ RUNS = {
     "stage 2, optimizer": configuration(2, optimizer=OPTIMIZER),
     "ddp, one group, late": None,
     "stage 2, optimizer and schedule": configuration(2, optimizer=OPTIMIZER, scheduler=SCHEDULER),
+    # On a device whose memory lies behind copies, from here on.
+    "stage 2, optimizer, offload": configuration(2, {"offload_optimizer": OFFLOAD}, optimizer=OPTIMIZER),
 }
 RESUMED = ("ddp", "stage 0", "stage 1", "stage 2", "stage 3", "stage 2, optimizer and schedule")
 
@@ -132,6 +136,10 @@ def run(name: str, config: dict | None, folder: Path) -> dict:
     }
     if config is not None:
         engine = trainer.model_wrapped
+        found["places"] = sorted({lot.rest.place for store in engine.stores for lot in store.contents.lots})
+        units = [unit for store in engine.stores for unit in vars(store).get("units", ())]
+        rests = [rest for unit in units for message in unit.messages for rest in message.rests]
+        found["shards"] = sorted({"device" if rest is None else rest.place for rest in rests})
         found["generated"] = list(engine.generate(torch.tensor([[1, 2]]), max_length=6, do_sample=False).shape)
     trainer.accelerator.free_memory()
     return found
@@ -154,6 +162,8 @@ def main(folder: Path) -> None:
     found = {}
     for number, (name, config) in enumerate(RUNS.items()):
         place = folder / f"run-{number}"
+        if name.endswith("offload"):
+            use_behind()
         found[name] = run(name, config, place)
         forget()
         if name in RESUMED:

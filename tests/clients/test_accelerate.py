@@ -5,17 +5,17 @@ import sys
 
 import pytest
 
-from clients.launching import HERE, close, launch, own_lines, run
+from clients.launching import HERE, close, own_lines, run
 
 
 @pytest.fixture(scope="module")
-def accelerate(tmp_path_factory):
-    return launch("drive_accelerate.py", tmp_path_factory.mktemp("accelerate"))
+def accelerate(scripts, tmp_path_factory):
+    return scripts.launch("drive_accelerate.py", tmp_path_factory.mktemp("accelerate"))
 
 
 @pytest.fixture(scope="module")
-def states(tmp_path_factory):
-    return launch("drive_accelerate_states.py", tmp_path_factory.mktemp("states"))
+def states(scripts, tmp_path_factory):
+    return scripts.launch("drive_accelerate_states.py", tmp_path_factory.mktemp("states"))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

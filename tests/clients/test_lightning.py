@@ -2,12 +2,12 @@
 
 import pytest
 
-from clients.launching import close, launch
+from clients.launching import close
 
 
 @pytest.fixture(scope="module")
-def lightning(tmp_path_factory):
-    return launch("drive_lightning.py", tmp_path_factory.mktemp("lightning"))[0]
+def lightning(scripts, tmp_path_factory):
+    return scripts.launch("drive_lightning.py", tmp_path_factory.mktemp("lightning"))[0]
 
 
 TRAINED = {

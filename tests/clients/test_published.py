@@ -2,14 +2,13 @@
 
 import pytest
 
-from clients.launching import launch
 from drop_in.published_files import BY_THE_CLIENT, EVALUATED, TABLE
 from mizzen import errors
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return launch("drive_published.py", tmp_path_factory.mktemp("published"))[0]
+def ranks(scripts, tmp_path_factory):
+    return scripts.launch("drive_published.py", tmp_path_factory.mktemp("published"))[0]
 
 
 @pytest.mark.parametrize("name", TABLE)

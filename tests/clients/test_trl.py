@@ -2,12 +2,12 @@
 
 import pytest
 
-from clients.launching import close, launch
+from clients.launching import close
 
 
 @pytest.fixture(scope="module")
-def trl(tmp_path_factory):
-    return launch("drive_trl.py", tmp_path_factory.mktemp("trl"))[0]
+def trl(scripts, tmp_path_factory):
+    return scripts.launch("drive_trl.py", tmp_path_factory.mktemp("trl"))[0]
 
 
 STEPS = {"sft": 40, "packed": 20, "dpo": 20, "synced": 20, "grpo": 20, "in pieces": 6}

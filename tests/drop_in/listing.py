@@ -14,7 +14,7 @@ from types import ModuleType
 HERE = Path(__file__).parent
 NAMES, MISSING = HERE / "names.txt", HERE / "missing.txt"
 FOLDER = HERE.parent.parent / "compat"
-LEAST = (317, 2153)
+LEAST = (334, 2189)
 """Modules and names that are there; raised when there are more."""
 
 

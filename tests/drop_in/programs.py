@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mizzen
+from behind import use_behind
 from mizzen.errors import NotBuilt, UsageError
 from mizzen.launcher.job import DROP_IN
 
@@ -178,3 +179,16 @@ def stepped_by_hand(stage):
     with pytest.raises(NotBuilt, match="gradients of gradients"):
         theirs.optimizer.backward(theirs(batch), create_graph=True)
     return rates, theirs._consolidated_16bit_state_dict(), ours._consolidated_16bit_state_dict()
+
+
+def late(is_beside):
+    """The classes of an engine with ZenFlow, outside and inside, and whether it trains by the published section."""
+    use_behind()
+    package = deepspeed()
+    section = {"topk_ratio": 0.05, "select_strategy": "auto", "select_interval": "auto", "update_interval": 4}
+    section |= {"full_warm_up_rounds": 0, "overlap_step": is_beside}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "zenflow": section}
+    engine = build(package, 2, zero_optimization=zero)
+    data = batches(20)
+    losses = [engine.train_batch(data).item() for _ in range(20)]
+    return type(engine.optimizer).__name__, type(engine.basic_optimizer).__name__, losses[0], losses[-1]

@@ -178,3 +178,11 @@ def test_dropout_follows_the_seed_of_the_script(world):
     assert world(2).run(dropped, {}) == [expected, expected]
     first, second = world(2).run(dropped, {"dropout_stream": "engine"})
     assert first != second
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_late_updates_by_the_published_section(world, is_beside):
+    for outside, inside, first, last in world(2).run(programs.late, is_beside):
+        assert outside == f"ZenFlowZeroOptimizer{'Parallel' if is_beside else 'Sequential'}"
+        assert inside == "ZenFlowCPUAdam"
+        assert last < 0.7 * first

@@ -150,6 +150,12 @@ def test_two_engines_play_against_each_other(world):
     assert 0.2 < played[0][0] < 2 and 0.2 < played[0][1] < 3
 
 
+def test_a_model_that_the_configuration_cuts_gives_the_losses_of_one_rank(world):
+    runs = [world(ranks, init=False).run(script, "tensor.py", *more)[0] for ranks, more in ((1, ()), (4, ("--tp", 2)))]
+    expected, found = (printed_numbers(text, "loss") for text in runs)
+    assert len(expected) > 2 and found == pytest.approx(expected, abs=2e-3)
+
+
 def test_layers_that_are_cut_give_the_losses_of_one_rank(world):
     words = ("--steps", 5, "--width", 16)
     ((alone,), cut) = (

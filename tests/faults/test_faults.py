@@ -34,6 +34,20 @@ def test_disk_errors(tmp_path):
     assert_fine(checks.disk_errors(tmp_path, BUDGET), 16)
 
 
+def test_short_writes(python):
+    """In a process of its own: it limits the size of all its files."""
+    code = (
+        "from pathlib import Path; from tempfile import TemporaryDirectory; from faults import checks\n"
+        "with TemporaryDirectory() as folder: result = checks.short_writes(Path(folder))\n"
+        "print(result.tried, result.failures)"
+    )
+    assert python("-c", code).stdout.splitlines()[-1:] == ["5 []"]
+
+
+def test_bombs(tmp_path):
+    assert_fine(bombs.bombs(tmp_path), 1)
+
+
 def test_files_that_are_none(tmp_path):
     assert_fine(bombs.strange_files(tmp_path), 49)
 

@@ -17,9 +17,11 @@ PARAMETERS = 8
 METHODS = 20
 WIDE = {
     "accelerator/cpu.py Cpu": "every method of the protocol `Accelerator`, and how it is made",
+    "plan/parts.py Rest": "every call that a lot and a step make to a resting place, with when each comes",
+    "offload/rest_host.py OnHost": "every call that a lot makes to its resting place, and how copies go both ways",
 }
 """`file class` -> why it has more methods."""
-TOTAL_LINES = 56_000
+TOTAL_LINES = 59_950
 """Raised in the commit that needs it, never in advance."""
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from breadth import choice, choose, chosen, covering
 from house.tree import ROOT
+from mutate import MUTANTS, place_of
 
 CLOCKS = {"monotonic", "perf_counter", "process_time", "time", "thread_time"}
 
@@ -63,8 +64,8 @@ class Item:
         return iter(self.axes)
 
 
-def made(ring, name, **marks):
-    return [Item(ring, name, row, **marks) for row in product((0, 1), (10, 11, 12))]
+def made(ring, name, first=(0, 1), **marks):
+    return [Item(ring, name, row, **marks) for row in product(first, (10, 11, 12))]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def made(ring, name, **marks):
     ],
 )
 def test_short_and_rest_are_all(monkeypatch, items, count):
+    monkeypatch.setattr("breadth.FULL", True)
     chosen = {}
     for name in ("short", "rest", "all"):
         monkeypatch.setattr("breadth.BREADTH", name)
@@ -87,6 +89,21 @@ def test_short_and_rest_are_all(monkeypatch, items, count):
     assert {*chosen["short"], *chosen["rest"]} == set(chosen["all"]) == set(items)
     if 0 < count < len(items):
         assert {each.callspec.params["b"] for each in chosen["short"]} == {10, 11, 12}
+
+
+@pytest.mark.parametrize(("marks", "counts"), [({}, (4, 4)), ({"wide": True}, (0, 4)), ({"crossed": True}, (12, 0))])
+def test_of_a_cross_the_rest_has_every_value_once_more(monkeypatch, marks, counts):
+    monkeypatch.setattr("breadth.FULL", False)
+    items = made("ranks", "test_cross", range(4), **marks)
+    found = []
+    for name, count in zip(("short", "rest"), counts, strict=True):
+        monkeypatch.setattr("breadth.BREADTH", name)
+        taken, others = choose(items)
+        assert len(taken) == count and [*sorted(taken + others, key=items.index)] == items
+        for axis, values in (("a", range(4)), ("b", (10, 11, 12))):
+            assert not taken or {each.callspec.params[axis] for each in taken} == {*values}
+        found += taken
+    assert len(found) == len({*found}) == sum(counts)
 
 
 def test_a_list_in_parts_is_run_in_both(monkeypatch):
@@ -109,3 +126,9 @@ def test_lists_in_parts_are_marked():
 def test_a_choice_of_values():
     values = choice([(1, 2), (3, 4)], [(3, 4)])
     assert values[1] == (3, 4) and values[0].values == (1, 2) and values[0].marks[0].name == "wide"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_line_that_a_mutant_breaks_is_there_once(mutant):
+    """Otherwise `make test-mutants` would stop at the first line that somebody has written in other words."""
+    assert place_of(mutant).suffix == ".py"

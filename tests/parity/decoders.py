@@ -50,6 +50,39 @@ class Attention(nn.Module):
         return [q, k, v] if self.fused else [self.q_norm(q), self.k_norm(k), v]
 
 
+class LatentAttention(nn.Module):
+    """Keys and values come out of a few features, and the last of these are keys for all heads."""
+
+    def __init__(self, heads: int, how: str) -> None:
+        super().__init__()
+        self.num_heads, self.how = heads, how
+        self.q, self.squeeze = nn.Linear(WIDTH, heads * 6), nn.Linear(WIDTH, 5 + 2)
+        self.norm, self.spread = Norm(5), nn.Linear(5, heads * (4 + 3))
+        self.out = nn.Linear(heads * 3, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        few, shape = self.squeeze(hidden), hidden.shape[:2]
+        inner, shared = few.split([5, 2], -1) if self.how == "latent" else (few[..., :5], few[..., 5:])
+        keys, values = self.spread(self.norm(inner)).view(*shape, -1, 7).transpose(1, 2).split([4, 3], -1)
+        keys = self.with_shared(keys, shared.unsqueeze(1).expand(-1, keys.shape[1], -1, -1))
+        queries = self.q(hidden).view(*shape, -1, 6).transpose(1, 2)
+        if self.how == "latent":
+            mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        else:
+            scores = queries @ keys.transpose(2, 3) / 6**0.5
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            mixed = scores.masked_fill(later, float("-inf")).softmax(-1) @ values
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def with_shared(self, keys: Tensor, shared: Tensor) -> Tensor:
+        if self.how == "latent":
+            return torch.cat([keys, shared], -1)
+        found = keys.new_empty(*keys.shape[:-1], 6)
+        found[..., :4] = keys
+        found[..., 4:] = shared
+        return found
+
+
 class Mlp(nn.Module):
     def __init__(self, inner: int, *, gated: bool) -> None:
         super().__init__()
@@ -81,7 +114,9 @@ class Block(nn.Module):
     def __init__(self, heads: int, kv: int, inner: int, fused: str) -> None:
         super().__init__()
         self.first, self.second = Norm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.mlp = Attention(heads, kv, fused=fused), Mlp(inner, gated=fused != "interleaved")
+        is_latent = fused.startswith("latent")
+        self.attention = LatentAttention(heads, fused) if is_latent else Attention(heads, kv, fused=fused)
+        self.mlp = Mlp(inner, gated=fused != "interleaved")
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.first(hidden))
@@ -91,11 +126,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Predicts the next token; returns the mean loss, or logits where it is told to."""
 
-    def __init__(self, heads=4, kv=2, inner=24, fused="", tied=True, adapted=False) -> None:
+    def __init__(self, heads=4, kv=2, inner=24, fused="", tied=True, adapted=False, blocks=2) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(heads, kv, inner, fused) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(heads, kv, inner, fused) for _ in range(blocks))
         self.norm, self.head = Norm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -122,4 +157,6 @@ MODELS = {
     "interleaved": {"fused": "interleaved", "kv": 4, "tied": False},
     "uneven": {"heads": 6, "kv": 3, "inner": 23},
     "adapted": {"adapted": True, "kv": 4},
+    "latent": {"fused": "latent"},
+    "latent, written": {"fused": "latent, written", "heads": 3},
 }

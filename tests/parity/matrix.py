@@ -121,7 +121,15 @@ def config_of(combination: Combination) -> dict:
 
 
 def train(combination: Combination) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and whole values of what this rank holds."""
+    """Losses, and whole values of what this rank holds; an error says in which combination."""
+    try:
+        return _train(combination)
+    except Exception as error:
+        error.add_note(" / ".join(combination))
+        raise
+
+
+def _train(combination: Combination) -> tuple[list[float], dict[str, Tensor]]:
     engine, *_ = mizzen.initialize(model=Model(), config=config_of(combination))
     check_changes(engine, combination)
     ranks, rank, micros = engine.dp_world_size, engine.get_data_parallel_rank(), engine.gradient_accumulation_steps()
@@ -149,5 +157,8 @@ def check_changes(engine: mizzen.Engine, combination: Combination) -> None:
     fused = sum(issubclass(kind, FusedModule) for kind in forwards)
     wanted = "fused" in combination and "compiled" not in combination
     assert fused >= 3 * own if wanted else not fused
+    hooks = (hook for block in blocks for hook in block.attention._forward_pre_hooks.values())
+    gathering = sum("_change_argument" in hook.__qualname__ for hook in hooks)
+    assert gathering == (own if "tp 2 with cut sequences" in combination else 0)
     compiled = sum(block._compiled_call_impl is not None for block in blocks)
     assert compiled == (own if "compiled" in combination else 0)

@@ -121,6 +121,15 @@ def train(
     return losses, values(engine)
 
 
+def train_measured(kind: str, folder: str) -> tuple:
+    """A model in two stages that are cut by what blocks take; without memory until then, where a folder is given."""
+    model = build(kind)
+    if folder:
+        with torch.device("meta"):
+            model = KINDS[kind].from_config(AutoConfig.from_pretrained(folder))
+    return train(kind, 2, 0, "1f1b", model, pipeline={"partition": "profile"})
+
+
 def train_from_files(kind: str, stages: int, stage: int, schedule: str, folder: str) -> tuple:
     """Losses and values of one rank that was given a model without memory, and the bytes that it has read by name."""
     with torch.device("meta"):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mizzen
+from behind import use_behind
 from mizzen.model.sketch import Sketch
 from mizzen.optim.own_rules import Lamb, Lion, Muon, split_groups
 
@@ -39,6 +40,9 @@ FAMILY = {
         "zero_quantized_gradients": True,
         "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64},
     },
+    "params": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    "params alone": {"offload_param": {"device": "cpu"}},
+    "params copies": {"offload_param": {"device": "cpu"}, "mics_shard_size": 2},
 }
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST = {"autocast": torch.bfloat16, "autocast16": torch.float16}
@@ -215,6 +219,8 @@ def reference(case: Case, steps: int = STEPS) -> tuple[list[float], dict[str, Te
 
 def train(case: Case, with_train_batch: bool = False) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """What a user writes, on one rank."""
+    if case.family.startswith("params"):
+        use_behind()
     model = build(case)
     engine, *_ = mizzen.initialize(model=model, model_parameters=groups(model, case), config=case.config)
     losses, norms = [], []

@@ -17,7 +17,8 @@ from mizzen.errors import UsageError
 from mizzen.launcher.signals import UNSAVED
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.shard import FullChoice, _transient
+from mizzen.parallel.zero.full.price import transient
+from mizzen.parallel.zero.full.shard import FullChoice
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.shard import _in_flight
 from mizzen.plan.cost import Cost
@@ -192,7 +193,7 @@ def on_its_way(plan, rank: int) -> Cost:
     """What a plan counts for tensors that come and go, at most."""
     choice = plan.steps[-1].choice
     if isinstance(choice, FullChoice):
-        return sum((_transient(each) for part in choice.parts(rank) for each in part.sets), Cost())
+        return sum((transient(each) for part in choice.parts(rank) for each in part.sets), Cost())
     families = [family for piece in choice.families(rank) for family in piece if family.holding.stage == 2]
     return Cost(gradients=sum(_in_flight(family) for family in families))
 
@@ -205,7 +206,7 @@ BYTES += [(2, plan, BF16 if plan[3] == 1 else {}) for plan in FEW]  # the toy se
 BYTES += [(3, plan, {}) for plan in FEW] + [(3, (4, 2, 2, 1), BF16)]
 
 
-@pytest.mark.parametrize(("stage", "plan", "precision"), choice(BYTES, [BYTES[at] for at in (2, 11, 13, 14, 18, -1)]))
+@pytest.mark.parametrize(("stage", "plan", "precision"), choice(BYTES, [BYTES[at] for at in (2, 14, -1)]))
 def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, stage, plan, precision):
     monkeypatch.setattr("mizzen.plan.build.refusals", lambda config: ())
     size, tp, ep, pp, *kv = plan
@@ -236,7 +237,11 @@ PAIRS = [case for number, case in enumerate(CASES) if number % 11 == 0 and (case
 SHOWN = [case for case in CASES if case[2] != "SGD" or case[3] == 0] if os.environ.get("FULL") else PAIRS
 
 
-@pytest.mark.parametrize(("plan", "stage", "optimizer", "clip", "accumulation"), choice(SHOWN, covering(PAIRS, 1)))
+FITTING = [case for case in PAIRS if case[0][0] == 4 or case[0] == PLANS[-1]]
+"""Of eight ranks those alone that do all at once."""
+
+
+@pytest.mark.parametrize(("plan", "stage", "optimizer", "clip", "accumulation"), choice(SHOWN, covering(FITTING, 1)))
 def test_any_homes_train_as_one_process_does(world, plan, stage, optimizer, clip, accumulation):
     size, tp, ep, pp = plan
     if SAMPLES // (size // tp // pp) < accumulation:
@@ -249,7 +254,7 @@ if os.environ.get("FULL"):
     SHARED = [(stage, *plan) for stage in range(4) for plan in ((4, 4, 1), (4, 4, 2), (4, 2, 1), (8, 4, 2))]
 
 
-@pytest.mark.parametrize(("stage", "size", "tp", "kv"), choice(SHARED, [each for each in SHARED if each[1] < 8]))
+@pytest.mark.parametrize(("stage", "size", "tp", "kv"), choice(SHARED, [each for each in SHARED if each[0] in (2, 3)]))
 def test_heads_that_several_ranks_hold_train_as_one_process_does(world, stage, size, tp, kv):
     """Each rank brings another gradient of a head of keys that it shares: they are added up, and counted once."""
     check(world, size, stage, "SGD", 0.0, 2 - stage % 2, tp, 1, 1, kv)
@@ -297,7 +302,7 @@ def same(found, expected) -> bool:
 
 
 @pytest.mark.wide  # test_layouts.py moves those of real models
-@pytest.mark.parametrize(("stage", "then"), [(1, 2), (0, 3), (3, 1)])
+@pytest.mark.parametrize(("stage", "then"), choice([(1, 2), (0, 3), (3, 1)], [(0, 3), (3, 1)]))
 def test_a_checkpoint_moves_between_any_two_layouts_to_the_bit(world, tmp_path, stage, then):
     first = (8, 2, 1, 2)
     expected = {}
@@ -438,6 +443,7 @@ def change_some(which: str, *case) -> str:
         return str(refusal)
 
 
+@pytest.mark.wide
 def test_a_change_is_for_all_ranks_that_hold_the_same(world):
     for plan, which, words in (
         ((2, 1, 2), "stage", "True"),
@@ -461,7 +467,7 @@ def modify(*case) -> dict:
     return {name: (local[name], mizzen.zero.safe_get_full_fp32_param(p)) for name, p in named.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", choice([0, 1, 3], [1, 3]))
 def test_what_a_modifier_writes_reaches_every_rank_that_holds_the_same(world, stage):
     for rank, found in enumerate(world(4).run(modify, stage, "AdamW", 1.0, 1, 2, 1, 1, 1)):
         tp = rank % 2

@@ -109,7 +109,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("size", "pp", "tp", "sequence", "stage", "more"), choice(CASES, CASES[:2]))
+@pytest.mark.parametrize(("size", "pp", "tp", "sequence", "stage", "more"), choice(CASES, CASES[:1]))
 def test_a_gpt_of_layers_in_stages_trains_as_one_process(world, size, pp, tp, sequence, stage, more):
     losses, before, updates = reference()
     seen = set()

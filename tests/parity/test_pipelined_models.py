@@ -49,6 +49,18 @@ def test_fused_operations_of_a_cut_model_train_as_one_process_does(world):
     check(pipelined_models.reference("llama"), world(2).run(pipelined_models.train_fused, 2, 0, "1f1b"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_on_meta"), choice([("llama", False), ("gpt2", True), ("bert", False)], [("gpt2", True)])
+)
+def test_a_model_cut_by_what_its_blocks_take_trains_as_one_process_does(world, tmp_path, kind, is_on_meta):
+    from parity import pipelined_models
+
+    if is_on_meta:
+        pipelined_models.build(kind).save_pretrained(tmp_path)
+    runs = world(2).run(pipelined_models.train_measured, kind, str(tmp_path) if is_on_meta else "")
+    check(pipelined_models.reference(kind), runs)
+
+
 def check(expected, runs):
     losses, start, updates = expected
     seen = set()

@@ -97,12 +97,15 @@ def check(found, kind: str, optimizer: str, clip: float) -> None:
                 assert (moved - wanted).norm() <= 2e-3 * wanted.norm(), name
 
 
-KINDS = [(kind, 2, 2, 0) for kind in MODELS] + [("grouped", 4, 4, 1), ("runs", 4, 2, 3), ("one key", 4, 4, 2)]
+def test_any_kind_of_layers_trains_as_one_process(world):
+    """One after the other on the same two ranks."""
+    for kind, found in zip(MODELS, world(2).each(train, [(kind, 2, 0) for kind in MODELS]), strict=True):
+        check(found, kind, "SGD", 0.0)
 
 
-@pytest.mark.parametrize(("kind", "world_size", "tp", "stage"), KINDS)
-def test_any_kind_of_layers_trains_as_one_process(world, kind, world_size, tp, stage):
-    check(world(world_size).run(train, kind, tp, stage), kind, "SGD", 0.0)
+@pytest.mark.parametrize(("kind", "tp", "stage"), [("grouped", 4, 1), ("runs", 2, 3), ("one key", 4, 2)])
+def test_layers_over_four_ranks_train_as_one_process(world, kind, tp, stage):
+    check(world(4).run(train, kind, tp, stage), kind, "SGD", 0.0)
 
 
 CROSS = list(
@@ -113,6 +116,69 @@ CROSS = list(
 @pytest.mark.parametrize(("kind", "stage", "optimizer", "clip", "accumulation"), choice(CROSS, covering(CROSS, 2)[:4]))
 def test_with_every_stage_clipping_and_accumulation(world, kind, stage, optimizer, clip, accumulation):
     check(world(4).run(train, kind, 2, stage, optimizer, clip, accumulation), kind, optimizer, clip)
+
+
+FORMATS = {"bf16": ({"bf16": {"enabled": True}}, 4e-3), "fp16": ({"fp16": {"enabled": True, "loss_scale": 8}}, 1e-3)}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_of_fewer_bits_train_as_in_one_process(world, name):
+    """Within what a step of the format makes of losses."""
+    more, far = FORMATS[name]
+    ((losses, norms, _),) = world(1).run(train, "grouped", 1, 0, **more)
+    for stage in (1, 3):
+        for found, seen, _ in world(2).run(train, "grouped", 2, stage, **more):
+            assert found == pytest.approx(losses, rel=far)
+            assert seen == pytest.approx(norms, rel=10 * far)
+
+
+def test_zero_plus_plus_beside_it(world):
+    """Second shards change nothing; messages of eight bits change losses a little."""
+    base = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    second = {"zero_optimization": {**base, "zero_hpz_partition_size": 2}}
+    check(world(4).run(train, "grouped", 2, 3, **second), "grouped", "SGD", 0.0)
+    quantized = {"zero_optimization": {**base, "zero_quantized_weights": True, "zero_quantized_gradients": True}}
+    losses, norms, _ = reference("grouped", "SGD", 0.0)
+    for found, seen, _ in world(4).run(train, "grouped", 2, 3, **quantized):
+        assert found == pytest.approx(losses, rel=1e-2)
+        assert seen == pytest.approx(norms, rel=5e-2)
+        assert found != pytest.approx(losses, rel=1e-6)
+
+
+EIGHT = {"heads": 8, "kv": 2, "inner": 40}
+
+
+def over_eight(folder: str) -> tuple:
+    """More ranks than heads of keys: losses of eight, and of those that go on from a checkpoint of two."""
+    engine, *_ = mizzen.initialize(model=Decoder(**EIGHT), config=config(8, 1))
+    found = walk(engine)
+    engine.destroy()
+    engine, *_ = mizzen.initialize(model=Decoder(**EIGHT), config=config(2, 2))
+    again = walk(engine)
+    assert engine.save_checkpoint(folder)
+    values = values_of(engine)
+    engine.destroy()
+    engine, *_ = mizzen.initialize(model=Decoder(**EIGHT), config=config(8, 0))
+    assert engine.load_checkpoint(folder)[0] is not None and engine.load_report.is_exact
+    return found, again, values, values_of(engine), engine.module.blocks[0].attention.q.weight.shape
+
+
+@pytest.mark.wide  # four ranks do what eight do
+def test_eight_ranks_share_matrices_and_go_on_from_two(world, tmp_path):
+    ((losses, norms, expected),) = world(1).run(train_eight)
+    for found, again, values, loaded, shape in world(8).run(over_eight, str(tmp_path), timeout=240):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert again[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(norms, rel=1e-5)
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
+        assert shape == (4, 16)
+
+
+def train_eight() -> tuple:
+    engine, *_ = mizzen.initialize(model=Decoder(**EIGHT), config=config(1, 0))
+    return *walk(engine), values_of(engine)
 
 
 def test_sums_that_go_on_while_a_layer_computes_are_the_same(world):
@@ -210,6 +276,7 @@ def test_rules_that_need_norms_get_those_of_whole_matrices(world):
     check_rule(world, "Lion", [(2, 2, 1, "stacked")])
 
 
+@pytest.mark.wide  # make test has Muon on whole matrices
 def test_muon_puts_matrices_together_over_tensor_parallel_ranks(world):
     check_rule(world, "Muon", [(2, 2, 0, "stacked"), (4, 2, 1, "runs"), (4, 4, 2, "one key"), (4, 2, 3, "grouped")])
 
@@ -237,6 +304,16 @@ def test_a_rule_that_cannot_put_parts_together_is_refused(name, kind, message):
     sketch = with_optimizer_groups(sketch, model, choose_optimizer(None, settings, model, sketch))
     with pytest.raises(mizzen.errors.PlanError, match=message):
         build(settings, 2, sketch, ORDER)
+
+
+def test_the_muon_of_torch_which_cannot_put_parts_together_is_refused():
+    model = Decoder(tied=False)
+    settings = load({key: value for key, value in config(2, 1).items() if key != "optimizer"})
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    sketch = Sketch.of(model).with_flow(flow_of(model))
+    given = choose_optimizer(torch.optim.Muon(matrices, lr=0.01), settings, model, sketch)
+    with pytest.raises(mizzen.errors.PlanError, match="needs it whole"):
+        build(settings, 2, with_optimizer_groups(sketch, model, given), ORDER)
 
 
 def other_batch() -> str:

@@ -18,10 +18,11 @@ from mizzen.config.elasticity import compute_elastic
 from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.config.migrate import drop_ignored
 from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
-from mizzen.config.resolve import Resolved, resolve
+from mizzen.config.resolve import TRIAD, Resolved, resolve
 from mizzen.config.schema import Config
 from mizzen.config.section import Section
 from mizzen.config.zero import ZeroConfig
+from mizzen.environment import World, environ
 from mizzen.errors import ConfigError, UsageError
 from mizzen.log import warn_once
 
@@ -87,6 +88,21 @@ def without_hints(config: ConfigSource) -> ConfigSource:
     return flagged if ignored or repr(flagged) != repr(given) else config
 
 
+def counted_once(config: ConfigSource, world: int) -> ConfigSource:
+    """The configuration with a train_batch_size that has each sample once, where all three sizes of a batch are given.
+
+    DeepSpeed and its clients multiply by all ranks, also by those that share a matrix and see the same samples.
+    """
+    given = read_source(config)
+    section = given.get("tensor_parallel")
+    ranks = section.get("autotp_size", 1) if isinstance(section, Mapping) else 1
+    sizes: list[Any] = [given.get(key) for key in TRIAD]
+    if not all(type(each) is int for each in (ranks, *sizes)) or ranks < 2 or world % ranks:
+        return config
+    is_repeated = sizes[0] == sizes[1] * sizes[2] * world
+    return {**given, TRIAD[0]: sizes[0] // ranks} if is_repeated else config
+
+
 def with_flags(given: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
     """The keys of a section; 0 and 1 are false and true where that is what a key takes."""
     found = dict(given)
@@ -114,7 +130,8 @@ def _kinds(annotation: Any) -> set[Any]:
 def arguments_without_hints(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call, with the configuration as mizzen takes it, wherever it was given."""
     found = {name: value for name, value in given.items() if name not in SOURCES or value is not None}
-    found |= {name: without_hints(found[name]) for name in SOURCES if name in found}
+    world = groups.get_world_size() if groups.is_initialized() else World.detect(environ()).size
+    found |= {name: counted_once(without_hints(found[name]), world) for name in SOURCES if name in found}
     paths = [path for name in FLAGS if (path := getattr(found.get("args"), name, None)) is not None]
     if len(paths) > 1:
         raise ConfigError("", "--deepscale_config is an old name of --deepspeed_config: give one of them, not both")
@@ -141,7 +158,7 @@ class DeepSpeedConfig:
         world = groups.get_world_size() if groups.is_initialized() else 1
         if mpu is not None:
             world = layout_from_mpu(mpu, world).dp
-        self._fill(resolve(load(without_hints(given)), world), given, world)
+        self._fill(resolve(load(counted_once(without_hints(given), world)), world), given, world)
 
     @classmethod
     def of(cls, resolved: Resolved, given: Mapping[str, Any]) -> "DeepSpeedConfig":

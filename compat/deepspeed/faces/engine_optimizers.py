@@ -19,6 +19,7 @@ from deepspeed.faces.optimizers import (
     FusedLamb,
     FusedLion,
     MuonWithAuxAdam,
+    ZenFlowCPUAdam,
 )
 from mizzen.engine.engine import Engine
 from mizzen.engine.optimizer import EngineOptimizer
@@ -87,6 +88,23 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """Of ZeRO stages 1 and 2."""
+
+
+class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
+    """Of ZeRO stages 1 and 2 with a section `zenflow`."""
+
+    @classmethod
+    def create(cls, zenflow_config: Any) -> type["ZenFlowZeroOptimizer"]:
+        """Which of the two classes an engine's optimizer has."""
+        return ZenFlowZeroOptimizerParallel if zenflow_config.overlap_step else ZenFlowZeroOptimizerSequential
+
+
+class ZenFlowZeroOptimizerSequential(ZenFlowZeroOptimizer):
+    """Of one that waits for late updates."""
+
+
+class ZenFlowZeroOptimizerParallel(ZenFlowZeroOptimizer):
+    """Of one whose late updates go on beside training (`overlap_step`)."""
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
@@ -180,7 +198,8 @@ def dress(engine: Engine, *, is_configured: bool) -> None:
     if is_configured:
         _name_rule(engine, outer.optimizer)
     is_low = engine.settings.fp16.enabled or engine.settings.bf16.enabled
-    kinds = {1: DeepSpeedZeroOptimizer, 2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}
+    sharded = DeepSpeedZeroOptimizer if zero.zenflow is None else ZenFlowZeroOptimizer.create(zero.zenflow)
+    kinds = {1: sharded, 2: sharded, 3: DeepSpeedZeroOptimizer_Stage3}
     inside: Any = type(outer.optimizer)
     kind = kinds.get(zero.stage) or (FP16_Optimizer if is_low else _plain(inside))
     outer.__class__ = kind
@@ -197,5 +216,7 @@ def _name_rule(engine: Engine, rule: Optimizer) -> None:
     offload = given.get("offload_optimizer") if isinstance(given, dict) else None
     is_on_host = isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")
     kind = RULES[type(rule)][is_on_host]
+    if kind is DeepSpeedCPUAdam and engine.settings.zero_optimization.zenflow is not None:
+        kind = ZenFlowCPUAdam
     kind([torch.zeros(1)])  # type: ignore[call-arg]  # torch hooks the step of a class when its first object is made
     rule.__class__ = kind

@@ -68,6 +68,14 @@ class DeepSpeedCPUAdam(FusedAdam):
         )
 
 
+class ZenFlowCPUAdam(DeepSpeedCPUAdam):
+    """Adam as `DeepSpeedCPUAdam` has it; what is stepped late is the configuration's business."""
+
+    def __init__(self, *args: Any, overlap_step: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.overlap_step = overlap_step
+
+
 class DeepSpeedCPUAdagrad(Adagrad):
     """torch's Adagrad. Accelerate passes arguments of Adam, which change nothing."""
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from mizzen.engine.access import owner_of
+from mizzen.engine.states_away import kinds_of
 from mizzen.errors import UsageError
 from mizzen.parallel.zero.full.sharded_parameter import WAYS, ShardedParameter, facts_of, find_record, is_sharded
 from mizzen.zero import GatheredParameters as gather
@@ -188,3 +189,9 @@ class _Fact(property):
             return read(tensor)
 
         super().__init__(get)
+
+
+def get_state_devices(model: Any, state: str) -> set[torch.device]:
+    """Where an engine has its parameters, masters, states or gradients: on its device, or away in host memory."""
+    (kind,) = kinds_of([state])
+    return {torch.device("cpu") if kind in model.run_state.away.kinds else model.device}

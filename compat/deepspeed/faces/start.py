@@ -17,6 +17,8 @@ from deepspeed.faces.engine import TENSOR_PARALLEL, DeepSpeedEngine
 from deepspeed.faces.errors import also
 from mizzen import api
 from mizzen.comm import groups
+from mizzen.config.load import read_source
+from mizzen.config.parallel import TensorParallelConfig
 from mizzen.errors import NotBuilt, UsageError
 from mizzen.zero import Init as MizzenInit
 
@@ -69,7 +71,10 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> nn.Module:
-    """The model as it is; `initialize` splits it over so many ranks, unless its configuration says how many."""
+    """The model as it is; `initialize` splits it over so many ranks, unless its configuration says how many.
+
+    `config` is a configuration, or its section `tensor_parallel` alone.
+    """
     if not isinstance(tp_size, int) or tp_size < 1 or not isinstance(dtype, torch.dtype):
         raise UsageError(
             f"tp_model_init(tp_size={tp_size!r}, dtype={dtype!r}): give a number of ranks and a torch.dtype"
@@ -77,7 +82,10 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
     if kwargs.get("tp_group") is not None:
         raise NotBuilt("tp_model_init(tp_group=): groups are formed by initialize(); give tp_size alone")
     if tp_size > 1:
-        model.__dict__[TENSOR_PARALLEL] = {"tensor_parallel": {"autotp_size": tp_size, **dict(config or {})}}
+        given = read_source(config) if config is not None else {}
+        is_section = given.keys() <= TensorParallelConfig.model_fields.keys() - {"tensor_parallel"}
+        section = given if is_section else given.get("tensor_parallel", {})
+        model.__dict__[TENSOR_PARALLEL] = {"tensor_parallel": {"autotp_size": tp_size, **section}}
     return model.to(dtype)
 
 

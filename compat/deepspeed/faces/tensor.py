@@ -3,14 +3,17 @@
 The parameters stay the objects that they are, and say what they are a part of: an engine leaves them as they are.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mizzen.errors import UsageError
+from mizzen.errors import NotBuilt, UsageError
 from mizzen.parallel.tensor.cuts import runs_in
 from mizzen.parallel.tensor.exchange import copy_in, gather_along, split_along, sum_out
 from mizzen.parallel.tensor.layers import LayerOptions
@@ -178,3 +181,148 @@ class ColumnParallel:
     def apply(group: Any, input: Tensor) -> Tensor:
         """As it is."""
         return copy_in(input, group)
+
+
+class AsyncColumnParallel:
+    """A linear layer that is cut by its outputs, as one call."""
+
+    @staticmethod
+    def apply(group: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's features."""
+        return functional.linear(copy_in(input, group), weight, bias)
+
+
+class GatherFromTensorParallelRegion:
+    """The parts of all ranks end to end along the features, called as an autograd function is."""
+
+    @staticmethod
+    def apply(group: Any, input: Tensor) -> Tensor:
+        """All features."""
+        return gather_along(input, -1, group)
+
+
+def add_bias(input: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum, or the input where there is no bias."""
+    return input if bias is None else input + bias
+
+
+def configure_tensor_parallel_runtime(config: Any) -> None:
+    """Nothing: a layer has all that it needs from its group, and an engine from its configuration."""
+
+
+@contextmanager
+def GatherReplacedLayerParams(  # noqa: N802  the name is theirs
+    params: Iterable[nn.Parameter] | nn.Parameter, module: nn.Module, enabled: bool = True
+) -> Iterator[None]:
+    """Inside, parameters of layers that are cut are whole on every rank; what is written to them there stays."""
+    wanted = {id(each) for each in ([params] if isinstance(params, nn.Parameter) else params)}
+    layers = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, TensorParallel_Layer) and {id(layer.weight), id(layer.bias)} & wanted
+    ]
+    for layer in layers if enabled else ():
+        layer.gather_params([layer.weight, layer.bias])
+    try:
+        yield
+    finally:
+        for layer in layers if enabled else ():
+            layer._tp_partition([layer.weight, layer.bias])
+
+
+class FusedModuleWrapper:
+    """Keeps a module beside a layer of it without making it the layer's child."""
+
+    def __init__(self, fused_module: nn.Module) -> None:
+        self.fused_module = fused_module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fused_module, name)
+
+
+RUNS_OF_KINDS: Final = {"glmtype": 3, "qwentype": 3, "bloomtype": 1}
+"""How Q, K and V lie in one matrix, by the words for it: three matrices, or three rows for each head."""
+
+
+class fused_LinearLayer(LinearLayer):  # noqa: N801  the name is theirs
+    """Q, K and V in one matrix, as the class of the block around it has them: each rank has some heads of each."""
+
+    def __init__(self, module: Any, mp_group: Any, skip_partition: bool = False, **kwargs: Any) -> None:
+        block = kwargs.pop("fused_module", None)
+        kind = "glmtype" if block is None else get_fused_qkv_type(block)
+        if kind not in RUNS_OF_KINDS:
+            raise NotBuilt(
+                f"fused_LinearLayer of {type(block).__name__}, whose Q, K and V lie as {kind} has them: use "
+                "SubParamLinearLayer(shape=((q, k, v), -1)), or let tensor_parallel.autotp_size find it"
+            )
+        count, size = RUNS_OF_KINDS[kind], module.weight.shape[0]
+        runs = (size // count,) * count if count > 1 else ()
+        super().__init__(module, mp_group, skip_partition, runs=runs, **kwargs)
+
+
+def get_fused_qkv_type(module: Any) -> str | None:
+    """How Q, K and V lie in one matrix of a block, by the name of its class; None where that is not known."""
+    kinds = import_module("deepspeed.module_inject.fusedqkv_utils").FUSED_QKV_TYPE_DICT
+    block = module.fused_module if isinstance(module, FusedModuleWrapper) else module
+    return next((kind for name, kind in kinds.items() if name in str(type(block))), None)
+
+
+def require_tp_fused_qkvw(name: str, mp_size: int) -> bool:
+    """Whether a layer of this name is taken to have Q, K and V in one matrix."""
+    words = ("qkv_proj", "query_key_value", "attn.Wqkv", "self_attn.W_pack", "c_attn")
+    return mp_size > 1 and any(word in name for word in words)
+
+
+def split_by_qkvlist_and_refuse(
+    qkv_list: Iterable[Tensor], split_size: int, split_dim: int = 0, cat_dim: int = 0
+) -> list[Tensor]:
+    """Matrices that are cut each, put together again rank by rank."""
+    every = [torch.split(matrix, split_size, dim=split_dim) for matrix in qkv_list]
+    return [torch.cat(parts, dim=cat_dim) for parts in zip(*every, strict=True)]
+
+
+class EmbeddingLayer(nn.Module):
+    """A table of this weight, or of this shape."""
+
+    def __init__(
+        self, weight_shape: Any = None, dtype: torch.dtype = torch.half, weight: Any = None, bias: Any = None
+    ) -> None:
+        super().__init__()
+        self.weight = weight if weight is not None else nn.Parameter(torch.empty(*weight_shape, dtype=dtype))
+
+    def forward(self, input: Tensor, **kwargs: Any) -> Tensor:
+        """The rows."""
+        return functional.embedding(input, self.weight)
+
+
+class Normalize(nn.Module):
+    """A layer norm of this weight and bias, or of this size."""
+
+    def __init__(
+        self, dim: Any = None, dtype: torch.dtype = torch.float, eps: float = 1e-5, weight: Any = None, bias: Any = None
+    ) -> None:
+        super().__init__()
+        self.weight = weight if weight is not None else nn.Parameter(torch.ones(dim, dtype=dtype))
+        self.bias = bias if bias is not None else nn.Parameter(torch.zeros_like(self.weight))
+        self.eps = eps
+
+    def forward(self, input: Tensor) -> Tensor:
+        """In the dtype of the input."""
+        found = functional.layer_norm(input.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, self.eps)
+        return found.to(input.dtype)
+
+
+class RMSNormalize(nn.Module):
+    """weight * x / rms(x)."""
+
+    def __init__(
+        self, dim: Any = None, dtype: torch.dtype = torch.float, eps: float = 1e-5, weight: Any = None
+    ) -> None:
+        super().__init__()
+        self.weight = weight if weight is not None else nn.Parameter(torch.ones(dim, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """In the dtype of the input."""
+        found = functional.rms_norm(hidden_states.float(), hidden_states.shape[-1:], None, self.eps)
+        return found.to(hidden_states.dtype) * self.weight

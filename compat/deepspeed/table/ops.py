@@ -2,15 +2,15 @@
 
 from typing import Final
 
-from deepspeed.table.row import DATA, INFERENCE, LAYERS, LOW_BITS, OFFLOAD, SPARSE, Row
+from deepspeed.table.row import DATA, INFERENCE, LAYERS, LOW_BITS, SPARSE, ZENFLOW, Row
 
 ROWS: Final[tuple[Row, ...]] = (
     Row("ops", "__compatible_ops__=COMPATIBLE", ".builders"),
     Row("ops.adam ops.adam.fused_adam", "FusedAdam", ".optimizers"),
     Row("ops.adam ops.adam.cpu_adam", "DeepSpeedCPUAdam", ".optimizers"),
-    Row("ops.adam ops.adam.zenflow_cpu_adam", "ZenFlowCPUAdam", waits_for=OFFLOAD),
+    Row("ops.adam ops.adam.zenflow_cpu_adam", "ZenFlowCPUAdam", ".optimizers"),
     Row(
-        "ops.adam ops.adam.zenflow_torch_adam", "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3", waits_for=OFFLOAD
+        "ops.adam ops.adam.zenflow_torch_adam", "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3", waits_for=ZENFLOW
     ),
     Row("ops.adagrad ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad", ".optimizers"),
     Row("ops.lamb ops.lamb.fused_lamb", "FusedLamb", ".optimizers"),
@@ -48,7 +48,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("ops.fp_quantizer", "FP_Quantize Quantizer matmul_fp8", waits_for=LOW_BITS),
     Row("ops.quantizer", "ds_quantizer", waits_for=LOW_BITS),
     Row("ops.random_ltd", "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens", waits_for=DATA),
-    Row("ops.adam.zenflow_torch_adam", "adamw", waits_for=OFFLOAD),
+    Row("ops.adam.zenflow_torch_adam", "adamw", waits_for=ZENFLOW),
     Row(
         "ops.deepspeed4science.evoformer_attn",
         "attention_bwd EvoformerFusedAttention DS4Sci_EvoformerAttention",

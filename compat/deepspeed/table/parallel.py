@@ -4,6 +4,24 @@ from typing import Final
 
 from deepspeed.table.row import EXPERTS, INFERENCE, LAYERS, MODULE, SEQUENCE, TENSOR, Row
 
+POLICIES: Final = {
+    "bloom": "BLOOMLayerPolicy",
+    "clip": "HFCLIPLayerPolicy",
+    "distil_bert": "HFDistilBertLayerPolicy",
+    "gpt2": "HFGPT2LayerPolicy",
+    "gptj": "HFGPTJLayerPolicy",
+    "gptneo": "HFGPTNEOLayerPolicy",
+    "gptneox": "GPTNEOXLayerPolicy",
+    "internlm": "InternLMLayerPolicy",
+    "llama": "LLAMALayerPolicy",
+    "llama2": "LLAMA2LayerPolicy",
+    "megatron_gpt": "MegatronLayerPolicy",
+    "megatron_gpt_moe": "MegatronMoELayerPolicy",
+    "opt": "HFOPTLayerPolicy",
+    "unet": "UNetPolicy",
+    "vae": "VAEPolicy",
+}
+"""Modules of containers, and the class of each that programs name in an injection_policy."""
 ROWS: Final[tuple[Row, ...]] = (
     Row("pipe runtime.pipe runtime.pipe.module deepspeed", "PipelineModule", "mizzen.pipe"),
     Row("pipe runtime.pipe runtime.pipe.module", "LayerSpec TiedLayerSpec", "mizzen.pipe"),
@@ -70,32 +88,57 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "module_inject.layers",
         "LmHeadLinearAllreduce GateUpPack_LinearLayer TensorParallel_Layer RowParallel ColumnParallel "
-        "get_auto_tp_mode is_autotp_training_mode",
+        "get_auto_tp_mode is_autotp_training_mode fused_LinearLayer AsyncColumnParallel "
+        "GatherFromTensorParallelRegion add_bias configure_tensor_parallel_runtime GatherReplacedLayerParams "
+        "FusedModuleWrapper RMSNormalize",
+        ".tensor",
+    ),
+    Row("module_inject module_inject.layers", "EmbeddingLayer Normalize", ".tensor"),
+    Row(
+        "module_inject.fusedqkv_utils",
+        "get_fused_qkv_type require_tp_fused_qkvw split_by_qkvlist_and_refuse",
         ".tensor",
     ),
     Row("runtime.tensor_parallel runtime.tensor_parallel.config", "AUTOTP_MODE", ".tensor"),
     Row(
         "module_inject module_inject.autotp_config",
-        "AutoTPConfig TPLayerSpec PartitionType AutoTPPresets",
-        waits_for=TENSOR,
+        "AutoTPConfig TPLayerSpec PartitionType AutoTPPresets merge_autotp_configs",
+        ".autotp",
     ),
+    Row("module_inject.auto_tp", "AutoTP move", ".autotp"),
+    Row("module_inject.tp_plan_converter", "TPPlanConverter", ".autotp"),
+    Row("runtime.tensor_parallel runtime.tensor_parallel.config", "get_tensor_parallel_config", ".autotp"),
+    Row("runtime.tensor_parallel runtime.tensor_parallel.tp_manager", "TpTrainingManager", ".autotp"),
     Row(
-        "module_inject.layers",
-        "EmbeddingLayer fused_LinearLayer",
-        waits_for=TENSOR,
+        "runtime.tensor_parallel.config",
+        "TPConfig=TensorParallelSizeConfig TPTrainingConfig=TensorParallelConfig",
+        "mizzen.config.parallel",
     ),
+    Row("runtime.tensor_parallel.init_utils", "load_ds_config infer_config_dtype tp_group_world_size", ".autotp"),
     Row("module_inject.auto_ep_layer", "AutoEPMoELayer", waits_for=EXPERTS),
-    Row("module_inject.auto_tp", "AutoTP ReplaceWithTensorSlicing", waits_for=TENSOR),
+    Row("module_inject.auto_tp", "ReplaceWithTensorSlicing", waits_for=TENSOR),
     Row(
         "module_inject module_inject.replace_module",
         "replace_transformer_layer revert_transformer_layer",
         waits_for=LAYERS,
     ),
-    Row("module_inject module_inject.replace_policy", "HFBertLayerPolicy DSPolicy", waits_for=INFERENCE),
+    Row("module_inject module_inject.replace_policy", "DSPolicy", waits_for=INFERENCE),
+    Row(
+        "module_inject module_inject.replace_policy module_inject.containers module_inject.containers.bert",
+        "HFBertLayerPolicy",
+        waits_for=INFERENCE,
+    ),
+    *(
+        Row(
+            f"module_inject.containers.{module} module_inject.containers module_inject.replace_policy",
+            policies,
+            waits_for=INFERENCE,
+        )
+        for module, policies in POLICIES.items()
+    ),
     Row(
         "module_inject",
-        "ReplaceWithTensorSlicing GroupQuantizer generic_injection quantize_transformer_layer EmbeddingLayer "
-        "Normalize merge_autotp_configs",
+        "ReplaceWithTensorSlicing GroupQuantizer generic_injection quantize_transformer_layer",
         waits_for=TENSOR,
     ),
     Row("module_inject.auto_ep", "AutoEP", waits_for=EXPERTS),
@@ -122,30 +165,24 @@ ROWS: Final[tuple[Row, ...]] = (
         "permute_by_local_expert unpermute_by_local_expert combine_from_routed",
         waits_for=EXPERTS,
     ),
-    Row("module_inject.auto_tp", "move Loading", waits_for=TENSOR),
+    Row("module_inject.auto_tp", "Loading", waits_for=TENSOR),
     Row(
         "module_inject.auto_tp_model_utils",
         "get_head_shard_sizes install_head_sharded_helper build_bloom_alibi_tensor get_alibi_mask "
         "build_mpt_atten_bias_tensor build_mpt_alibi_tensor",
         waits_for=TENSOR,
     ),
-    Row("module_inject.autotp_config", "merge_autotp_configs", waits_for=TENSOR),
     Row(
         "module_inject.fusedqkv_utils",
-        "split_by_qkvlist_and_refuse require_tp_fused_qkvw get_fused_qkv_type fused_qkv_subparam_sizes "
-        "set_fused_qkv_shard_state prepare_tp_fused_qkvw shard_value_with_share_qk",
+        "fused_qkv_subparam_sizes set_fused_qkv_shard_state prepare_tp_fused_qkvw shard_value_with_share_qk",
         waits_for=TENSOR,
     ),
     Row("module_inject.inject", "module_inject", waits_for=INFERENCE),
     Row(
         "module_inject.layers",
-        "add_bias AsyncColumnParallel "
-        "GatherFromTensorParallelRegion configure_tensor_parallel_runtime "
-        "collect_autotp_universal_checkpoint_info "
-        "GatherReplacedLayerParams SubParamColumnParallel FusedModuleWrapper Yuan_LinearAllreduce "
-        "Yuan_LinearLayer "
+        "collect_autotp_universal_checkpoint_info SubParamColumnParallel Yuan_LinearAllreduce Yuan_LinearLayer "
         "Conv_LinearALlreduce TensorParallelConv2d TensorParallelOcShardConv2d TensorParallelIcShardConv2d "
-        "Normalize OPTEmbedding RMSNormalize",
+        "OPTEmbedding",
         waits_for=TENSOR,
     ),
     Row("module_inject.load_checkpoint", "load_model_with_checkpoint", waits_for=INFERENCE),
@@ -160,12 +197,11 @@ ROWS: Final[tuple[Row, ...]] = (
         "get_transformer_name GroupQuantizer generic_injection replace_module skip_level_0_prefix",
         waits_for=INFERENCE,
     ),
-    Row("module_inject.tp_plan_converter", "TPPlanConverter", waits_for=TENSOR),
     Row(
         "module_inject.tp_shard",
         "set_num_kv_heads set_num_attention_heads set_n_embd set_tp_grain_size get_num_kv_heads "
         "get_num_attention_heads get_shard_size get_n_embd get_shard_size_list",
-        waits_for=TENSOR,
+        ".shard_sizes",
     ),
     Row("module_inject.utils", "transpose policy_to_ds_container", waits_for=INFERENCE),
     Row("moe.ep_count", "count_tokens_per_expert", waits_for=EXPERTS),
@@ -201,15 +237,11 @@ ROWS: Final[tuple[Row, ...]] = (
         waits_for=SEQUENCE,
     ),
     Row("runtime.sequence_parallel.ulysses_sp", "AutogradComputeMLP", waits_for=SEQUENCE),
-    Row("runtime.tensor_parallel", "get_tensor_parallel_config TpTrainingManager", waits_for=TENSOR),
-    Row("runtime.tensor_parallel.config", "TPConfig TPTrainingConfig get_tensor_parallel_config", waits_for=TENSOR),
     Row(
         "runtime.tensor_parallel.init_utils",
-        "load_ds_config record_tp_model_init_args tp_group_world_size infer_config_dtype "
-        "merge_tp_model_init_into_config",
+        "record_tp_model_init_args merge_tp_model_init_into_config",
         waits_for=TENSOR,
     ),
-    Row("runtime.tensor_parallel.tp_manager", "TpTrainingManager", waits_for=TENSOR),
     Row(
         "sequence",
         "detect_model_sp_info SPModelInfo UlyssesSPViTAttention ModalityFusionSPAdapter LlavaFusionAdapter "

@@ -1,6 +1,7 @@
 """A row of the table, and the capabilities that names may wait for."""
 
 OFFLOAD, WRITERS = "offload", "writers of files past the page cache (an engine saves by itself)"
+ZENFLOW = "parts of ZenFlow by hand (an engine with a section zenflow does it by itself)"
 PIPELINE, EXPERTS, SEQUENCE, TENSOR = (
     "pipeline parallelism",
     "mixture of experts",

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from deepspeed.table.row import OFFLOAD, Row
+from deepspeed.table.row import OFFLOAD, ZENFLOW, Row
 
 ROWS: Final[tuple[Row, ...]] = (
     # ZeRO
@@ -98,7 +98,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(
         "runtime.zenflow.engine",
         "configure_zenflow is_zenflow_update_boundary zenflow_step sync_zenflow_optimizer_lr",
-        waits_for=OFFLOAD,
+        waits_for=ZENFLOW,
     ),
     Row(
         "runtime.zenflow.engine_stage3",
@@ -106,17 +106,18 @@ ROWS: Final[tuple[Row, ...]] = (
         "update_selected_channels sync_fp32_param_from_gpu zenflow_backward_prologue zenflow_backward_epilogue "
         "log_selective_optimizer_timers initialize_optimizer_states get_overlap_step_state partition_grads "
         "unscale_and_clip_grads zenflow_cpu_optimizer_overlap_step wait_last_update_and_copy step",
-        waits_for=OFFLOAD,
+        waits_for=ZENFLOW,
     ),
     Row(
         "runtime.zenflow.zenflow_stage_1_and_2",
         "ZenFlowZeroOptimizer ZenFlowZeroOptimizerSequential ZenFlowZeroOptimizerParallel",
-        waits_for=OFFLOAD,
+        ".engine_optimizers",
     ),
     Row(
         "runtime.zenflow.zenflow_utils",
         "disable_accelerator all_tensors_equal zenflow_optimizer_process start_optimizer_process",
-        waits_for=OFFLOAD,
+        waits_for=ZENFLOW,
     ),
-    Row("runtime.zero.offload_states", "offload_adam_states reload_adam_states get_state_devices", waits_for=OFFLOAD),
+    Row("runtime.zero.offload_states", "get_state_devices", ".parameters"),
+    Row("runtime.zero.offload_states", "offload_adam_states reload_adam_states", waits_for=OFFLOAD),
 )

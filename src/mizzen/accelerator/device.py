@@ -121,8 +121,13 @@ class TorchDevice:
         )
 
     def capacity(self, index: int | None = None) -> Capacity:
-        """What the driver says, other processes included."""
-        available, total = module_of(self.name).mem_get_info(index)
+        """What the driver says, other processes included; or this process's share, where somebody has set one."""
+        module = module_of(self.name)
+        available, total = module.mem_get_info(index)
+        share = vars(module).get("get_per_process_memory_fraction")
+        if share is not None and (part := share(index)) < 1:
+            total = int(total * part)
+            available = min(available, max(0, total - self.memory(index).reserved))
         return Capacity(total=total, available=available)
 
     def reset_peak(self, index: int | None = None) -> None:

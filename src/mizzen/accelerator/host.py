@@ -4,8 +4,9 @@ Where a file of the kernel is absent (macOS, Windows, a sandbox), psutil's answe
 the files of another machine.
 """
 
+import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +41,38 @@ def cores(root: Path = ROOT) -> int:
         if (quota := _quota(folder)) is not None:
             count = min(count, int(quota))
     return max(1, count)
+
+
+def own_cores(local_rank: int, local_size: int, root: Path = ROOT) -> tuple[int, ...]:
+    """The physical cores for the work of one rank on the host: those that it was bound to, or its part of all.
+
+    On a machine with several memory domains the cores of a rank are of one of them, or of whole ones.
+    """
+    allowed = _affinity()
+    physical = _first_threads(allowed, root)
+    if local_size <= 1 or _is_bound(allowed):
+        return physical[: cores(root)]
+    domains = [tuple(core for core in domain if core in physical) for domain in _domains(root)]
+    found = share_of([domain for domain in domains if domain] or [physical], local_rank, local_size)
+    return found[: max(1, cores(root) // local_size)]
+
+
+def share_of(domains: Sequence[Sequence[int]], rank: int, ranks: int) -> tuple[int, ...]:
+    """The cores of one of so many ranks, which are spread over the domains in their order."""
+    if ranks <= len(domains):
+        first, last = rank * len(domains) // ranks, (rank + 1) * len(domains) // ranks
+        return tuple(core for domain in domains[first:last] for core in domain)
+    place = rank * len(domains) // ranks
+    there = [each for each in range(ranks) if each * len(domains) // ranks == place]
+    cores, number = domains[place], there.index(rank)
+    first, last = number * len(cores) // len(there), (number + 1) * len(cores) // len(there)
+    return tuple(cores[first:last]) or (cores[first],)
+
+
+def bind_thread(cores: Sequence[int]) -> None:
+    """Let the thread that calls this, and those that it starts, run on these cores alone, where the system can."""
+    if cores and "sched_setaffinity" in dir(os):
+        os.sched_setaffinity(0, cores)
 
 
 def numa_nodes(root: Path = ROOT) -> int:
@@ -82,6 +115,32 @@ def _affinity() -> list[int]:
     if psutil.LINUX or psutil.WINDOWS:
         return process.cpu_affinity() or []
     return list(range(psutil.cpu_count() or 1))
+
+
+def _is_bound(allowed: list[int]) -> bool:
+    """Whether this process may use fewer cores than the one that started it, as one that a launcher has bound."""
+    try:
+        parent = psutil.Process().parent()
+        return parent is not None and set(allowed) < set(parent.cpu_affinity() or ())
+    except (psutil.Error, AttributeError):  # macOS knows no affinity
+        return False
+
+
+def _first_threads(allowed: list[int], root: Path) -> tuple[int, ...]:
+    """Each core once: its first thread among those that are allowed."""
+    found: dict[str, int] = {}
+    for cpu in sorted(allowed):
+        siblings = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        found.setdefault(siblings or str(cpu), cpu)
+    return tuple(found.values())
+
+
+def _domains(root: Path) -> list[list[int]]:
+    """The processors of each memory domain, in the order of their numbers."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    texts = [_read(folder / "cpulist") or "" for folder in sorted(folders, key=lambda each: int(each.name[4:]))]
+    parts = [[part.partition("-") for part in text.split(",") if part] for text in texts]
+    return [[cpu for first, _, last in each for cpu in range(int(first), int(last or first) + 1)] for each in parts]
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

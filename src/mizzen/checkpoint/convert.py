@@ -192,7 +192,7 @@ def write_torch(path: Path, tensors: Mapping[str, LazyTensor], on_bytes: OnBytes
             remove(stage, missing_ok=True)
 
 
-def save_torch(state: Mapping[str, Any], path: Path) -> None:
+def save_torch(state: object, path: Path) -> None:
     """`torch.save` to a file that appears whole, or not at all."""
     try:
         with committing(path) as file:

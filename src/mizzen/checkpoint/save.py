@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from mizzen.comm.mesh import Aside
 from mizzen.errors import CheckpointError, FileError, MizzenError
 from mizzen.files import commit_bytes, free_bytes, fsync_folder, make_folder
 from mizzen.log import get_logger
-from mizzen.model.piece import Piece
+from mizzen.model.piece import Piece, Unread
 from mizzen.wording import rank_list
 
 
@@ -333,10 +333,19 @@ class Staging:
         self._kept: dict[int, Tensor] = {}
 
     def copies(self, items: Sequence[Item]) -> list[Item]:
-        """Copies in memory that training does not change. That of the save before is used again."""
+        """Copies in memory that training does not change, which is used again for the next save.
+
+        What rests outside the device is not copied, and comes lot by lot: `done` of its pieces lets training change it.
+        """
         kept, self._kept = self._kept, {}
         accelerator = get_accelerator()
-        found = [self._copied(number, item, kept.get(number), accelerator) for number, item in enumerate(items)]
+        found: list[Item] = []
+        try:
+            for number, item in enumerate(_by_lot(items)):
+                found.append(_to_read(item) or self._copied(number, item, kept.get(number), accelerator))
+        except BaseException:
+            let_go(found)
+            raise
         if any(_is_away(item.piece.device, accelerator) for item in items):
             accelerator.synchronize()
         return found
@@ -350,6 +359,32 @@ class Staging:
             place = accelerator.pin_memory(place) if is_away else place
         self._kept[number] = place.copy_(data, non_blocking=is_away)
         return replace(item, piece=Piece(piece.name, piece.shape, piece.boxes, place))
+
+
+def let_go(items: Iterable[Item]) -> None:
+    """Nobody reads these any more, beside training: it may change all of them."""
+    for item in items:
+        item.piece.done()
+
+
+def _by_lot(items: Sequence[Item]) -> list[Item]:
+    """What changes together one after the other, so that it need not wait for the rest; first what is to be copied."""
+    order: dict[int, int] = {}
+    for item in items:
+        order.setdefault(_lot(item), len(order) + 1)
+    order[0] = 0
+    return sorted(items, key=lambda item: order[_lot(item)])
+
+
+def _lot(item: Item) -> int:
+    source = item.piece.source
+    return id(source.readers) if isinstance(source, Unread) and source.readers is not None else 0
+
+
+def _to_read(item: Item) -> Item | None:
+    """An item that is read where it rests while training goes on; None where that cannot be."""
+    source = item.piece.source.beside() if isinstance(item.piece.source, Unread) else None
+    return None if source is None else replace(item, piece=replace(item.piece, source=source))
 
 
 def _is_away(device: torch.device, accelerator: Accelerator) -> bool:

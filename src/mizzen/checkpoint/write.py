@@ -182,6 +182,8 @@ class _PieceReader:
         """The elements of one box of a Piece."""
         if piece is not self._piece:
             self._parts = []  # the last one goes before the next one comes
+            if self._piece is not None:
+                self._piece.done()
             self._piece, self._parts = piece, [data for _, data in piece.parts()]
         return self._parts[number]
 

@@ -68,8 +68,11 @@ def _add_export(parser: Any) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "saved"), default="bf16")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes of one safetensors file")
     parser.add_argument(
-        "--layers", action="store_true", help="a file for each layer of a pipeline, in the folders of DeepSpeed"
+        "--layers",
+        action="store_true",
+        help="a file for each layer of a pipeline, in the folders of DeepSpeed, and the states of its optimizer",
     )
+    parser.add_argument("--no-states", action="store_true", help="with --layers: leave the optimizer's states out")
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -178,9 +181,13 @@ def run_export(arguments: argparse.Namespace) -> int:
     size = 2 if arguments.dtype in ("bf16", "fp16") else 4
     total = sum(size * math.prod(entry.shape) for entry in entries)
     options: dict[str, Any] = {"precision": arguments.dtype}
+    if arguments.no_states and not arguments.layers:
+        raise UsageError("--no-states says what --layers leaves out: give that, too")
     with _progress("export", total) as on_bytes:
         if arguments.layers:
-            paths = export_layers(source, arguments.to, on_bytes=on_bytes, **options)
+            paths = export_layers(
+                source, arguments.to, has_states=not arguments.no_states, on_bytes=on_bytes, **options
+            )
         elif arguments.to.suffix in (".bin", ".pt", ".pth"):
             paths = [export_torch(source, arguments.to, on_bytes=on_bytes, **options)]
         else:

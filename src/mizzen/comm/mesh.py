@@ -23,6 +23,7 @@ one root.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import Any, Final
 
@@ -118,6 +119,7 @@ class Mesh:
         found: Mesh = comm.meshes.pop(key)
         comm.meshes[key] = found  # the last one, for those who ask for the current one
         get_progress().set_role(role_in_words(layout, found.rank))
+        comm.watchdog.know_roles(partial(role_in_words, layout))
         return found
 
     @classmethod

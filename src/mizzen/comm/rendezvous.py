@@ -187,7 +187,7 @@ def _why_no_store(world: World, timeout: timedelta, hosting: bool, error: Except
         )
     if not resolve(world.master_addr or ""):
         return f"{who}: the address of rank 0, {world.master_addr}, cannot be resolved: check MASTER_ADDR"
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and _accepts(world):
         return f"{who} reached {address}, but what listens there is no store: check MASTER_PORT"
     if hosting and not is_here(world.master_addr or ""):
         source = address_towards(world.master_addr or "")
@@ -199,6 +199,15 @@ def _why_no_store(world: World, timeout: timedelta, hosting: bool, error: Except
         f"{who} waited {waited} for rank 0 at {address}, and nothing answers there: see whether rank 0 has started, "
         f"whether all ranks have the same MASTER_ADDR and MASTER_PORT, and whether a firewall closes the port ({error})"
     )
+
+
+def _accepts(world: World) -> bool:
+    """Whether anything takes a connection at the meeting place. TCPStore may be late because it still tries."""
+    try:
+        with socket.create_connection((world.master_addr, world.master_port), GRACE.total_seconds()):
+            return True
+    except OSError:
+        return False
 
 
 def _within(limit: timedelta, call: Callable[[], TCPStore]) -> TCPStore:

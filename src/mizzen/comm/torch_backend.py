@@ -232,7 +232,8 @@ class Threaded:
         finally:
             self._done.set()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Let the other thread wait from now on; whoever polls starts it, too."""
         if not self._is_started:
             self._is_started = True
             if self._waiters is not None:
@@ -242,8 +243,8 @@ class Threaded:
 
     def poll(self, seconds: float) -> bool:
         """Wait for the other thread."""
-        self._start()
-        if not self._done.wait(seconds):
+        self.start()
+        if not self._done.is_set() and not self._done.wait(seconds):
             return False
         if self._error is not None:
             raise self._error
@@ -251,7 +252,7 @@ class Threaded:
 
     def is_completed(self) -> bool:
         """Whether the other thread has come back."""
-        self._start()
+        self.start()
         return self._done.is_set()
 
     def abandon(self) -> None:
@@ -410,7 +411,7 @@ class TorchBackend:
 def start_messages(messages: Sequence[PeerMessage], group: Any, waiters: Waiters | None) -> Handle:
     """Start messages to and from single ranks: on a device as one group, which no order of its parts can stop.
 
-    Those of gloo have somebody who waits for them.
+    Those of gloo have somebody who waits for them from the start: whoever asks for one that is here goes on at once.
     """
     if waiters is None:
         calls = [
@@ -422,7 +423,9 @@ def start_messages(messages: Sequence[PeerMessage], group: Any, waiters: Waiters
         (dist.isend if each.is_sent else dist.irecv)(each.tensor, each.peer, group=group, tag=each.number)
         for each in messages
     ]
-    return Threaded(lambda: [work.wait() for work in works], group, works[-1], waiters)
+    handle = Threaded(lambda: [work.wait() for work in works], group, works[-1], waiters)
+    handle.start()
+    return handle
 
 
 def check_lists(request: Request, group: Any) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -165,6 +165,8 @@ class StatusThread:
         """What was last seen of the peers that were looked for."""
         self.answers = 0
         """Grows whenever the store has answered."""
+        self.role_of: Callable[[int], str] = _no_role
+        """The role of a rank, which it may not have lived to tell."""
         self._calls_made = calls_made
         self._store = store
         self._size = size
@@ -234,6 +236,7 @@ class StatusThread:
             if not self._store.check([_key(rank)]):
                 continue
             seen = RankStatus.unpack(self._store.get(_key(rank)))
+            seen = seen if seen.role else replace(seen, role=self.role_of(rank))
             if seen.written < STARTED and self._stale.setdefault(rank, seen.beat) == seen.beat:
                 continue  # unless it changes: then only the clocks of the two hosts differ
             before = self.peer_statuses.get(rank)
@@ -245,6 +248,10 @@ class StatusThread:
             lasting = before.lasting + (not silent) if before is not None and is_same else int(lasts)
             self.peer_statuses[rank] = PeerStatus(seen, silence, gone=is_gone(seen.process), lasting=lasting)
         self._main, self._next_look = main, time.monotonic() + interval
+
+
+def _no_role(rank: int) -> str:
+    return ""
 
 
 def _key(rank: int) -> str:
@@ -298,6 +305,11 @@ class Watchdog:
         if self._status_thread is not None:
             self._status_thread.beat = patience.beat
             self._status_thread.publish_now()
+
+    def know_roles(self, role_of: Callable[[int], str]) -> None:
+        """Let peers be named with their roles, also those that end before they have told theirs."""
+        if self._status_thread is not None:
+            self._status_thread.role_of = role_of
 
     def begin(self, request: Request, group: Group, title: str = "", tag: Tag | None = None) -> Call:
         """Note an operation that is about to be issued."""

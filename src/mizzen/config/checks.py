@@ -97,7 +97,7 @@ def _check_offload(config: Config) -> None:
         if config.at(f"{path}.device") == "nvme" and not config.at(f"{path}.nvme_path"):
             raise ConfigError(f"{path}.nvme_path", "needed for device nvme, but absent")
     path = "zero_optimization.offload_optimizer.nvme_path"
-    if config.at("offload.nvme_bytes") and not config.at(path):
+    if config.at("offload.nvme_bytes") not in (0, "auto") and config.offload is not None and not config.at(path):
         raise ConfigError(path, "needed when offload.nvme_bytes is not 0, with device nvme, but absent")
 
 
@@ -231,10 +231,13 @@ _CONDITIONS: Final = (
         lambda config: config.sequence_parallel_size > 1,
         "sequence_parallel_size is 1",
     ),
-    _Condition(
-        "tensor_parallel",
-        lambda config: max(config.tensor_parallel.autotp_size, config.tensor_parallel.tensor_parallel.tp_size) > 1,
-        "no size in tensor_parallel is above 1",
+    *(
+        _Condition(
+            f"tensor_parallel.{key}",
+            lambda config: max(config.tensor_parallel.autotp_size, config.tensor_parallel.tensor_parallel.tp_size) > 1,
+            "no size in tensor_parallel is above 1",
+        )
+        for key in ("tp_overlap_comm", "sequence_parallel", "partition_config")
     ),
 )
 

@@ -17,6 +17,8 @@ OPTIMIZERS: Final = (
 )
 LOW_BIT: Final = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
 """Of torchao: element by element but for the scale that the states of 256 neighbours share."""
+NOT_ELEMENTWISE: Final = frozenset(("adafactor", "lamb", "muon", *map(str.lower, LOW_BIT)))
+"""Rules that look at more than one element at a time."""
 _SENT: Final = "it needs compressed communication"
 _WIDTH: Final = "it needs the widths that the mup package records; give an optimizer of that package to initialize()"
 UNBUILT: Final = {

@@ -39,8 +39,11 @@ class PipelineConfig(Section):
     """Send gradients of activations between stages in parts, likewise."""
     stages: CountOrAuto = no_effect("auto", "never read; use pipeline_parallel_size or PipelineModule(num_stages=...)")
     """Number of stages."""
-    partition: Text = no_effect("best", "never read; use PipelineModule(partition_method=...)")
-    """How layers are dealt out to stages."""
+    partition: Text = "best"
+    """How the blocks of a model are dealt out to stages: best and parameters balance parameters, uniform counts blocks,
+    type:REGEX those of a class, and profile measures them first. A PipelineModule has its partition_method instead."""
+    profile_length: Count = 512
+    """Tokens of each sample with which blocks are measured where partition is profile; at most what the model takes."""
     seed_layers: Flag = no_effect(False, "never read; use PipelineModule(seed_layers=...)")
     """Seed each layer by itself."""
     use_reentrant: Flag = no_effect(True, "recomputation is never re-entrant")
@@ -107,6 +110,9 @@ class TensorParallelConfig(Section):
     """Ranks that share each layer; 0 and 1 split nothing."""
     tp_overlap_comm: Flag = False
     """Communicate inside a layer while the layer still computes."""
+    sequence_parallel: Flag = False
+    """Cut activations between the layers along the sequence: each rank has norms, dropout and what is kept of them for
+    some of the tokens. Refused for a model that works on several tokens there."""
     tensor_parallel: TensorParallelSizeConfig = also_spelled(TensorParallelSizeConfig, "tp")
     """The degree in the words of the inference section."""
     partition_config: PartitionConfig | None = None

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, PrivateAttr
@@ -336,11 +337,15 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(child, f"{path}.{key}" if path else key)
 
 
+@cache
+def _own_names(section: type[Section]) -> tuple[str, ...]:
+    """The fields that hold something themselves."""
+    return tuple(name for name, field in section.model_fields.items() if fate_of(field).kind != "moved")
+
+
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Section):
-        for name, field in type(value).model_fields.items():
-            if fate_of(field).kind != "moved":
-                yield name, value.__dict__[name]
+        yield from ((name, value.__dict__[name]) for name in _own_names(type(value)))
         yield from (value.model_extra or {}).items()
     elif isinstance(value, Mapping):
         yield from value.items()

@@ -242,6 +242,12 @@ CountOrAuto = Annotated[
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
     Words('whole number >= 1 or "auto"'),
 ]
+SizeOrAuto = Annotated[
+    int | Literal["auto"],
+    _or_auto(size, 0),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": "auto"}]}),
+    Words('size >= 0 or "auto"'),
+]
 NumberOrAuto = Annotated[
     float | Literal["auto"],
     _or_auto(real, 0),

@@ -16,6 +16,7 @@ from mizzen.config.section import (
     Ratio,
     Section,
     Size,
+    SizeOrAuto,
     Text,
     Whole,
     also_spelled,
@@ -26,6 +27,7 @@ from mizzen.config.section import (
     refused,
     section,
 )
+from mizzen.wording import byte_size
 
 
 def _to_offload(value: Any) -> Any:
@@ -53,11 +55,11 @@ class OffloadParamConfig(_OffloadConfig):
     """A resting place for the parameters, for stage 3."""
 
     buffer_count: Count = 5
-    """Buffers through which parameters pass on their way from NVMe."""
-    buffer_size: BucketSize = 100_000_000
+    """Buffers of host memory through which parameters pass on their way from NVMe."""
+    buffer_size: BucketSize = no_effect(100_000_000, "a buffer holds what is gathered together of the largest unit")
     """Elements in each of these buffers."""
     max_in_cpu: Size = 1_000_000_000
-    """Parameter elements that stay in host memory when the rest is on NVMe."""
+    """Parameter elements of a rank that stay in host memory when the rest is on NVMe."""
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
@@ -74,50 +76,90 @@ class OffloadOptimizerConfig(_OffloadConfig):
     ratio: Ratio = 1.0
     """Share of the states that rests outside; the others stay on the device and step there."""
     super_offload: Flag = False
-    """Step on the host during the backward pass, and take the step back if the gradients turn out to be bad."""
-    cpuadam_cores_perc: Ratio = 0.8
-    """Share of the CPU cores that the step on the host may use with `super_offload`."""
+    """Other name of `offload.step_in_backward`."""
+    cpuadam_cores_perc: Ratio | None = None
+    """Share of a rank's cores that the step on the host has as threads, where `offload.threads` does not say how many;
+    absent is all of them, and 0.8 with a step during the backward pass."""
 
 
 class OffloadConfig(Section):
-    """Byte budgets for masters and optimizer states on each rank: what does not fit a place rests in the next one."""
+    """Byte budgets of each rank: masters and optimizer states that do not fit a place rest in the next one."""
 
-    device_bytes: Size | None = None
-    """Bytes that may rest on the device; absent is without a limit, 0 keeps nothing there between steps."""
-    host_bytes: Size | None = None
-    """Bytes that may rest in host memory; absent is without a limit."""
-    nvme_bytes: Size = 0
-    """Bytes that may rest on the NVMe drives of `offload_optimizer.nvme_path`; absent is none."""
+    device_bytes: SizeOrAuto | None = None
+    """Bytes that may rest on the device; absent is without a limit, 0 keeps nothing there between steps. "auto" is half
+    of what is free beside the rest of the training state, and 0 with `deterministic`."""
+    host_bytes: SizeOrAuto | None = None
+    """Bytes that may rest in host memory, parameters included that `offload_param` brings there, with the buffers of
+    those in files; absent is without a limit. "auto" is what is free, less a tenth of the memory and the gradients that
+    come there, shared among the ranks of the machine."""
+    nvme_bytes: SizeOrAuto = 0
+    """Bytes that may rest on the NVMe drives of `offload_optimizer.nvme_path`; absent is none. "auto" is nine tenths of
+    what is free there, shared among the ranks of the machine."""
     streamed_ratio: NumberOrAuto = "auto"
     """Share of what rests in host memory that is stepped on the device, through which it passes; the host steps the
-    others at the same time. "auto" is none; on a GPU any other is refused for now."""
+    others at the same time. "auto" is measured in the first steps, and none where `deterministic` is set."""
     threads: CountOrAuto = "auto"
     """Threads of the step on the host; "auto" shares the cores of the machine among its ranks."""
+    step_in_backward: Flag = False
+    """Step on the host during the backward pass, into copies that take the place of masters and states when all ranks
+    have agreed on the step; lots are stepped again where gradients turn out to be clipped. It doubles what masters and
+    states take of host memory, and adds the gradient of the largest lot."""
+
+    @property
+    def budgets(self) -> dict[str, int | str | None]:
+        """The budgets by their keys: bytes, "auto" where they are to be found, None for those without a limit."""
+        return {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes, "nvme_bytes": self.nvme_bytes}
+
+    @property
+    def has_budgets(self) -> bool:
+        """Whether any budget is said; otherwise `offload_optimizer` says what rests where."""
+        return (self.device_bytes, self.host_bytes, self.nvme_bytes) != (None, None, 0)
+
+    def budget_words(self) -> str:
+        """The budgets, for people."""
+        return ", ".join(f"{key.removesuffix('_bytes')} {_words(size)}" for key, size in self.budgets.items())
+
+
+def _words(size: int | str | None) -> str:
+    if size is None:
+        return "without a limit"
+    return byte_size(size) if isinstance(size, int) else size
 
 
 class ZenFlowConfig(Section):
-    """Step the few important columns on the device and the many others on the host, later."""
+    """Step the few important columns of matrices on the device, and everything else on the host, every few steps."""
 
     topk_ratio: Ratio = 0.1
-    """Share of the columns that is important."""
+    """Share of the columns of each matrix that is important; vectors always are."""
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """What the interval of choosing columns anew counts."""
+    """What `select_interval` counts; "auto" is each epoch."""
     select_interval: CountOrAuto = "auto"
-    """Steps or epochs after which the important columns are chosen anew."""
+    """Steps or epochs after which the important columns are chosen anew, at the next update of the others; "auto" is
+    one epoch."""
     update_interval: CountOrAuto = "auto"
-    """Steps after which the other columns are updated on the host."""
+    """Steps whose gradients of all other columns add up before a step on the host takes their mean; "auto" goes by
+    their size, with `auto_ratio`, and ends after 32."""
     overlap_step: Flag = False
-    """Run the update on the host while the device goes on."""
+    """Let that step on the host go on while the device trains: the model has its result one step later."""
     offload: Flag = False
-    """Keep also the states of the important columns on the host between steps."""
+    """Keep also masters and states of the important columns in host memory between steps: less memory of the device,
+    and more copies."""
     auto_ratio: Ratio = 0.99
-    """Share of gradient energy below which an automatic interval ends."""
+    """With `update_interval` "auto": share of the matrices in which gradients that wait have to be as large as
+    important ones, in the mean and times the steps that they have waited."""
     full_warm_up_rounds: Whole = 0
-    """Rounds at the start in which every column is updated in every step."""
+    """Steps at the start in which everything is updated in every step, all of it on the host."""
     pt_reserved_cores_perc: Ratio = 0.5
-    """Share of the CPU cores that stays with the training process."""
-    steps_per_epoch: Count | None = no_effect(None, "the data loader knows it")
-    """Optimizer steps in one epoch."""
+    """With `overlap_step`: share of a rank's cores that the step on the host leaves alone, unless `offload.threads` is
+    given."""
+    steps_per_epoch: Count | None = None
+    """Optimizer steps in one epoch; absent is what the data loader of the engine says, if it has one."""
+
+    def words(self) -> str:
+        """What is stepped when, for people."""
+        interval = self.update_interval
+        others = "when they are due" if interval == "auto" else f"every {interval} steps" if interval > 1 else "too"
+        return f"{self.topk_ratio:.3g} of the columns in each step, the others {others}"
 
 
 class LocoConfig(Section):

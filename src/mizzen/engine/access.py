@@ -70,7 +70,7 @@ def release_model(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 def full_value(parameter: nn.Parameter) -> Tensor | None:
     """The master value of a parameter, whole, on every rank."""
     owner = owner_of(parameter)
-    return None if owner is None else _gather(owner, owner.store.pieces("master"))
+    return None if owner is None else _gather(owner, _pieces(owner, "master"))
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -79,7 +79,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     if owner is None:
         return None
     owner.store.reduce()
-    return _gather(owner, owner.store.pieces("gradient")) * (owner.store.ranks.mean_factor / owner.scaler.scale)
+    return _gather(owner, _pieces(owner, "gradient")) * (owner.store.ranks.mean_factor / owner.scaler.scale)
 
 
 def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
@@ -103,7 +103,7 @@ def full_state(parameter: nn.Parameter, key: str) -> Tensor | None:
 def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Write a parameter, the master weights and the working copy, from a whole tensor that every rank gives."""
     owner = _require(parameter)
-    _scatter(owner, value, owner.store.pieces("master"))
+    _scatter(owner, value, _pieces(owner, "master"))
     owner.store.update_copies("master", owner.name, lambda: value)
 
 
@@ -112,7 +112,7 @@ def set_full_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     owner = _require(parameter)
     owner.store.reduce()
     factor = owner.scaler.scale / owner.store.ranks.mean_factor
-    _scatter(owner, value, owner.store.pieces("gradient"), factor)
+    _scatter(owner, value, _pieces(owner, "gradient"), factor)
     owner.store.update_copies("gradient", owner.name, lambda: _part(owner, value) * factor)
 
 
@@ -123,13 +123,13 @@ def set_full_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
         raise UsageError(
             f"the optimizer has no state '{key}' of the shape of '{owner.name}' to be set, or not before its first step"
         )
-    _scatter(owner, value, owner.store.pieces(key, owner.optimizer.state))
+    _scatter(owner, value, owner.store.pieces(key, owner.optimizer.state, owner.name))
 
 
 def local_value(parameter: nn.Parameter) -> Tensor | None:
     """This rank's own part of a master value, as it lies in memory; empty where it has none."""
     owner = owner_of(parameter)
-    return None if owner is None else _local(owner, owner.store.pieces("master"))
+    return None if owner is None else _local(owner, _pieces(owner, "master"))
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -142,7 +142,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     if owner is None:
         return None
     owner.store.reduce()
-    return _local(owner, owner.store.pieces("gradient")) * (owner.store.ranks.mean_factor / owner.scaler.scale)
+    return _local(owner, _pieces(owner, "gradient")) * (owner.store.ranks.mean_factor / owner.scaler.scale)
 
 
 def local_state(parameter: nn.Parameter, key: str) -> Tensor | None:
@@ -158,18 +158,16 @@ def local_state(parameter: nn.Parameter, key: str) -> Tensor | None:
 def set_local_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Write this rank's own part of a parameter. Every rank calls this, with its own part."""
     owner = _require(parameter)
-    _write(owner, value, owner.store.pieces("master"))
-    owner.store.update_copies("master", owner.name, lambda: _gather(owner, owner.store.pieces("master")))
+    _write(owner, value, _pieces(owner, "master"))
+    owner.store.update_copies("master", owner.name, lambda: _gather(owner, _pieces(owner, "master")))
 
 
 def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write this rank's own part of the reduced gradient; alone where `local_gradient` is, but not at stage 1."""
     owner = _require(parameter)
     owner.store.reduce()
-    _write(owner, value, owner.store.pieces("gradient"), owner.scaler.scale / owner.store.ranks.mean_factor)
-    owner.store.update_copies(
-        "gradient", owner.name, lambda: _part(owner, _gather(owner, owner.store.pieces("gradient")))
-    )
+    _write(owner, value, _pieces(owner, "gradient"), owner.scaler.scale / owner.store.ranks.mean_factor)
+    owner.store.update_copies("gradient", owner.name, lambda: _part(owner, _gather(owner, _pieces(owner, "gradient"))))
 
 
 def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
@@ -182,11 +180,16 @@ def set_local_state(parameter: nn.Parameter, value: Tensor, key: str) -> None:
     _write(owner, value, pieces)
 
 
+def _pieces(owner: Owner, of: str) -> list[Piece]:
+    """What this rank holds of a parameter."""
+    return owner.store.pieces(of, only=owner.name)
+
+
 def _states(owner: Owner, key: str) -> tuple[set[str], list[Piece]]:
     """The names of the states that this rank has, and the one that is asked for."""
     expect(key, str, "the name of an optimizer state, such as 'exp_avg',")
     states = owner.optimizer.state if owner.optimizer is not None else {}
-    return {name for state in states.values() for name in state}, owner.store.pieces(key, states)
+    return {name for state in states.values() for name in state}, owner.store.pieces(key, states, owner.name)
 
 
 def _waits(owner: Owner) -> bool:
@@ -387,9 +390,9 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], modifier_rank: i
         owner = owned[place]
         with torch.no_grad():
             owner.store.update_copies("master", owner.name, value.detach)
-        master = _part(owner, _gather(owner, owner.store.pieces("master")))
+        master = _part(owner, _gather(owner, _pieces(owner, "master")))
         if not torch.equal(master.to(value.dtype), value):  # an unchanged master keeps its low bits
-            _scatter(owner, value, owner.store.pieces("master"))
+            _scatter(owner, value, _pieces(owner, "master"))
             owner.store.update_copies("master", owner.name, value.detach)
 
 

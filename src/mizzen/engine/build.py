@@ -3,16 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mizzen.accelerator import get_accelerator
-from mizzen.accelerator.host import cores
+from mizzen.accelerator.host import numa_nodes, own_cores
 from mizzen.ambient import AMBIENT
 from mizzen.checkpoint.save import SaveThread
-from mizzen.config.zero import OffloadConfig
+from mizzen.config.schema import Config
+from mizzen.config.zero import OffloadConfig, ZenFlowConfig
 from mizzen.engine.access import Owner, trained_name
+from mizzen.engine.early_step import EarlyStep
 from mizzen.engine.engine import Engine, EngineComponents
+from mizzen.engine.late_step import LateStep
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.offloaded_step import OffloadedStep
 from mizzen.engine.optimizer import use_masters
@@ -22,14 +26,16 @@ from mizzen.engine.runner import Accumulate, RunnerContext
 from mizzen.engine.saving import Saving, folder_of, preflight, rank_group_of
 from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
+from mizzen.engine.streamed_share import StreamedShare
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Vote
 from mizzen.errors import UsageError
 from mizzen.monitor.report import Observer
 from mizzen.monitor.sinks import monitor_of
+from mizzen.offload.places import DEVICE, OffloadSettings
 from mizzen.optim.guard import Guard
-from mizzen.optim.rules import why_not_apart
-from mizzen.plan.parts import Parts, Store
+from mizzen.optim.rules import is_adam, is_elementwise, why_not_apart
+from mizzen.plan.parts import Parts
 from mizzen.plan.transform import MakeRunner
 from mizzen.precision.arithmetic import Arithmetic
 from mizzen.precision.scaler import LossScaler
@@ -90,7 +96,7 @@ def build_engine(
             changes=changes,
             stopping=stopping,
         )
-        updater.offloaded = _offloaded(stores, optimizer, context)
+        updater.offloaded = _offloaded(run_state, optimizer, context, updater.expected_factor)
     meters = (
         instruments.meters if updater is None or updater.offloaded is None else (*instruments.meters, updater.offloaded)
     )
@@ -105,32 +111,79 @@ def build_engine(
     return engine
 
 
-def _offloaded(stores: Sequence[Store], optimizer: Optimizer, context: RunContext) -> OffloadedStep | None:
+def _offloaded(
+    run: RunState, optimizer: Optimizer, context: RunContext, expected: Callable[[], float | None]
+) -> OffloadedStep | None:
     """What steps lots of which some rest outside the device; None where all rest on it."""
-    lots = [lot for store in stores for lot in store.contents.lots]
-    if all(lot.rest.place == "device" for lot in lots):
+    config = context.resolved.config
+    lots = [lot for store in run.stores for lot in store.contents.lots]
+    is_away = any(lot.rest.place != DEVICE for lot in lots)
+    asked = config.offload or OffloadConfig()
+    share, zenflow = None, config.zero_optimization.zenflow
+    is_fixed = config.deterministic or zenflow is not None
+    if asked.streamed_ratio == "auto" and get_accelerator().has_streams and not is_fixed:
+        share = StreamedShare(context.mesh.everyone, context.device, context.resolved.batch.accumulation)
+        if OffloadSettings.of(config).is_on:  # whoever measures does so together with all ranks
+            is_away = share.is_for_any(is_away)
+    if not is_away:
         return None
     if reason := why_not_apart(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__} {reason}: its states cannot rest outside the device. Leave offload_optimizer "
             "and offload out, or use another optimizer"
         )
-    asked = context.resolved.config.offload or OffloadConfig()
-    own_cores = max(1, cores() // max(1, context.world.local_size))
-    stepping = OffloadedStep(optimizer, context.device, threads=own_cores if asked.threads == "auto" else asked.threads)
-    stepping.split(lots, _streamed_ratio(asked))
+    near = own_cores(context.world.local_rank, context.world.local_size)
+    threads = _threads(config, len(near)) if asked.threads == "auto" else asked.threads
+    cores = near if asked.threads == "auto" and numa_nodes() > 1 else ()
+    if zenflow is not None:
+        stepping: OffloadedStep = _late(run, optimizer, zenflow, context.device, threads, cores)
+    elif OffloadSettings.of(config).in_backward:
+        if not is_elementwise(optimizer):
+            raise UsageError(
+                f"offload.step_in_backward needs a rule that works element by element, and {type(optimizer).__name__} "
+                "is not known to: leave the key out"
+            )
+        stepping = EarlyStep(optimizer, context.device, expected=expected, threads=threads, share=share, cores=cores)
+    else:
+        stepping = OffloadedStep(optimizer, context.device, threads=threads, share=share, cores=cores)
+    stepping.begin(lots, None if asked.streamed_ratio == "auto" else min(1.0, asked.streamed_ratio))
     return stepping
 
 
-def _streamed_ratio(asked: OffloadConfig) -> float:
-    """The share of what rests in host memory that passes through the device, the same on all ranks."""
-    ratio = 0.0 if asked.streamed_ratio == "auto" else min(1.0, asked.streamed_ratio)
-    if ratio > 0 and get_accelerator().has_streams:
+def _threads(config: Config, cores: int) -> int:
+    """Threads of the step on the host: the asked share of a rank's cores, at least one."""
+    section = config.zero_optimization.offload_optimizer
+    share = section.cpuadam_cores_perc if section is not None else None
+    if share is None:
+        share = 0.8 if OffloadSettings.of(config).in_backward else 1.0
+    return max(1, round(cores * share))
+
+
+def _late(
+    run: RunState,
+    optimizer: Optimizer,
+    section: ZenFlowConfig,
+    device: torch.device,
+    threads: int,
+    cores: Sequence[int],
+) -> LateStep:
+    """What steps important columns on the device, and the others on the host every few steps."""
+    asked = run.settings.offload or OffloadConfig()
+    if not is_adam(optimizer):
         raise UsageError(
-            f"offload.streamed_ratio {ratio:g}: lots that pass through a device with streams have come back with wrong "
-            "values, so it is refused until that is mended; leave the key out, and the host steps what rests there"
+            f"zero_optimization.zenflow needs Adam or AdamW, not {type(optimizer).__name__}: leave the section out"
         )
-    return ratio
+    if section.overlap_step and asked.threads == "auto":
+        threads = max(1, round(threads * (1 - section.pt_reserved_cores_perc)))
+    return LateStep(
+        optimizer,
+        device,
+        section=section,
+        stores=run.stores,
+        epoch_steps=lambda: run.epoch_steps,
+        threads=threads,
+        cores=cores,
+    )
 
 
 def _own(engine: Engine, scaler: LossScaler) -> None:

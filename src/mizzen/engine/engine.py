@@ -14,6 +14,7 @@ from mizzen.engine.phases import Phases
 from mizzen.engine.run_state import RunState
 from mizzen.engine.runner import Runner
 from mizzen.engine.saving import Saving
+from mizzen.engine.states_away import GRADIENTS
 from mizzen.engine.status import RunContext
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.update import Updater
@@ -61,6 +62,8 @@ class Engine(EngineInterface):
                 clear=self.zero_grad,
                 scaler=self.updater.scaler,
                 members=self.run_state.changes.members,
+                offload=self.offload_states,
+                reload=self.reload_states,
             )
         self._stepper = Stepper()
         self._clock = time.perf_counter()
@@ -71,6 +74,7 @@ class Engine(EngineInterface):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as it is."""
         self.runner.check_open_loop("forward")
+        self.run_state.away.check("forward", ("lp_params",))
         self.stop_if_asked()
         if self.training:
             self.step_in_progress.count_forward((args, kwargs))
@@ -178,6 +182,7 @@ class Engine(EngineInterface):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whatever `set_to_none` says. How many micro-batches make a step does not change."""
+        self.run_state.away.check("zero_grad", GRADIENTS)
         self.step_in_progress.drop_losses()
         if self.updater is not None:
             self.updater.clear()
@@ -193,10 +198,12 @@ class Engine(EngineInterface):
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
-        super().destroy()
-        if self.updater is not None and self.updater.offloaded is not None:
-            self.updater.offloaded.close()
-        self.updater, self.meters = None, ()
+        try:
+            super().destroy()
+        finally:
+            if self.updater is not None and self.updater.offloaded is not None:
+                self.updater.offloaded.close()
+            self.updater, self.meters = None, ()
 
     # What both end with
 
@@ -306,4 +313,5 @@ class Engine(EngineInterface):
             raise UsageError(f"{call}() needs an optimizer: name one in the configuration, or give one to initialize()")
         if self.owners and not self.owners[0].store.contents.trained:
             raise UsageError(f"{call}() on an engine whose model was given to a later engine: use that one")
+        self.run_state.away.check(call)
         return self.updater

@@ -3,7 +3,7 @@
 What an engine answers about itself is in `status.py`, the training step in `engine.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial, update_wrapper
 from inspect import ismethod
@@ -18,6 +18,7 @@ from mizzen.engine.export import save, whole_state_dict
 from mizzen.engine.loading import LoadOptions, load_checkpoint
 from mizzen.engine.run_state import RunState
 from mizzen.engine.saving import Given, save_and_wait, save_checkpoint
+from mizzen.engine.states_away import goes_to_host, kinds_of
 from mizzen.engine.status import GETTERS, NEGATED, UNBUILT, EngineStatus, RunContext
 from mizzen.errors import NotBuilt, UsageError
 from mizzen.plan.losses import LossFunction
@@ -93,6 +94,7 @@ class EngineInterface(EngineStatus):
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"eval_batch(reduce_output={reduce_output!r}): it is 'avg' for a mean, or None for a list")
+        self.run_state.away.check("eval_batch", ("lp_params",))
         micros = self.pull(
             lambda: data_iter if data_iter is not None else self.data_iterator(),
             num_micro_batches or self.batch.accumulation,
@@ -186,6 +188,26 @@ class EngineInterface(EngineStatus):
         for store in self.stores:
             store.restore_parameters({})
 
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Let this engine's states be in host memory until `reload_states`, so that others can use the device.
+
+        `include` names some of optim_states, hp_params, lp_params, lp_grads and contiguous_grad_buffer; None is all.
+        """
+        kinds, is_asked = kinds_of(include), goes_to_host(device)
+        if is_asked and self.parts:
+            run = self.run_state
+            run.away.leave(kinds, self.stores, run.modules, run.optimizer, pin=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring everything back to the device that `offload_states` has taken from it, with its bits."""
+        self.run_state.away.come_back(non_blocking=non_blocking)
+
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., None] | None = None
     ) -> None:
@@ -212,6 +234,9 @@ class EngineInterface(EngineStatus):
         True once it is committed; with `async_save` (or `checkpoint.async_save`) once the state is copied, and the next
         step, the next save or `finish_saving()` raises what went wrong after that.
         """
+        self.run_state.away.check("save_checkpoint")
+        if self.updater is not None and self.updater.offloaded is not None:
+            self.updater.offloaded.check("save_checkpoint")
         return save_checkpoint(
             self.run_state,
             self.saving,
@@ -232,6 +257,7 @@ class EngineInterface(EngineStatus):
         self.stopping.stop_if_asked(self.run_state, is_training=self.training, save=self._save_before_stop)
 
     def _save_before_stop(self, client_state: Mapping[str, Any]) -> bool:
+        self.reload_states()
         return save_and_wait(self.saving, partial(self.save_checkpoint, client_state=client_state, async_save=False))
 
     def restart_step(self) -> None:
@@ -276,6 +302,7 @@ class EngineInterface(EngineStatus):
         return self._load(load_dir, None, LoadOptions(must_be_there=False))
 
     def _load(self, folder: Given, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+        self.run_state.away.check("load_checkpoint")
         loaded = load_checkpoint(self.run_state, self.saving, folder, tag, options)
         if loaded is None:
             return None, None
@@ -313,6 +340,8 @@ class EngineInterface(EngineStatus):
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
         for hook in self._loading:
             hook.remove()
+        self.reload_states()
+        self.run_state.away.close()
         for store in self.stores:
             store.release()
         for module in self.run_state.modules:
@@ -354,6 +383,7 @@ class EngineInterface(EngineStatus):
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the model other than forward, which may use its parameters wherever they are."""
+        self.run_state.away.check(method.__name__, ("lp_params",))
         with ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.method_scope)

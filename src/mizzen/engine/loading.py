@@ -17,6 +17,7 @@ from mizzen.checkpoint.tagged_json import PICKLED, decode, has_pickles, unpack
 from mizzen.checkpoint.write import WEIGHT
 from mizzen.data.loader import Loader
 from mizzen.engine.access import refresh_masters
+from mizzen.engine.budgets import tell_other_budgets
 from mizzen.engine.optimizer_states import create_states, fill_states, set_groups
 from mizzen.engine.randomness import restore_process
 from mizzen.engine.run_state import RunState
@@ -190,6 +191,7 @@ def load_checkpoint(
                     raise Unfit(f"{folder}: {PICKLED}")
                 client, report = _load(run, group, reader, match, options)
                 if options.continues:
+                    tell_other_budgets(run.settings, reader.manifest.facts, folder)
                     saving.run = reader.manifest.run
         except Unfit as error:
             raise CheckpointError(str(error)) from None

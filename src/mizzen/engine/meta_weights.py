@@ -20,6 +20,7 @@ from mizzen.config.schema import Config
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 from mizzen.model.home import Site
+from mizzen.offload.early import keep_on
 from mizzen.parallel.zero.full.init import Bench, adopt_shard
 from mizzen.parallel.zero.full.sharded_parameter import chunk, shard_dim
 from mizzen.plan.build import Plan
@@ -92,16 +93,16 @@ class _ParameterReader:
         self.files = files
         self.mesh = mesh
         self.cut = plan.cut_here
-        late = plan.moved_by_apply - self.cut.keys()
-        self.sharded = late if mesh.size(*SHARD_AXES) > 1 else frozenset[str]()
+        self.sharded = plan.moved_by_apply - self.cut.keys()
         self.device = get_accelerator().device()
-        self.bench = Bench(mesh.axes(*SHARD_AXES), None, self.device) if self.sharded else None
+        self.keep = keep_on(None, plan.resolved.config) or (lambda shard: shard.to(self.device))
+        self.bench = Bench(mesh.axes(*SHARD_AXES), None, self.device, self.keep) if self.sharded else None
 
     def fill(self, name: str, parameter: nn.Parameter, there: str) -> int:
         """Read what this rank keeps of a parameter; returns its bytes."""
         shape, dtype = parameter.shape, parameter.dtype
         if self.bench is not None and name in self.sharded and shape.numel():
-            value = self._shard(there, shape).to(self.device, dtype)
+            value = self.keep(self._shard(there, shape).to(dtype))
             _become(parameter, torch.empty(0, dtype=dtype, device=self.device))
             adopt_shard(parameter, name, value, shape, self.bench)
         else:

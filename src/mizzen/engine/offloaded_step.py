@@ -14,6 +14,10 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
+from mizzen.accelerator import get_accelerator
+from mizzen.accelerator.host import bind_thread
+from mizzen.engine.streamed_share import StreamedShare
+from mizzen.errors import UsageError
 from mizzen.log import get_logger, warn_once
 from mizzen.monitor.report import StepReport
 from mizzen.optim.rules import scaled, view_of
@@ -23,20 +27,54 @@ LotFactors = Sequence[tuple[Lot, float]]
 """Lots, each with what its gradients are multiplied with beside the factor of all."""
 EXPOSED_SHARE: Final = 0.2
 """The share of a step that may pass with waiting for the host before that is said."""
+MEASURED: Final = (3, 5, 7)
+"""Steps that show which share should pass through the device: the first ones make memory and compile. Each corrects the
+one before it, in which all copies may have hidden behind backward, so that nobody knows how long they take."""
 
 
 class OffloadedStep:
     """Steps all lots of an engine. Its measures are those of the last step, in milliseconds."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device, *, threads: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        *,
+        threads: int,
+        share: StreamedShare | None = None,
+        cores: Sequence[int] = (),
+    ) -> None:
         self.optimizer = optimizer
         self.device = device
         self.threads = threads
-        self._thread = ThreadPoolExecutor(1, "mizzen-host-step", initializer=torch.set_num_threads, initargs=(threads,))
+        self.share = share
+        """What finds out, in one of the first steps, how much passes through the device; None where that is said."""
+        self._steps = 0
+        self._ratio = 0.0
+        self._ended = 0.0
+        """When the last step was over."""
+        self.cores = tuple(cores)
+        """Those that the thread of the host may run on; none leaves that to the system."""
+        index = get_accelerator().current_device()
+        self._thread = ThreadPoolExecutor(1, "mizzen-host-step", initializer=self._begin_thread, initargs=(index,))
         self._measures: dict[str, float] = {}
+        self._failure: BaseException | None = None
 
-    def split(self, lots: Sequence[Lot], ratio: float) -> None:
-        """Let a share of what rests in host memory pass through the device: the lots that backward completes first."""
+    def _begin_thread(self, index: int) -> None:
+        """Each thread has a current device and a number of threads of its own."""
+        get_accelerator().set_device(index)
+        bind_thread(self.cores)
+        torch.set_num_threads(self.threads)
+
+    def begin(self, lots: Sequence[Lot], ratio: float | None) -> None:
+        """Let a share of what rests in host memory pass through the device: this one, or one that is measured."""
+        if ratio is None and self.share is not None:
+            ratio = self.share.at_start([lot for lot in lots if lot.rest.place == "host"], self._thread)
+        self._split(lots, ratio or 0.0)
+
+    def _split(self, lots: Sequence[Lot], ratio: float) -> None:
+        """Let those pass through the device that backward completes first: there is most time for their copies."""
+        self._ratio = ratio
         resting = [lot for lot in lots if lot.rest.place == "host"]
         sizes = [sum(tensor.numel() for tensor in lot.tensors) for lot in resting]
         passed = 0
@@ -49,9 +87,27 @@ class OffloadedStep:
             *(len(resting), len(lots), len(resting) - streamed, self.threads, streamed),
         )
 
+    def check(self, call: str) -> None:
+        """Refuse what needs all masters to be of one step, after a step that has failed between two lots."""
+        if self._failure is not None:
+            raise UsageError(
+                f"{call}() after a step that has failed half-way: some parameters were stepped and others were not. "
+                f"Make a new engine, and load a checkpoint. The step failed with: {self._failure}"
+            ) from self._failure
+
     def step(self, lots: LotFactors, factor: float) -> None:
         """Step every lot with its gradients times a factor."""
+        try:
+            self._step_all(lots, factor)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _step_all(self, lots: LotFactors, factor: float) -> None:
         start = time.perf_counter()
+        self._steps += 1
+        marks = [get_accelerator().event(timing=True) for _ in range(2)]
+        marks[0].record()
         for lot, _ in lots:
             lot.keep_writes()
             lot.rest.trust_values()
@@ -59,6 +115,7 @@ class OffloadedStep:
         job = self._thread.submit(self._step_on_host, on_host, factor)
         try:
             self._step_on_device([pair for pair in lots if not pair[0].rest.is_stepped_on_host], factor)
+            marks[1].record()
             device_done = time.perf_counter()
         finally:
             seconds = job.result()
@@ -72,6 +129,12 @@ class OffloadedStep:
             "offload_host_wait_ms": (host_done - device_done) * 1e3,
             "offload_copies_out_ms": (end - host_done) * 1e3,
         }
+        if self.share is not None and self._steps in MEASURED:
+            marks[1].synchronize()
+            device, between = marks[0].elapsed_time(marks[1]) / 1e3, start - self._ended
+            ratio = self.share.after_step(self._ratio, host=seconds, device=device, between=between)
+            self._split([lot for lot, _ in lots], ratio)
+        self._ended = time.perf_counter()
 
     def _step_on_host(self, lots: LotFactors, factor: float) -> float:
         """Step lots in host memory; returns the seconds that it took."""

@@ -13,6 +13,7 @@ from mizzen.comm import collectives
 from mizzen.errors import UsageError
 from mizzen.model.box import Box
 from mizzen.model.home import Site
+from mizzen.offload.away import check_here
 from mizzen.optim.guard import ParameterGuard
 from mizzen.optim.own_rules import Lamb, Muon
 from mizzen.optim.rules import has_stepped, renew_states
@@ -35,6 +36,8 @@ class EngineOptimizer(Optimizer):
         clear: Callable[[], None],
         scaler: LossScaler,
         members: ParameterGuard,
+        offload: Callable[..., None],
+        reload: Callable[..., None],
     ) -> None:
         super().__init__([torch.zeros(0)], dict(inner.defaults))
         self.optimizer = inner
@@ -46,6 +49,9 @@ class EngineOptimizer(Optimizer):
         self._step = step
         self._clear = clear
         self._members = members
+        self.offload_states = offload
+        """The engine's own."""
+        self.reload_states = reload
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """The engine's own step."""
@@ -87,15 +93,21 @@ class EngineOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, and where the loss scale stands."""
+        self._check_here()
         return self.optimizer.state_dict() | {"loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on the same rank of the same layout."""
+        self._check_here()
         self.optimizer.load_state_dict(state_dict)
         if "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state
+
+    def _check_here(self) -> None:
+        for tensor in (value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)):
+            check_here(tensor, "the state of the optimizer")
 
     @property
     def loss_scale(self) -> float:

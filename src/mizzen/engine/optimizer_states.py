@@ -5,7 +5,7 @@ parameter in it. Any other shape belongs to a parameter that its rank holds whol
 mean, in fp32.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any, Final
@@ -21,6 +21,7 @@ from mizzen.engine.weights import HeldItem, holders_of, saved
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
 from mizzen.model.piece import piece_of_whole
+from mizzen.offload.late import CHANGE, GRADIENT, LATE_STATES
 from mizzen.optim.rules import view_of
 from mizzen.plan.parts import Store
 from mizzen.wording import and_more
@@ -95,9 +96,12 @@ def fill_states(optimizer: Optimizer, stores: Sequence[Store], reader: Reader, n
     `names` has the parameters that are read, with what they are called in the checkpoint.
     """
     missing: list[str] = []
+    there = {kind for kind, _ in reader.entries}
+    _start_late_states(optimizer, stores, there)
     for store in stores:
         states, portions = plain_states(optimizer.state, store), store.contents.portions
-        for key in dict.fromkeys(key for state in states.values() for key in state):
+        keys = dict.fromkeys(key for state in states.values() for key in state)
+        for key in (key for key in keys if key in there or key not in LATE_STATES):
             pieces = store.pieces(key, states)
             for piece in pieces:
                 stored = reader.find(key, names[piece.name]) if piece.name in names else None
@@ -112,11 +116,29 @@ def fill_states(optimizer: Optimizer, stores: Sequence[Store], reader: Reader, n
                 if key not in state or is_padding or whole.intersection(held):
                     continue
                 called = {name: names.get(name, "") for name in held} or {"": reader.any_of(key)}
-                there = [name for name in called.values() if reader.find(key, name)]
-                missing += [f"{key} of {name}" for name, stored in called.items() if name and stored not in there]
-                _fill_small(optimizer.state[tensor], key, there, reader)
+                known = [name for name in called.values() if reader.find(key, name)]
+                missing += [f"{key} of {name}" for name, stored in called.items() if name and stored not in known]
+                _fill_small(optimizer.state[tensor], key, known, reader)
         _put_back(optimizer.state, states)
     return missing
+
+
+def _start_late_states(optimizer: Optimizer, stores: Sequence[Store], there: Collection[str]) -> None:
+    """Let nothing wait for a late update in a run that goes on from one without such updates; say what is lost."""
+    keys = {key for state in optimizer.state.values() for key in state if key in LATE_STATES and key not in there}
+    for store in stores:
+        for piece in (piece for key in keys for piece in store.pieces(key, optimizer.state)):
+            piece.data.zero_()
+            piece.changed()
+    for state in optimizer.state.values():
+        for key in keys.intersection(state):
+            state[key].zero_()
+    own = {key for state in optimizer.state.values() for key in state}
+    if {GRADIENT, CHANGE}.intersection(there) - own:
+        warn_once(
+            "the checkpoint has gradients that wait for a late update of zenflow, or what one under way has changed: "
+            "this run has no place for that, and drops it"
+        )
 
 
 def _fill_small(state: Any, key: str, names: Sequence[str], reader: Reader) -> None:
@@ -167,6 +189,7 @@ def create_states(optimizer: Optimizer, stores: Sequence[Store]) -> None:
             lot.load()
         view_of(optimizer, [tensor for lot in here for tensor in lot.tensors]).step()
         for lot in here:
+            lot.rest.rest_states(lot.tensors, optimizer.state)
             lot.unload()
     for store in stores:
         store.clear_gradients()

@@ -74,7 +74,15 @@ def without_needless_offload(config: Config) -> Config:
         return config
     for name in needless:
         warn_once(f"zero_optimization.{name} to the cpu has no effect here: training runs on the cpu")
-    return config.model_copy(update={"zero_optimization": zero.model_copy(update=dict.fromkeys(needless))})
+    if zero.zenflow is not None and "offload_optimizer" in needless:
+        warn_once("zero_optimization.zenflow has no effect here: training runs on the cpu, with all states there")
+        needless.append("zenflow")
+    offload = config.offload
+    if offload is not None and offload.step_in_backward and "offload_optimizer" in needless:
+        warn_once("offload.step_in_backward has no effect here: training runs on the cpu, with all states there")
+        offload = offload.model_copy(update={"step_in_backward": False})
+    zero = zero.model_copy(update=dict.fromkeys(needless))
+    return config.model_copy(update={"zero_optimization": zero, "offload": offload})
 
 
 def warn_of_slow_links(layout: Layout, world: World) -> None:
@@ -370,7 +378,9 @@ def observers_of(plan: Plan, world: World) -> tuple[Observer, ...]:
     observers: tuple[Observer, ...] = ()
     said: list[MizzenError | None] = [None]
     try:
-        observers = build_observers(plan.resolved.config, world, facts_of(plan))
+        config = plan.resolved.config
+        is_shown = world.rank == 0 and config.jsonl_monitor.enabled
+        observers = build_observers(config, world, facts_of(plan) if is_shown else None)
     except MizzenError as error:
         said = [error]
     if world.size > 1:

@@ -14,6 +14,7 @@ from mizzen.config.schema import Config
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.randomness import RandomStream
 from mizzen.engine.runner import tokens_in
+from mizzen.engine.states_away import StatesAway
 from mizzen.errors import UsageError
 from mizzen.model.tree import joined_module
 from mizzen.plan.losses import Tally
@@ -115,6 +116,8 @@ class RunState:
     """Optimizer steps that were taken."""
     global_samples: int = 0
     """Samples of all ranks, those of skipped steps included: the data has moved on."""
+    away: StatesAway = field(default_factory=StatesAway)
+    """What is in host memory between `offload_states` and `reload_states`."""
     micro_steps: int = 0
     """Forward and backward passes on this rank."""
     skipped_steps: int = 0
@@ -146,6 +149,14 @@ class RunState:
     def is_between_steps(self) -> bool:
         """Whether this run trains, and nothing of a next step has begun."""
         return self.optimizer is not None and self.step_in_progress.tally.loss is None and not self.is_accumulating
+
+    @property
+    def epoch_steps(self) -> int | None:
+        """Optimizer steps in an epoch of the loader, if there is one and its length is known."""
+        try:
+            return max(1, len(self.loader) // self.batch.accumulation)
+        except TypeError:
+            return None
 
     def set_loader(self, loader: Any) -> None:
         """Take data from a loader, from where that stands."""

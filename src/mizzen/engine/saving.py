@@ -15,7 +15,7 @@ from mizzen.checkpoint import save as protocol
 from mizzen.checkpoint.rank_group import RankGroup, attempt
 from mizzen.checkpoint.save import SaveOptions, SaveThread
 from mizzen.checkpoint.tagged_json import Encoder, pack
-from mizzen.checkpoint.write import Item
+from mizzen.checkpoint.write import Item, Written
 from mizzen.comm.mesh import Mesh
 from mizzen.config.checkpoint import CheckpointConfig
 from mizzen.config.schema import plain
@@ -171,10 +171,14 @@ def _save(
     known = [each.item.entry for each in found.held if not each.is_joint]
     items, uncopied = attempt(lambda: saving.background.staging.copies(mine)) if beside else (mine, None)
 
+    def write() -> Written | None:
+        try:
+            return protocol.write(ticket, items or (), group, known)
+        finally:
+            protocol.let_go(items or ())
+
     def finish() -> None:
-        written, failure = (
-            attempt(lambda: protocol.write(ticket, items, group, known)) if items is not None else (None, uncopied)
-        )
+        written, failure = attempt(write) if items is not None else (None, uncopied)
         manifest = protocol.commit(ticket, written, failure, found.facts, group, terms, own=found.own)
         if manifest is not None and group.is_first:
             seconds = time.perf_counter() - started

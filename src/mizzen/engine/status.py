@@ -94,8 +94,6 @@ NEGATED: Final = frozenset({"postscale_gradients"})
 UNBUILT: Final[Mapping[str, str]] = {
     "get_compile_time": "passes over the graph",
     "register_compile_pass": "passes over the graph",
-    "offload_states": "offload",
-    "reload_states": "offload",
     "set_data_post_process_func": "data efficiency",
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "random_ltd_initialize": "random layer-token drop",

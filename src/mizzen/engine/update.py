@@ -69,6 +69,10 @@ class Updater:
         self._all_ahead = False
         """Whether every rank has launched the last step ahead."""
 
+    def expected_factor(self) -> float | None:
+        """What gradients of the step that comes are multiplied with, unless they are clipped; None: nobody knows."""
+        return self.vote.expected_factor(self.scaler.scale)
+
     def update(self, tally: Tally, micros: int, share_of: ShareOf) -> Decision:
         """Take the step, unless a gradient is not finite or there is none at all. One factor for all gradients.
 
@@ -77,6 +81,8 @@ class Updater:
         or error.
         """
         self.changes.check_step()
+        if self.offloaded is not None:
+            self.offloaded.check("step")
         if (self.one_by_one or self.offloaded) and (reason := why_not_apart(self.optimizer)):
             raise UsageError(f"{type(self.optimizer).__name__} {reason}: it cannot be stepped one lot after the other")
         reduced = [store.reduce() for store in self.stores]

@@ -242,6 +242,10 @@ class Vote:
             share_of, self.gain, scale, max_norm, self.ranks, self.role.loss_ranks, None if is_for_all else self._last
         )
 
+    def expected_factor(self, scale: float) -> float | None:
+        """The factor of a step that is not clipped, if ranks see what they saw in the last; None: a sum decides it."""
+        return None if self._last.is_counted or self._last.has_unannounced else self.gain / scale
+
     def start(self, mine: StepSums, terms: StepTerms) -> PendingDecision:
         """Add up what all ranks say: the one reduction of a step. Numbers get to the device without a copy."""
         guess = Seen.of(mine) if self.role.has_losses else self._last

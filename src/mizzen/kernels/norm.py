@@ -1,29 +1,19 @@
 """Sums of squares that do not depend on how a tensor is cut: every square is taken and added in fp64."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-_CACHE: Final = 1 << 16
-"""Elements converted at a time on a CPU: the fp64 copy then stays in cache (3 times faster than one of 256k)."""
+_RUN: Final = 1 << 22
+"""Elements that a CPU adds up one after the other: the sum of so many squares is good to twelve digits."""
 
 
 def sum_of_squares(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor:
     """The fp64 sum of the squares of all elements, as a 0-d tensor on `device`."""
     flats = [flat for tensor in tensors if (flat := tensor.detach().reshape(-1)).numel()]
-    if not flats:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    if flats[0].device.type != "cpu":
-        return squares_of(flats).sum()
-    total = torch.zeros((), dtype=torch.float64)
-    for flat in flats:
-        buffer = torch.empty(min(flat.numel(), _CACHE), dtype=torch.float64)
-        for part in torch.split(flat, _CACHE):
-            wide = buffer[: part.numel()].copy_(part)
-            total += torch.dot(wide, wide)
-    return total
+    return squares_of(flats, device=device).sum()
 
 
 def is_all_finite(flat: Tensor) -> bool:
@@ -42,9 +32,21 @@ def are_finite(tensors: list[Tensor]) -> Tensor:
     return _norms(tensors, torch.promote_types(tensors[0].dtype, torch.float32)).isfinite()
 
 
-def squares_of(tensors: list[Tensor]) -> Tensor:
-    """The fp64 sum of squares of each tensor. A norm of one tensor alone would first copy it to fp64 on a GPU."""
-    return _norms(tensors, torch.float64).square()
+def squares_of(flats: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """The fp64 sum of squares of each flat tensor, none of which is empty: one tensor on `device`, where they are.
+
+    On a GPU a norm of one tensor alone would first copy it to fp64.
+    """
+    if not flats:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    if device.type != "cpu":
+        return _norms(list(flats), torch.float64).square()
+    runs = [torch.split(flat, _RUN) for flat in flats]
+    found = _norms([part for parts in runs for part in parts], torch.float64).square()
+    if len(found) == len(flats):
+        return found
+    totals = torch.split(found, [len(parts) for parts in runs])
+    return torch.stack([each.sum() for each in totals])
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:

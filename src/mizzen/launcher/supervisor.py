@@ -342,9 +342,9 @@ class Supervisor:
         hang = find_hang(everyone, limit)
         if hang is None:
             return None  # the ranks have moved on, or ended, while their states were gathered
-        stacks = "\n".join(f"rank {state.rank}: {state.stack.rstrip()}" for state in everyone)
+        stacks = "\n".join(f"{state.name}: {state.stack.rstrip()}" for state in everyone)
         blamed = (hang.missing or tuple(everyone))[0]
-        failure = Failure(blamed.rank, blamed.host, HUNG, trace=stacks, cause=str(hang))
+        failure = Failure(blamed.rank, blamed.host, HUNG, trace=stacks, cause=str(hang), role=blamed.role)
         counted = self._rendezvous.report_failure(failure)
         return None if counted is None else Outcome("failed", counted, is_ours=counted.cause == failure.cause)
 

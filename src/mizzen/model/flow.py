@@ -34,11 +34,24 @@ class Way:
     """The sizes of dimensions over which sums were taken, or norms, or a softmax."""
     head: int = 0
     """The size of an attention head, where it went into a product with another activation."""
+    value: int = 0
+    """The size of a head of values, where it is among what attention adds up."""
     is_random: bool = False
     """Whether dropout was applied."""
+    mixed: str = ""
+    """Where tokens first met each other, or their order changed, in words; empty where each went alone."""
+    features: frozenset[tuple[int, int]] = frozenset()
+    """Which outputs of a layer go this way, as ranges from one to another."""
 
     def __or__(self, other: "Way") -> "Way":
-        return Way(self.reduced | other.reduced, self.head or other.head, self.is_random or other.is_random)
+        return Way(
+            self.reduced | other.reduced,
+            self.head or other.head,
+            self.value or other.value,
+            self.is_random or other.is_random,
+            self.mixed or other.mixed,
+            self.features | other.features,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,29 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Argument:
+    """How a module is given something: by its place or by its name, whichever a call uses."""
+
+    place: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """What a module that is no layer was called with, and what it gave."""
+
+    path: str
+    takes: tuple[Argument | None, ...] = ()
+    """The activations among its arguments, (samples, tokens, features); None for one inside of something else."""
+    gives: int = 0
+    """How many such activations it returned; -1 where the first thing that it returned is none."""
+    sources: Mapping[str, Way] = field(default_factory=dict)
+    """The layers and parameters whose values reach these, and what happens on the way."""
+    times: int = 0
+    """How often it was called."""
+
+
+@dataclass(frozen=True, slots=True)
 class Flow:
     """All layers of a model that were called, and what reaches its result."""
 
@@ -66,6 +102,8 @@ class Flow:
     result: Mapping[str, Way] = field(default_factory=dict)
     trouble: str = ""
     """Why nothing is known: the forward could not be run without values."""
+    calls: Mapping[str, ModuleCall] = field(default_factory=dict)
+    """The other modules that were given activations, by path, in the order in which they were called."""
 
     def by_path(self) -> dict[str, Layer]:
         """Each layer under its path."""

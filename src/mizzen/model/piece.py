@@ -5,8 +5,9 @@ Checkpoints, `safe_get_*`, norms and offload speak of Pieces, so none of them as
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +17,42 @@ from mizzen.model.box import Box, Coverage, Shape, boxes_of_range, coverage
 from mizzen.model.home import Site
 
 
+class Readers:
+    """Those who read something beside training, for a save: whoever wants to change it waits until none is left."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None) -> None:
+        self._before, self._after = before, after
+        """Called before a reader comes, and after the last one has gone, by its thread."""
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def enter(self) -> Callable[[], None]:
+        """One reader more, for as long as nobody has called what is returned. To call it again does nothing."""
+        self._before()
+        with self._changed:
+            self._count += 1
+        is_here = True
+
+        def leave() -> None:
+            nonlocal is_here
+            with self._changed:
+                self._count -= is_here
+                if is_here and not self._count:
+                    self._after()
+                    self._changed.notify_all()
+                is_here = False
+
+        return leave
+
+    def wait(self) -> None:
+        """Wait until nobody reads."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._count)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Unread:
-    """Data that is not in memory, such as a state that rests in a file: what it is like, and how to get it."""
+    """Data that is not in the memory of the device, such as a state that rests in a file: how to get it."""
 
     shape: Shape
     dtype: torch.dtype
@@ -28,10 +62,31 @@ class Unread:
     """Called after something was written to what `load` has returned last; None where that would be lost."""
     device: torch.device = torch.device("cpu")
     """Where it is then."""
+    load_beside: Callable[[], Tensor] | None = None
+    """Reads it in another thread, beside training, among `readers`; None where it has to be copied before."""
+    readers: Readers | None = None
+    """Who reads it so: it does not change before they are done."""
+    done: Callable[[], None] = lambda: None
+    """Says that one of them is."""
 
     def numel(self) -> int:
         """How many elements it has."""
         return math.prod(self.shape)
+
+    def beside(self) -> "Unread | None":
+        """This, to be read in another thread until `done` is called; None where it cannot be."""
+        if self.load_beside is None or self.readers is None:
+            return None
+        return replace(self, load=self.load_beside, keep=None, done=self.readers.enter())
+
+    def part(self, start: int, stop: int, shape: Shape) -> "Unread":
+        """A range of it, counted flat."""
+
+        def of(load: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            return lambda: load().reshape(-1)[start:stop].view(shape)
+
+        beside = None if self.load_beside is None else of(self.load_beside)
+        return replace(self, shape=shape, load=of(self.load), load_beside=beside)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,9 +146,18 @@ class Piece:
         return self.numel * self.dtype.itemsize
 
     def check_writable(self) -> None:
-        """Refuse to be written to, where what is written would be lost."""
-        if not isinstance(self.source, Tensor) and self.source.keep is None:
+        """Refuse to be written to, where what is written would be lost; wait for a save that reads it."""
+        if isinstance(self.source, Tensor):
+            return
+        if self.source.keep is None:
             raise UsageError(f"{self} is not in memory: what is written to it would be lost")
+        if self.source.readers is not None:
+            self.source.readers.wait()
+
+    def done(self) -> None:
+        """Nobody asks for the data of this piece again."""
+        if isinstance(self.source, Unread):
+            self.source.done()
 
     def changed(self) -> None:
         """Something was written to the data that was asked for last."""
@@ -162,9 +226,14 @@ def counted(piece: Piece, site: Site | None) -> Iterator[tuple[Piece, bool]]:
     if site is None or not site.is_shared or not piece.boxes:
         yield piece, True
         return
-    flat = piece.data.reshape(-1)
     for each in site.ranges(piece.boxes):
-        yield piece_of_boxes(piece.name, piece.shape, flat[each.start : each.stop], each.boxes), each.is_counted
+        if isinstance(piece.source, Unread):
+            shape = each.boxes[0].shape if len(each.boxes) == 1 else (each.stop - each.start,)
+            part = Piece(piece.name, piece.shape, tuple(each.boxes), piece.source.part(each.start, each.stop, shape))
+        else:
+            flat = piece.source.reshape(-1)
+            part = piece_of_boxes(piece.name, piece.shape, flat[each.start : each.stop], each.boxes)
+        yield part, each.is_counted
 
 
 def piece_of_whole(name: str, tensor: Tensor) -> Piece:

@@ -149,6 +149,8 @@ class Sketch:
     """Which layers read what others give, where somebody has looked (`with_flow`)."""
     layer_list: LayerList | None = None
     """The layers of a model that is written as a list of them."""
+    seconds: tuple[tuple[str, float], ...] = ()
+    """What modules take for a micro-batch, by their paths, where that was measured."""
 
     @classmethod
     def of(cls, module: "nn.Module") -> "Sketch":
@@ -308,6 +310,7 @@ def joined(drafts: Drafts) -> Sketch:
         drafts[0].split_plan,
         drafts[0].flow,
         drafts[0].layer_list,
+        drafts[0].seconds,
     )
 
 

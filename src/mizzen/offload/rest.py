@@ -12,9 +12,11 @@ from torch import Tensor
 
 from mizzen.accelerator import get_accelerator
 from mizzen.kernels.masters import keep_writes
+from mizzen.offload.away import is_away
+from mizzen.offload.late import OnHostLate
 from mizzen.offload.nvme import NvmeTier
 from mizzen.offload.places import DEVICE, OffloadSettings
-from mizzen.offload.rest_host import InMemory, OnHost, Pairs
+from mizzen.offload.rest_host import GradientInHost, InMemory, OnHost, Pairs
 from mizzen.offload.rest_nvme import OnNvme, Passage
 from mizzen.offload.tier import HostTier
 
@@ -24,18 +26,26 @@ class OnDevice(InMemory):
 
     place: str = "device"
     is_stepped_on_host: bool = False
+    resting_gradient: GradientInHost | None = None
 
-    def keep(self, master: Tensor, values: Tensor) -> Tensor:
+    def keep(self, master: Tensor, values: Tensor | None) -> Tensor:
         """The masters themselves."""
         return master
 
     def leave(self, gradient: Callable[[], Tensor]) -> None:
         """It is where it should be."""
 
+    def step_early(self) -> None:
+        """The device steps after the vote."""
+
     def keep_writes(self, values: Tensor, master: Tensor) -> None:
-        """Masters that lie apart take over what was written."""
-        if values.data_ptr() != master.data_ptr():
+        """Masters that lie apart take over what was written; those that are away do so when they are back."""
+        if values.data_ptr() != master.data_ptr() and not is_away(master):
             keep_writes(values, master)
+
+    def take_writes(self, values: Tensor, master: Tensor) -> None:
+        """Compare them where both are."""
+        keep_writes(values, master)
 
     def trust_values(self) -> None:
         """Looking again costs little."""
@@ -55,6 +65,10 @@ class OnDevice(InMemory):
 
     def send(self, values: Tensor, master: Tensor, stepped: Pairs) -> None:
         """All lots are sent together."""
+
+    def write_values(self, into: Tensor, master: Tensor, *, is_stepped: bool) -> None:
+        """A copy."""
+        into.copy_(master)
 
     def arrived(self, values: Tensor, master: Tensor) -> Pairs:
         """A copy, unless they are the same memory."""
@@ -85,6 +99,7 @@ class RestingPlaces:
         """What is to rest on NVMe."""
         self._host: HostTier | None = None
         self._passage: Passage | None = None
+        self._resting: list[OnHost] = []
 
     def rest(self, place: str, title: str) -> OnDevice | OnHost:
         """The resting place of a lot."""
@@ -93,14 +108,23 @@ class RestingPlaces:
         if self._host is None:
             self._host = HostTier(get_accelerator(), pin=self.settings.pin)
         if place == "host":
-            return OnHost(title, self._host)
+            zenflow, states = self.settings.zenflow, self.settings.states
+            if zenflow is None:
+                self._resting.append(OnHost(title, self._host, states=states))
+            else:
+                self._resting.append(OnHostLate(title, self._host, states=states, overlaps=zenflow.overlap_step))
+            return self._resting[-1]
         if self._passage is None:
             self._passage = Passage(NvmeTier(self.settings.paths, self.settings.aio))
             self._passage.files.reserve([self.nvme_bytes])
-        return OnNvme(title, self._host, self._passage)
+        self._resting.append(OnNvme(title, self._host, self._passage))
+        return self._resting[-1]
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Give all memory back, once nobody reads it for a save."""
+        for rest in self._resting:
+            rest.readers.wait()
+        self._resting.clear()
         if self._host is not None:
             self._host.close()
         if self._passage is not None:

@@ -1,14 +1,18 @@
 """Masters and states of a lot that rest in host memory: stepped there by a thread, or on the device on their way."""
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from mizzen.kernels.masters import keep_writes
-from mizzen.model.piece import Piece
-from mizzen.offload.tier import DeviceCopy, HostTier
+from mizzen.model.piece import Piece, Readers, Unread
+from mizzen.offload.early_copies import EarlyCopies
+from mizzen.offload.paced import PacedCopy
+from mizzen.offload.tier import DeviceCopy, HostTier, device_room
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(place, value): what is to be copied where."""
@@ -25,18 +29,81 @@ class InMemory:
         return piece
 
 
+class GradientInHost:
+    """A gradient in host memory, beside the masters of its lot, while the device does not have it."""
+
+    def __init__(self, rest: "OnHost") -> None:
+        self._rest = ref(rest)
+        self.arrival: DeviceCopy | None = None
+        """Its way here; None where there is none."""
+
+    @property
+    def _home(self) -> "OnHost":
+        found = self._rest()
+        if found is None:
+            raise AssertionError("a gradient outlives the resting place of its lot")
+        return found
+
+    @property
+    def is_here(self) -> bool:
+        """Whether there is one."""
+        return self.arrival is not None
+
+    def keep(self, gradient: Tensor) -> None:
+        """Copy it to host memory."""
+        self.arrival = self._home.write_gradient(gradient)
+        self.arrival.forget()  # the tier holds where it comes to
+
+    def bring(self, into: Tensor) -> DeviceCopy:
+        """Start to copy the first elements of it to the device."""
+        tier = self._home.tier
+        if self.arrival is not None:
+            self.arrival.wait_on_stream(tier.inward)
+        return tier.copy_in(into, tier.held(f"{self._home.title} gradient")[: into.numel()])
+
+    def look(self) -> Tensor:
+        """The gradient in place, once it is all there."""
+        if self.arrival is not None:
+            self.arrival.wait()
+        return self._home.tier.held(f"{self._home.title} gradient")
+
+    def for_step(self) -> Tensor:
+        """The gradient in place, or a copy on the device."""
+        home = self._home
+        if home.is_streamed:
+            here = torch.empty_like(home.tier.held(f"{home.title} gradient"), device=home.tier.accelerator.device())
+            self.bring(here).wait_on_stream()
+            return here
+        found = self.look()
+        self.arrival = None
+        return found
+
+    def has_room(self, size: int) -> bool:
+        """Of what nobody else used on the device when the first gradient of a step came."""
+        return self._home.tier.takes_room(size)
+
+    def forget(self) -> None:
+        """Nobody needs it any more."""
+        self.arrival = None
+
+
 class OnHost(InMemory):
     """Masters and states rest in host memory, under the title of their lot."""
 
     place: str = "host"
 
-    def __init__(self, title: str, tier: HostTier, *, is_streamed: bool = False) -> None:
+    def __init__(self, title: str, tier: HostTier, *, is_streamed: bool = False, states: int = 0) -> None:
         self.title = title
         self.tier = tier
         self.is_streamed = is_streamed
         """Whether masters and states pass through the device for a step; otherwise it runs on the host."""
+        self.states = states
+        """Tensors as large as the masters that the optimizer will keep, as far as that is known."""
+        self._is_prepared = False
         self._left: tuple[Tensor, int, DeviceCopy] | None = None
         """The gradient that has left for the host, as it was then, and its copy."""
+        self.resting_gradient: GradientInHost | None = GradientInHost(self)
+        """A gradient that the device does not keep until the step."""
         self._sent: DeviceCopy | None = None
         """New values on their way to the device."""
         self._mark: Tensor | None = None
@@ -44,18 +111,22 @@ class OnHost(InMemory):
         self._is_compared = False
         self._homes: dict[str, Tensor] = {}
         """The masters and states as they rest."""
+        self.early = EarlyCopies(title, tier, self._homes)
+        """A step that the host takes before it is voted on."""
         self._ahead: dict[int, tuple[Tensor, int, DeviceCopy]] = {}
         """Copies on the device that were started ahead of the step, with the version of what was copied."""
-        self._outgoing: list[DeviceCopy] = []
+        self._outgoing: list[PacedCopy] = []
+        self.readers = Readers()
+        """Saves beside training that read what rests here: it does not change before they are done."""
 
     @property
     def is_stepped_on_host(self) -> bool:
         """Whether a thread of the host steps it in place."""
         return not self.is_streamed
 
-    def keep(self, master: Tensor, values: Tensor) -> Tensor:
+    def keep(self, master: Tensor, values: Tensor | None) -> Tensor:
         """Copy masters to host memory."""
-        self._mark = mark_of(values)
+        self._mark = None if values is None else mark_of(values)
         self.tier.write(f"{self.title} master", master).wait()
         self._homes["master"] = self.tier.held(f"{self.title} master")
         return self._homes["master"]
@@ -64,20 +135,30 @@ class OnHost(InMemory):
         """Bring the gradient to the host, or what rests there to the device, while backward goes on."""
         if not self.is_streamed:
             found = gradient()
-            self._left = found, found._version, self._write_gradient(found)
-        elif self._has_room():
+            self._left = found, found._version, self.write_gradient(found)
+        elif not self._ahead and self.tier.takes_room(self.resting_bytes):
             for home in self._homes.values():
-                here = torch.empty_like(home, device=self.tier.accelerator.device())
-                self._ahead[id(home)] = here, home._version, self.tier.copy_in(here, home)
+                self._ahead[id(home)] = self._copied(home)
 
-    def _has_room(self) -> bool:
-        """Whether the device has memory to spare for what rests here, a quarter of it kept for others."""
-        accelerator = self.tier.accelerator
-        used, there = accelerator.memory(), accelerator.capacity()
-        free = there.available + max(0, used.reserved - used.allocated)
-        return free - there.total // 8 > sum(home.numel() * home.element_size() for home in self._homes.values())
+    def step_early(self) -> None:
+        """Step with the gradient that has left, into copies, where that is asked for."""
+        if not self.is_streamed:
+            resting = self.resting_gradient
+            self.early.begin(self._left[2] if self._left is not None else resting.arrival if resting else None)
 
-    def _write_gradient(self, gradient: Tensor) -> DeviceCopy:
+    @property
+    def is_gradient_changed(self) -> bool:
+        """Whether somebody has written, on the device, to the gradient that has left."""
+        return self._left is not None and self._left[0]._version != self._left[1]
+
+    @property
+    def resting_bytes(self) -> int:
+        """What rests here."""
+        return sum(home.numel() * home.element_size() for home in self._homes.values())
+
+    def write_gradient(self, gradient: Tensor) -> DeviceCopy:
+        """Start to copy a gradient to host memory."""
+        self.early.end()
         if self._sent is not None:  # the last values came through the same memory
             self._sent.wait_on_stream()
         return self.tier.write(f"{self.title} gradient", gradient)
@@ -92,9 +173,14 @@ class OnHost(InMemory):
             return
         mark = mark_of(values)
         if self._mark is None or not torch.equal(mark, self._mark):
-            self.wait()
-            keep_writes(torch.empty_like(values, device=master.device).copy_(values), master)
+            self.take_writes(torch.empty_like(values, device=master.device).copy_(values), master)
         self._mark = mark
+
+    def take_writes(self, values: Tensor, master: Tensor) -> None:
+        """Compare them in host memory."""
+        self._wait_for_home()
+        self.readers.wait()
+        keep_writes(values, master)
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """The gradient as it left in backward; another copy of it if somebody has changed it since."""
@@ -102,29 +188,40 @@ class OnHost(InMemory):
             return gradient
         left = self._left
         if left is None or left[0].data_ptr() != gradient.data_ptr() or left[1] != gradient._version:
-            left = gradient, gradient._version, self._write_gradient(gradient)
+            left = gradient, gradient._version, self.write_gradient(gradient)
         self._left = None
         left[2].wait()
         return self.tier.held(f"{self.title} gradient").view(gradient.shape)
 
     def values(self, master: Tensor) -> Tensor:
         """The masters in place, or a copy on the device."""
+        self.readers.wait()
         return self._copy_here(master) if self.is_streamed else master
 
     def _copy_here(self, home: Tensor) -> Tensor:
         """A copy on the device, which later work of the current stream waits for."""
-        here, version, copy = self._ahead.pop(id(home), (None, 0, None))
-        if here is None or copy is None or version != home._version:
-            here = torch.empty_like(home, device=self.tier.accelerator.device())
-            copy = self.tier.copy_in(here, home)
+        found = self._ahead.pop(id(home), None)
+        if found is None or found[1] != home._version:
+            if device_room(self.tier.accelerator) < self.resting_bytes:  # what earlier lots have left there goes first
+                self.tier.paced.start()
+                self.tier.outward.synchronize()
+            found = self._copied(home)
+        here, _, copy = found
         copy.wait_on_stream()
         return here
+
+    def _copied(self, home: Tensor) -> tuple[Tensor, int, DeviceCopy]:
+        """Start a copy to the device, after the last step's way here; what was copied has that version."""
+        here = torch.empty_like(home, device=self.tier.accelerator.device())
+        for copy in self._outgoing:  # all that changes it has started then
+            copy.wait_on_stream(self.tier.inward)
+        return here, home._version, self.tier.copy_in(here, home)
 
     def put(self, pairs: Pairs) -> None:
         """Bring what was stepped on the device to the masters."""
         for place, value in pairs:
             if self.is_streamed:
-                self._outgoing.append(self.tier.copy_out(place, value))
+                self._send_home(place, value)
             else:
                 place.copy_(value)
 
@@ -141,6 +238,11 @@ class OnHost(InMemory):
             source.copy_(master)
         self._sent = self.tier.copy_in(values, source, after_current=False)
 
+    def write_values(self, into: Tensor, master: Tensor, *, is_stepped: bool) -> None:
+        """From host memory to host memory."""
+        self._wait_for_home()
+        into.copy_(master)
+
     def _staging(self, values: Tensor) -> Tensor:
         spare = self.tier.held(f"{self.title} gradient").view(torch.uint8).view(-1)
         size = values.numel() * values.element_size()
@@ -151,6 +253,7 @@ class OnHost(InMemory):
     def arrived(self, values: Tensor, master: Tensor) -> Pairs:
         """Later work of the current stream waits for values that were sent; others are sent now."""
         if self._sent is None:
+            self._wait_for_home()
             self._sent = self.tier.copy_in(values, master)
         self._sent.wait_on_stream()
         self._sent, self._mark, self._is_compared = None, mark_of(values), False
@@ -158,22 +261,46 @@ class OnHost(InMemory):
 
     def forget(self) -> None:
         """What has left or was brought ahead of a step is of no use any more."""
+        self.tier.room = None
+        if self.resting_gradient is not None:
+            self.resting_gradient.forget()
+        self._drop_copies()
+
+    def _drop_copies(self) -> None:
+        self.early.end()
         self._left, self._is_compared = None, False
         self._ahead.clear()
 
     def pass_through(self, *, is_streamed: bool) -> None:
         """Choose where the step runs."""
-        self.forget()
+        self._drop_copies()
+        self._wait_for_home()
         self.is_streamed = is_streamed
+        if not self._is_prepared:  # states and the gradient are as large as masters
+            count = self.states if is_streamed else self.states + 1
+            if self.early.start is not None and not is_streamed:
+                count += 1 + self.states
+            self.tier.prepare([home.nbytes for home in self._homes.values()] * count)
+            self._is_prepared = True
+        if is_streamed:
+            self.early.drop()
+        is_empty = self.resting_gradient is None or not self.resting_gradient.is_here
+        if is_streamed and is_empty:  # its gradient comes to the host only where the device has no room
+            if self._sent is not None:
+                self._sent.wait()
+            self.tier.drop(f"{self.title} gradient")
 
     def bring_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
-        """Copies on the device, of those that rest here."""
+        """Copies on the device, of those that rest here; small states come to where the step runs."""
+        device = self.tier.accelerator.device() if self.is_streamed else torch.device("cpu")
         homes = {id(home) for home in self._homes.values()}
-        for tensor in tensors if self.is_streamed else ():
+        for tensor in tensors:
             state = states.get(tensor, {})
             for key, value in state.items():
                 if id(value) in homes:
-                    state[key] = self._copy_here(value)
+                    state[key] = self._copy_here(value) if self.is_streamed else value
+                elif type(value) is Tensor and value.device != device and value.shape != tensor.shape:
+                    state[key] = value.to(device)
 
     def rest_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """Each state in host memory of its own, under the number of what it belongs to and its key."""
@@ -181,14 +308,42 @@ class OnHost(InMemory):
             value = state[key]
             home = self._homes[name] = self.tier.place(f"{self.title} {name}", value)
             if value is not home:
-                self._outgoing.append(self.tier.copy_out(home, value))
+                self._send_home(home, value)
                 state[key] = home
 
-    def wait(self) -> None:
-        """Wait for copies to the host."""
+    def _send_home(self, home: Tensor, value: Tensor) -> None:
+        if value.device.type == home.device.type:
+            home.copy_(value)
+            return
+        self._outgoing = [copy for copy in self._outgoing if not copy.is_over]
+        self._outgoing.append(self.tier.paced.add(home, value))
+
+    def _wait_for_home(self) -> None:
+        """Let the host wait until what was stepped on the device rests here."""
         for copy in self._outgoing:
             copy.wait()
         self._outgoing.clear()
+
+    def readable(self, home: Tensor, piece: Piece) -> Piece:
+        """A piece of what rests here, once the last step's copies are here; a save may read it beside training."""
+        self._wait_for_home()
+        source = piece.source
+        if not isinstance(source, Tensor) or not any(home is each for each in self._homes.values()):
+            return piece
+
+        def load() -> Tensor:
+            return source
+
+        unread = Unread(tuple(source.shape), source.dtype, load, _nothing, load_beside=load, readers=self.readers)
+        return replace(piece, source=unread)
+
+    def wait(self) -> None:
+        """What was stepped on the device comes here beside the next forward."""
+        self.tier.room = None
+        self.tier.drop_unused()
+
+
+def _nothing() -> None: ...
 
 
 def large_states(
@@ -204,11 +359,22 @@ def large_states(
 
 def mark_of(values: Tensor) -> Tensor:
     """A few numbers that are others, but for a strange accident, when any element is another or in another place."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = values.detach().reshape(-1).view(kinds[values.element_size()])
-    width = 32
+    bits, rest = _as_integers(values.detach().reshape(-1))
+    width = 1024
     table = bits[: bits.numel() // width * width].view(-1, width)
-    rows = table.sum(1, dtype=torch.int64)
+    rows = table.sum(1)
     weights = 2 * torch.arange(len(rows), device=bits.device) + 1
-    rest = bits[table.numel() :].sum(dtype=torch.int64)
-    return torch.cat([table.sum(0, dtype=torch.int64), (rows * weights).sum()[None], rest[None]])
+    return torch.cat([table.sum(0), (rows * weights).sum()[None], bits[table.numel() :], rest.to(torch.int64)])
+
+
+def _as_integers(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of a flat tensor eight bytes at a time, and of the few elements that are left; each alone if need be."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    together = 8 // flat.element_size()
+    if flat.data_ptr() % 8 or flat.storage_offset() % together:
+        together = flat.numel() + 1
+    cut = flat.numel() // together * together
+    small = flat[cut:].view(kinds[flat.element_size()])
+    if cut == 0 and flat.numel():
+        return small.to(torch.int64), small[:0]
+    return flat[:cut].view(torch.int64), small

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mizzen.kernels.masters import keep_writes
-from mizzen.model.piece import Piece, Unread
+from mizzen.model.piece import Piece, Readers, Unread
 from mizzen.offload.nvme import NvmeTier
 from mizzen.offload.rest_host import OnHost, Pairs, large_states, mark_of
 from mizzen.offload.tier import HostTier, Transfer, host_memory
@@ -34,6 +34,8 @@ class Passage:
         """Writes that were started together, with the memory that they are of."""
         self._seen: tuple[str, Tensor] | None = None
         self._is_changed = False
+        self._seen_beside: tuple[str, Tensor] | None = None
+        """What a save beside training reads, by its own thread alone, in memory of its own."""
 
     def take(self, like: Tensor) -> Tensor:
         """Memory for a tensor of a shape and dtype."""
@@ -75,6 +77,21 @@ class Passage:
             self._seen = name, memory
         return self._seen[1]
 
+    def look_beside(self, name: str, home: Tensor) -> Tensor:
+        """What rests under a name, for the thread of a save, until it looks at something else."""
+        if self._seen_beside is None or self._seen_beside[0] != name:
+            before = self._seen_beside
+            size = home.numel() * home.element_size()
+            memory = before[1] if before is not None and before[1].numel() == size else host_memory(size)
+            self._seen_beside = None  # what is read over an older content is neither, until it is there
+            self.files.read(name, memory).wait()
+            self._seen_beside = name, memory
+        return self._seen_beside[1].view(home.dtype).view(home.shape)
+
+    def forget_beside(self) -> None:
+        """A save beside training has read all of a lot."""
+        self._seen_beside = None
+
     def change(self) -> None:
         """Somebody has written to what is looked at."""
         self._is_changed = True
@@ -101,15 +118,17 @@ class OnNvme(OnHost):
         self._here: dict[str, Tensor] = {}
         """What was read for a step, or is being read."""
         self._reads: dict[str, Transfer] = {}
+        self.readers = Readers(before=passage.keep_changes, after=passage.forget_beside)
 
-    def keep(self, master: Tensor, values: Tensor) -> Tensor:
+    def keep(self, master: Tensor, values: Tensor | None) -> Tensor:
         """Write masters to NVMe."""
-        self._mark = mark_of(values)
+        self._mark = None if values is None else mark_of(values)
         self._write({"master": self.passage.take(master).copy_(master)})
         self.passage.wait()
         return self._homes["master"]
 
     def _write(self, found: dict[str, Tensor]) -> None:
+        self.readers.wait()
         self.passage.keep_changes()
         for name, memory in found.items():
             if name not in self._homes:
@@ -142,10 +161,13 @@ class OnNvme(OnHost):
             return
         mark = mark_of(values)
         if self._mark is None or not torch.equal(mark, self._mark):
-            masters = self._bring("master")
-            keep_writes(torch.empty_like(values, device="cpu").copy_(values), masters)
-            self._write({"master": self._here.pop("master")})
+            self.take_writes(torch.empty_like(values, device="cpu").copy_(values), master)
         self._mark = mark
+
+    def take_writes(self, values: Tensor, master: Tensor) -> None:
+        """Read the masters, compare them in host memory, and write them again."""
+        keep_writes(values, self._bring("master"))
+        self._write({"master": self._here.pop("master")})
 
     def values(self, master: Tensor) -> Tensor:
         """The masters in host memory."""
@@ -165,6 +187,14 @@ class OnNvme(OnHost):
         staging.view(masters.shape).copy_(masters)
         self._sent = self.tier.copy_in(values, staging.view(values.shape), after_current=False)
         self._write({"master": masters})
+
+    def write_values(self, into: Tensor, master: Tensor, *, is_stepped: bool) -> None:
+        """From host memory, through which the masters pass; those that were stepped go on to the files."""
+        into.copy_(self._bring("master").view(into.shape))
+        if is_stepped:
+            self._write({"master": self._here.pop("master")})
+        else:
+            self._let_go()
 
     def arrived(self, values: Tensor, master: Tensor) -> Pairs:
         """Later work of the current stream waits for values that were sent; others are read and sent now."""
@@ -223,7 +253,12 @@ class OnNvme(OnHost):
         def load() -> Tensor:
             return _at(self.passage.look(name, home), source)
 
-        return replace(piece, source=Unread(tuple(source.shape), source.dtype, load, keep=self.passage.change))
+        def load_beside() -> Tensor:
+            return _at(self.passage.look_beside(name, home), source)
+
+        shape, keep = tuple(source.shape), self.passage.change
+        unread = Unread(shape, source.dtype, load, keep, load_beside=load_beside, readers=self.readers)
+        return replace(piece, source=unread)
 
     def wait(self) -> None:
         """Writes go on beside the next forward; what went wrong with earlier ones is raised."""

@@ -85,16 +85,25 @@ def _make(below: Path) -> tuple[Path, int]:
     while True:
         path = below / f"{PREFIX}{_host()}-rank{rank}-pid{os.getpid()}-{os.urandom(4).hex()}"
         perform("mkdir", path, path.mkdir, 0o700)
-        owner = path / OWNER
-        lock = perform("open", owner, os.open, owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            perform("lock", owner, fcntl.flock, lock, fcntl.LOCK_EX)
-        except FileError:
-            os.close(lock)
-            raise
+        lock = _locked(path / OWNER)
         if os.fstat(lock).st_nlink:
             return path, lock
         os.close(lock)  # another process took the folder for stale before the lock was there
+
+
+def _locked(owner: Path) -> int:
+    """The descriptor of a new file that is locked; where that cannot be, its folder goes again."""
+    lock = None
+    try:
+        lock = perform("open", owner, os.open, owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        perform("lock", owner, fcntl.flock, lock, fcntl.LOCK_EX)
+    except FileError:
+        if lock is not None:
+            os.close(lock)
+        with suppress(FileError):
+            remove_folder(owner.parent)
+        raise
+    return lock
 
 
 def _remove(path: Path, lock: int, pid: int) -> None:

@@ -4,18 +4,34 @@ What rests where is decided elsewhere (`places.py`), and so is when it moves.
 """
 
 import mmap
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Lock
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from mizzen.accelerator.protocol import Accelerator
+from mizzen.accelerator.protocol import Accelerator, Stream
+from mizzen.accelerator.streams import hold
 from mizzen.errors import UsageError
+from mizzen.offload.paced import Pacer
 
 HUGE_PAGE: Final = 1 << 21
 """Memory of at least this size is mapped in huge pages, where the system has them: locking it is then much faster."""
+
+RESERVE: Final = 8
+"""One part of so many of the device's memory is left to others when something is brought there ahead of its use."""
+
+
+LOCKING: Final = 4
+"""Threads that lock pages ahead."""
+
+Locked = tuple[Tensor, Callable[[], None]]
+"""Memory, and what unlocks it."""
 
 
 class Transfer(Protocol):
@@ -65,23 +81,98 @@ class DeviceCopy:
         self._event = accelerator.event()
         self._event.record()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the bytes have arrived."""
+        return self._event.query()
+
     def wait(self) -> None:
         """Let the host wait."""
         self._event.synchronize()
 
-    def wait_on_stream(self) -> None:
-        """Let later work of the current stream wait; the host does not."""
-        self._event.wait()
+    def wait_on_stream(self, stream: Stream | None = None) -> None:
+        """Let later work of a stream wait, the current one unless another is given; the host does not."""
+        if stream is None:
+            self._event.wait()
+        else:
+            stream.wait_event(self._event)
+
+    def forget(self) -> None:
+        """Let go of the tensors, once the streams that they belong to wait for the copy; it can be waited for still."""
+        self._kept = ()
 
 
 def host_memory(size: int) -> Tensor:
-    """So many bytes of host memory in whole pages of their own, zeros: never rounded up to a power of two."""
+    """So many bytes of host memory in whole pages of their own, zeros: never rounded up to a power of two.
+
+    Most systems give huge pages to private memory alone. A process that is forked, such as a worker of a data loader,
+    does not get this memory: it would be copied for it, or the device would go on with the pages of before.
+    """
     length = max(size, 1)
-    mapping = mmap.mmap(-1, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE)
+    mapping = mmap.mmap(-1, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if length >= HUGE_PAGE and "MADV_HUGEPAGE" in vars(mmap):
         mapping.madvise(mmap.MADV_HUGEPAGE)
+    if "MADV_DONTFORK" in vars(mmap):
+        mapping.madvise(mmap.MADV_DONTFORK)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     return whole[:size]
+
+
+def device_free(accelerator: Accelerator) -> int:
+    """Bytes of the device that nobody uses, those included that the allocator keeps for later."""
+    used = accelerator.memory()
+    return accelerator.capacity().available + max(0, used.reserved - used.allocated)
+
+
+def device_room(accelerator: Accelerator) -> int:
+    """Bytes of the device that nobody uses, without a part that is left to others."""
+    return device_free(accelerator) - accelerator.capacity().total // RESERVE
+
+
+class LockedAhead:
+    """Page-locked memory, made by a few threads before it is needed: the driver locks one page after the other."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._threads: ThreadPoolExecutor | None = None
+        self._coming: dict[int, deque[Future[Locked]]] = {}
+        """By the bytes of each."""
+        self._taking = Lock()
+
+    def start(self, sizes: Iterable[int]) -> None:
+        """Begin to make memory of these sizes, in this order."""
+        for size in sizes:
+            if self._threads is None:
+                index = self._accelerator.current_device()
+                self._threads = ThreadPoolExecutor(LOCKING, "mizzen-lock", self._accelerator.set_device, (index,))
+            self._coming.setdefault(size, deque()).append(self._threads.submit(self._make, size))
+
+    def take(self, size: int) -> Locked:
+        """Memory of a size, with what unlocks it: what was made ahead, once it is there, or more."""
+        with self._taking:
+            found = self._coming.get(size)
+            future = found.popleft() if found else None
+        return self._make(size) if future is None else future.result()
+
+    def _make(self, size: int) -> Locked:
+        if self._accelerator.lock_pages is None:
+            raise AssertionError(f"{self._accelerator.name} locks no memory")
+        memory = host_memory(size)
+        memory.zero_()  # every page is there before they are locked
+        return memory, self._accelerator.lock_pages(memory)
+
+    def close(self) -> None:
+        """Let go of what nobody has taken, and of the threads."""
+        threads, self._threads = self._threads, None
+        if threads is None:
+            return
+        threads.shutdown(cancel_futures=True)
+        with self._taking:
+            left = [future for futures in self._coming.values() for future in futures]
+            self._coming.clear()
+        for future in left:
+            if not future.cancelled() and future.exception() is None:
+                future.result()[1]()
 
 
 class HostTier:
@@ -94,9 +185,25 @@ class HostTier:
         self.pin = pin
         self.inward, self.outward = accelerator.stream(), accelerator.stream()
         """Streams for copies to the device and from it: both ways at once."""
+        self.room: int | None = None
+        """Bytes of the device that are left for what comes ahead of a step; None before that is looked at."""
         self._entering = Lock()
+        self.paced = Pacer(accelerator, self.outward, partial(_start_copy, accelerator, self._entering, self.outward))
+        """For copies from the device that have time, and leave the way to others."""
         self._held: dict[str, Tensor] = {}
         self._unlock: dict[str, Callable[[], None]] = {}
+        self._ahead = LockedAhead(accelerator)
+        # Memory that is gone and still locked would be in the way of whatever comes to its address.
+        self._give_back = partial(
+            _give_back,
+            self._held,
+            self._unlock,
+            self._ahead,
+            self.paced,
+            self.inward,
+            self.outward,
+        )
+        weakref.finalize(self, self._give_back).atexit = False
 
     @property
     def used(self) -> int:
@@ -116,12 +223,35 @@ class HostTier:
         if found is not None and found.shape == like.shape and found.dtype == dtype:
             return found
         self.drop(name)
-        memory = host_memory(like.numel() * torch.empty((), dtype=dtype).element_size())
-        if self.pin and self.accelerator.lock_pages is not None and memory.numel():
-            memory.zero_()  # every page is there, by all threads, before they are locked one after the other
-            self._unlock[name] = self.accelerator.lock_pages(memory)
+        size = like.numel() * dtype.itemsize
+        if self._locks and size:
+            memory, self._unlock[name] = self._ahead.take(size)
+        else:
+            memory = host_memory(size)
         self._held[name] = memory.view(dtype).view(like.shape)
         return self._held[name]
+
+    @property
+    def _locks(self) -> bool:
+        return self.pin and self.accelerator.lock_pages is not None
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Start to make memory for tensors of so many bytes that will come: to lock it takes long."""
+        if self._locks:
+            self._ahead.start(size for size in sizes if size)
+
+    def drop_unused(self) -> None:
+        """Let go of memory that was made ahead and that nothing has come to."""
+        self._ahead.close()
+
+    def takes_room(self, size: int) -> bool:
+        """Take so many bytes of the room that the device had when it was first asked in this step, if it has them."""
+        if self.room is None:
+            self.room = device_room(self.accelerator)
+        if size > self.room:
+            return False
+        self.room -= size
+        return True
 
     def held(self, name: str) -> Tensor:
         """What rests under a name, in place."""
@@ -148,10 +278,14 @@ class HostTier:
     def _copy(self, into: Tensor, source: Tensor, stream: Any, *, after_current: bool = True) -> DeviceCopy:
         if after_current:
             stream.wait_stream(self.accelerator.current_stream())
-        # A stream remembers in itself what to return to: two threads must not be inside of one at the same time.
-        with self._entering, stream, torch.no_grad():
-            into.copy_(source, non_blocking=True)
-            return DeviceCopy(self.accelerator, into, source)
+        return _start_copy(self.accelerator, self._entering, stream, into, source)
+
+    def exchange(self, name: str, other: str) -> None:
+        """Let two names, of tensors alike, have each other's memory. Who has the tensor of a name sees the other."""
+        one, two = self.held(name), self.held(other)
+        one.data, two.data = two.data, one.data
+        unlock = {name: self._unlock.pop(other, None), other: self._unlock.pop(name, None)}
+        self._unlock |= {each: call for each, call in unlock.items() if call is not None}
 
     def drop(self, name: str) -> None:
         """Forget what rests under a name."""
@@ -161,7 +295,32 @@ class HostTier:
 
     def close(self) -> None:
         """Unlock and forget everything, once the device has done its copies."""
-        self.inward.synchronize()
-        self.outward.synchronize()
-        for name in list(self._held):
-            self.drop(name)
+        self._give_back()
+
+
+def _start_copy(accelerator: Accelerator, entering: Lock, stream: Any, into: Tensor, source: Tensor) -> DeviceCopy:
+    """Start a copy on a stream. The stream remembers in itself what to return to: one thread may be inside of it."""
+    with entering, stream, torch.no_grad():
+        into.copy_(source, non_blocking=True)
+        copy = DeviceCopy(accelerator, *(each for each in (into, source) if each.device.type == "cpu"))
+    for each in (into, source):  # memory of the device may be let go at once, and is used again after the copy
+        if each.device.type != "cpu":
+            hold(each, stream)
+    return copy
+
+
+def _give_back(
+    held: dict[str, Tensor],
+    unlock: dict[str, Callable[[], None]],
+    ahead: "LockedAhead",
+    pacer: Pacer,
+    *streams: Stream,
+) -> None:
+    """Unlock and forget memory, once the device has done the copies of these streams."""
+    pacer.close()
+    for stream in streams:
+        stream.synchronize()
+    ahead.close()
+    while unlock:
+        unlock.popitem()[1]()
+    held.clear()

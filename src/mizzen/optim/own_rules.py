@@ -136,7 +136,7 @@ class Lamb(Optimizer):
                 parts = [part for _, part in found]
                 if parts:
                     places = torch.tensor([row for row, _ in found], device=device)
-                    squares[:, column].index_add_(0, places, squares_of(parts))
+                    squares[:, column].index_add_(0, places, squares_of(parts, device=squares.device))
         self._add_up(squares)
         return squares
 
@@ -272,9 +272,10 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step over all parameters that have a gradient."""
-        self._adam.param_groups = [group for group in self.param_groups if not group["use_muon"]]
-        self._adam.state = self.state
-        self._adam.step()
+        adam = object.__new__(AdamW)  # one for each step: two threads may step two views of this optimizer at once
+        vars(adam).update(vars(self._adam))
+        adam.param_groups, adam.state = [group for group in self.param_groups if not group["use_muon"]], self.state
+        adam.step()
         for group in self.param_groups:
             for parameter in group["params"] if group["use_muon"] else ():
                 if parameter.grad is not None and parameter.numel():

@@ -5,7 +5,8 @@ parameters. So does one that needs norms, if it can be told of them. All others 
 """
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -62,6 +63,11 @@ def whole_groups(optimizer: Optimizer) -> frozenset[int]:
         return frozenset()
     # In a group of Muon that says it is not for Muon, AdamW works.
     return frozenset(number for number, group in enumerate(optimizer.param_groups) if group.get("use_muon", True))
+
+
+def is_adam(optimizer: Optimizer) -> bool:
+    """Whether the rule is Adam or AdamW."""
+    return _steps_like(optimizer, (Adam, AdamW))
 
 
 def joins_parts(optimizer: Optimizer) -> bool:
@@ -129,6 +135,15 @@ def view_of(optimizer: Optimizer, tensors: Iterable[Tensor]) -> Optimizer:
         {**group, "params": [each for each in group["params"] if id(each) in wanted]}
         for group in optimizer.param_groups
     ]
+    return view
+
+
+def stand_ins(optimizer: Optimizer, states: Mapping[Tensor, tuple[Tensor, dict[str, Any]]]) -> Optimizer:
+    """The optimizer over other tensors, each with its state, in place of some of its own, with the same settings."""
+    view = view_of(optimizer, states)
+    for group in view.param_groups:
+        group["params"] = [states[each][0] for each in group["params"]]
+    view.state = defaultdict(dict, dict(states.values()))
     return view
 
 

@@ -31,7 +31,10 @@ def explain(plan: Plan) -> str:
         first, *others = plan.classes
         lines.append(f"memory  {first}, without activations")
         lines += [f"        {other}" for other in others]
-    rates = ("optimizer.params.", "scheduler.params.")  # they change nothing of a plan
+    if (offload := plan.resolved.config.offload) is not None and offload.has_budgets:
+        late = ' ("auto": from what is free, when training starts; printed as if none stayed on the device)'
+        lines.append(f"offload {offload.budget_words()}{late if 'auto' in offload.budgets.values() else ''}")
+    rates = ("optimizer.params.", "scheduler.params.", "offload.")  # others decide, or nothing of a plan changes
     autos = [path for path in plan.resolved.config.autos() if not path.startswith(rates)]
     if open_keys := [path for path in autos if path not in TRIAD]:
         lines.append(f'open    "auto" means the default until a client fills it in: {", ".join(open_keys)}')

@@ -66,7 +66,12 @@ AXES_OF_MATRIX: Final = (
         ),
     ),
     _axis("pipeline", pp_1={}, pp_2={"pipeline_parallel_size": 2}),
-    _axis("tensor", tp_1={}, tp_2={"tensor_parallel": {"autotp_size": 2}}),
+    _axis(
+        "tensor",
+        tp_1={},
+        tp_2={"tensor_parallel": {"autotp_size": 2}},
+        tp_2_with_cut_sequences={"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}},
+    ),
     _axis("accumulation", one_micro_batch={}, accumulated={"gradient_accumulation_steps": 2}),
     _axis(
         "recompute",
@@ -87,10 +92,13 @@ REFUSED: Final = (
         )
         for stage in (1, 2)
     ),
-    RefusedCombination(
-        ("tp 2", "recomputed from parts"),
-        "activation_checkpointing.partition_activations over tp=2: splitting inputs over tensor-parallel ranks is not "
-        "built yet; leave the key out",
+    *(
+        RefusedCombination(
+            (cut, "recomputed from parts"),
+            "activation_checkpointing.partition_activations over tp=2: splitting inputs over tensor-parallel ranks is "
+            "not built yet; leave the key out",
+        )
+        for cut in ("tp 2", "tp 2 with cut sequences")
     ),
     RefusedCombination(
         ("compiled", "recomputed from the host"),
@@ -137,7 +145,8 @@ def render_matrix() -> str:
         lines.append(f"{axis.name}:")
         lines += [f"  {numbers[each.name]:2} {each.name:{width}}  {_words(each.keys)}" for each in axis.options]
     lines += ["", "every two together: yes, or the letter of a refusal", ""]
-    letters = {each.sentence: chr(ord("a") + at) for at, each in enumerate(REFUSED)}
+    sentences = dict.fromkeys(each.sentence for each in REFUSED)
+    letters = {sentence: chr(ord("a") + at) for at, sentence in enumerate(sentences)}
     lines.append(" " * (width + 4) + " ".join(f"{numbers[name]:3}" for name in names))
     for name in names:
         cells = (_cell(name, other, letters) for other in names)

@@ -17,14 +17,48 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 """(place, value): what is to be copied where."""
 
 
+class StartedCopy(Protocol):
+    """A copy to the device on a stream of its own."""
+
+    def wait_on_stream(self) -> None:
+        """Let later work of the current stream wait for it."""
+
+
+class GradientPlace(Protocol):
+    """Where the gradient of one lot rests, which the device does not keep until the step.
+
+    keep(gradient)   as often as one has grown; its memory on the device may be let go at once
+    bring(into)      before it grows further
+    look()           any time: somebody reads it, or writes to it
+    for_step()       once, instead of `Rest.gradient`
+    """
+
+    def keep(self, gradient: Tensor) -> None:
+        """Start to bring it here."""
+
+    def bring(self, into: Tensor) -> StartedCopy:
+        """Start to copy the first elements of it to the device."""
+
+    def look(self) -> Tensor:
+        """The gradient in place."""
+
+    def for_step(self) -> Tensor:
+        """The gradient where the step runs."""
+
+    def has_room(self, size: int) -> bool:
+        """Whether the device has room to keep a gradient of so many bytes instead, which are then taken of it."""
+
+
 class Rest(Protocol):
     """The resting place of the masters and states of one lot. The lot calls everything but the last three rows.
 
     keep(master, values)       once: the masters from now on, with these values
     leave(gradient)            in backward, as soon as the gradient is complete
+    step_early()               after it, or after the last `keep` of its gradient
     keep_writes(values, m)     before a step and whenever the model was changed
     gradient(g), values(m)     the gradient and the values to step, in the same memory
     put(pairs), send(...)      after the step: to the masters, and to the values that the model computes with
+    take_writes, write_values  instead of keep_writes and send, where these values rest outside the device, too
     forget()                   gradients were cleared: whatever was brought here for a step is gone
     fetch()                    by the step, while the lot before it is stepped
     bring_states, rest_states  by the step, before and after it
@@ -35,17 +69,30 @@ class Rest(Protocol):
     """device, host or nvme."""
 
     @property
+    def resting_gradient(self) -> GradientPlace | None:
+        """Where the gradient may rest; None: on the device, where it was summed."""
+
+    @property
     def is_stepped_on_host(self) -> bool:
         """Whether the step runs on the host."""
 
-    def keep(self, master: Tensor, values: Tensor) -> Tensor:
-        """Take masters in, and see the values that the model has of them; returns them as they are from now on."""
+    def keep(self, master: Tensor, values: Tensor | None) -> Tensor:
+        """Take masters in, and see the values that the model has of them; returns them as they are from now on.
+
+        There are no values to see where these rest outside the device, too, and nobody writes to them unnoticed.
+        """
 
     def leave(self, gradient: Callable[[], Tensor]) -> None:
         """The gradient is complete, and no other comes before the step: what can be moved ahead of it, is."""
 
+    def step_early(self) -> None:
+        """The gradient that a step may follow is on its way: the host may take that step, for nobody to see yet."""
+
     def keep_writes(self, values: Tensor, master: Tensor) -> None:
         """Let masters have what somebody has written to the values that the model computes with."""
+
+    def take_writes(self, values: Tensor, master: Tensor) -> None:
+        """Let masters have what was written to values that lie where masters rest, or on the host if that is NVMe."""
 
     def trust_values(self) -> None:
         """After `keep_writes`: nobody writes to the values before the next step is over, so it need not look again."""
@@ -61,6 +108,9 @@ class Rest(Protocol):
 
     def send(self, values: Tensor, master: Tensor, stepped: Pairs) -> None:
         """Start to bring new masters to the values that the model computes with, ahead of `arrived`."""
+
+    def write_values(self, into: Tensor, master: Tensor, *, is_stepped: bool) -> None:
+        """Copy masters, of which `is_stepped` says that they are new, to values that rest in host memory."""
 
     def arrived(self, values: Tensor, master: Tensor) -> Pairs:
         """Let the values be those of the masters; returns copies on the device that the caller is to make."""
@@ -84,7 +134,7 @@ class Rest(Protocol):
         """Let states as large as what is stepped rest here; small ones stay where they are."""
 
     def wait(self) -> None:
-        """Let the host wait until all that was stepped rests."""
+        """After a step: raise what went wrong. What was stepped may be on its way still, until somebody reads it."""
 
 
 class Lot(Protocol):
@@ -169,10 +219,31 @@ class StoreContents:
     """For each of these tensors, which ranges of it, counted flat, belong to which parameter."""
 
 
+ReplaceValues = Callable[[Sequence[Tensor], bool], None]
+"""Takes tensors as the values of a store: copies on the host, with true, or on the device again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMemory:
+    """The tensors of a store whose storages somebody may empty for a while, and has to fill again."""
+
+    values: Sequence[Tensor]
+    """What the model computes with."""
+    masters: Sequence[Tensor]
+    """Some may be in the storages of values."""
+    gradients: Sequence[Tensor]
+    replace_values: ReplaceValues | None = None
+    """None: the storages of values are emptied, too, since nobody else knows them."""
+    returned: Callable[[], None] = lambda: None
+    """Says that every storage is filled again, perhaps at another address."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """What somebody has done with the parameters of a store."""
+    """What somebody has done with the parameters of a store, and what memory it has now."""
 
+    memory: Callable[[], StoreMemory]
+    """What may leave the device between two steps; what nobody needs then is let go."""
     is_gathered: bool = False
     """Whether a `gather()` holds sharded parameters whole, which would keep their values in a step."""
     has_new_values: bool = False
@@ -204,6 +275,7 @@ class Store(Protocol):
     after the step    write_back(), once or twice, then clear_gradients(taken=True)
     any time          pieces(), gather(); write_back() after all pieces("master") were written to, update_copies() after
                       those of one parameter were
+    for a while       memory(), whose storages somebody empties and fills again
     at the end        release()
     """
 
@@ -254,8 +326,13 @@ class Store(Protocol):
     def gather(self, names: Iterable[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Inside, these parameters are whole in their modules; the tensors that stand there, by name."""
 
-    def pieces(self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None) -> list[Piece]:
-        """What this rank holds of each "master" or "gradient" or, given the optimizer's states, of one of these."""
+    def pieces(
+        self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None, only: str | None = None
+    ) -> list[Piece]:
+        """What this rank holds of each "master" or "gradient" or, given the optimizer's states, of one of these.
+
+        `only` of one parameter: to make the pieces of all takes as long as there are parameters.
+        """
 
     def release(self) -> None:
         """Give the parameters back to their module."""

@@ -5,6 +5,7 @@ Each later capability deletes its rows. A row covers everything below its path.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 from mizzen.config.schema import Config
@@ -54,10 +55,6 @@ _TECHNIQUES: Final = (
 )
 
 UNBUILT: Final = (
-    Unbuilt("zero_optimization.offload_param", "parameter offload"),
-    Unbuilt("zero_optimization.offload_optimizer.super_offload", "a step on the host during backward"),
-    Unbuilt("zero_optimization.offload_optimizer.cpuadam_cores_perc", "a step on the host during backward", asks=False),
-    Unbuilt("zero_optimization.zenflow", "ZenFlow"),
     Unbuilt("sequence_parallel_size", "sequence parallelism"),
     Unbuilt("seq_parallel_communication_data_type", "sequence parallelism", asks=False),
     Unbuilt("expert_parallel", "expert parallelism", _ON),
@@ -82,9 +79,15 @@ class Refusal:
         return f"{self.path}: {self.capability} is not built yet; {self.instead}"
 
 
+@cache
+def _nothing_given() -> Config:
+    """A configuration without a key, to compare with."""
+    return Config.model_construct()
+
+
 def refusals(config: Config) -> Iterator[Refusal]:
     """Every capability asked for that does not exist."""
-    default = Config.model_construct()
+    default = _nothing_given()
     for row in UNBUILT:
         for path in row.asked_for(config, default):
             yield Refusal(path, row.capability, row.instead)

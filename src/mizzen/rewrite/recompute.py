@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -156,21 +156,39 @@ class Keeping:
 class Recomputed(ReplacedForward):
     """Stands in the place of a module's `forward` and calls it so that backward computes it again."""
 
-    def __init__(self, forward: Callable[..., Any], keeping: Keeping) -> None:
+    def __init__(self, forward: Callable[..., Any], keeping: Keeping, layer: int = 0) -> None:
         super().__init__(forward)
         self.keeping = keeping
+        self.layer = layer  # where a cache keeps the keys of this module
         self.names = tuple(signature(forward).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's own `forward` returns."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        for name in CACHES:
-            if given.get(name) is not None and torch.is_grad_enabled():
-                raise UsageError(
-                    f"a block that is computed again in backward was given a cache, {name}=, which it would fill "
-                    "twice: set model.config.use_cache = False, or call the model with use_cache=False"
-                )
+        """What the module's own `forward` returns, without a cache: it would be filled twice."""
+        if torch.is_grad_enabled():
+            given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+            for name in (name for name in CACHES if given.get(name) is not None):
+                _require_empty(name, given[name], self.layer)
+                args = tuple(None if value is given[name] else value for value in args)
+                kwargs = {key: None if value is given[name] else value for key, value in kwargs.items()}
         return replayed(self.__wrapped__, args, kwargs, self.keeping)
+
+
+@untraced
+def _require_empty(name: str, cache: Any, layer: int) -> None:
+    """Refuse a cache with keys of this layer, or one that cannot say how many it has; warn of one without."""
+    count = getattr(cache, "get_seq_length", None)
+    way_out = "set model.config.use_cache = False, or call the model with use_cache=False"
+    if count is None or int(count(layer)) > 0:
+        raise UsageError(
+            f"a block that is computed again in backward was given a cache, {name}=, which it would fill twice: "
+            f"{way_out}"
+        )
+    warn_once(
+        f"blocks that are computed again in backward leave out the empty cache that they were given, {name}=, and what "
+        f"the model returns as its cache lacks their keys. To be rid of this warning {way_out}; a decoder may have a "
+        "configuration of its own, as T5's: model.decoder.config.use_cache = False",
+        key="recompute.empty_cache",
+    )
 
 
 def replayed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], keeping: Keeping) -> Any:
@@ -369,8 +387,14 @@ class Recompute(Transform):
         for part in parts:
             restore(part.module, Recomputed)
             for block in modules_here(part.module, choice.paths):
-                vars(block)["forward"] = Recomputed(block.forward, choice.keeping)
+                vars(block)["forward"] = Recomputed(block.forward, choice.keeping, _layer_of(block))
         return parts
+
+
+def _layer_of(block: nn.Module) -> int:
+    """The number under which a block of transformers keeps its keys in a cache; 0 for one that has none."""
+    numbers = (vars(module).get("layer_idx") for module in block.modules())
+    return next((number for number in numbers if isinstance(number, int)), 0)
 
 
 def _refuse(section: ActivationCheckpointingConfig, layout: Layout) -> None:

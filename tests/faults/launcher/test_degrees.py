@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from breadth import choice
 from faults.launcher.test_recovery import curve
 from launches import launch, start, wait_until
 
@@ -50,6 +51,36 @@ def test_ranks_of_any_role_that_are_killed_leave_no_mark_in_the_curve(tmp_path, 
         assert line.startswith(f"mizzen: rank {rank} ({ROLES[rank]}) on localhost ")
         assert line.endswith(f"restart {number} of {len(killed)}")
     assert starts(whole) == [(0, 4)] and starts(broken) == [(0, 4), *[(EVERY, 4)] * len(killed)]
+    for rank in range(4):
+        assert len(curve(whole, rank)) == STEPS and curve(broken, rank) == curve(whole, rank)
+
+
+@pytest.mark.parametrize("stopped", choice(range(1, 4), [3]))
+def test_a_job_of_which_a_rank_is_stopped_and_that_is_preempted_has_the_curve_of_one_that_was_not(tmp_path, stopped):
+    """SIGSTOP to one rank, after which the job starts again; then a request to stop, which loses no step."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    words = ("--num_gpus", 4, "--max_restarts", 1, *SCRIPT, "--hang", 4)
+    ran = launch(*words, "--out", whole, cwd=tmp_path, timeout=LIMIT)
+    assert ran.returncode == 0, ran.stderr
+    faults = ("--faults", f"stop@{stopped}:{STOP}")
+    job = start(*words, "--out", broken, *faults, "--pause", 1, cwd=tmp_path)
+    try:
+        found = broken / f"loss-{stopped}.txt"
+        wait_until(lambda: found.exists() and f"\n{STOP + 1} " in found.read_text(), f"step {STOP + 1}", LIMIT)
+        job.signal(signal.SIGTERM)
+        assert job.end(LIMIT) == 75, job.text
+    finally:
+        job.process.kill()
+    role = f"rank {stopped} ({ROLES[stopped]})"
+    assert f"{role}: the process is stopped (SIGSTOP)" in job.text and f"{role} on localhost hung" in job.text
+    assert "restart 1 of 1" in job.text and "saved and stopped" in job.text
+    last = max(curve(broken))
+    assert last < STEPS, "the request came before the end"
+    ran = launch(*words, "--out", broken, cwd=tmp_path, timeout=LIMIT)
+    assert ran.returncode == 0, ran.stderr
+    assert starts(broken) == [(0, 4), (EVERY, 4), (last, 4)]
     for rank in range(4):
         assert len(curve(whole, rank)) == STEPS and curve(broken, rank) == curve(whole, rank)
 

@@ -11,6 +11,8 @@ from launches import launch, start, wait_until
 TRAIN = Path(__file__).with_name("train.py")
 STEPS = 24
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def curve(folder, rank=0):
     """Step -> loss, bit by bit; a step that was done twice must have given the same."""
@@ -77,10 +79,8 @@ def test_a_pipeline_whose_stages_are_killed_stopped_and_preempted_has_the_curve_
     finally:
         job.process.kill()
     assert "was ended by signal 9" in job.text and "restart 1 of 2" in job.text
-    assert (
-        f"rank {stopped}: the process is stopped (SIGSTOP)" in job.text
-        and f"rank {stopped} on localhost hung" in job.text
-    )
+    role = f"rank {stopped} (stage {stopped} of 2)"
+    assert f"{role}: the process is stopped (SIGSTOP)" in job.text and f"{role} on localhost hung" in job.text
     assert "restart 2 of 2" in job.text and "saved and stopped" in job.text
     ran = launch(*words, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr

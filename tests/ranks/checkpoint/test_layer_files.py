@@ -23,7 +23,8 @@ def test_what_deepspeed_wrote_comes_out_again_file_by_file(tmp_path):
     place = tmp_path / "theirs" / "global_step3"
     assert (tmp_path / "theirs" / "latest").read_text() == "global_step3"
     originals = {path.name: path for path in (FIXTURE / "step3").glob("layer_*")}
-    assert {path.name for path in written} == {*originals, "mp_rank_00_model_states.pt"}
+    names = {path.name for path in written if path.parent == place}
+    assert names == {*originals, "mp_rank_00_model_states.pt"}
     for name, path in originals.items():
         found, expected = torch.load(place / name), torch.load(path)
         assert found.keys() == expected.keys()
@@ -84,13 +85,78 @@ def test_ours_are_read_as_deepspeed_files_with_every_weight(tmp_path, world):
     assert (facts["global_steps"], facts["client_state"], facts["buffers"]) == (1, {"epoch": 7}, ["3.scale"])
 
 
-def test_layers_of_an_earlier_export_are_gone(tmp_path):
+def stepped(stages, folder="", resumed=""):
+    """Moments, weights and the next loss of a pipeline that was trained for two steps, or goes on from a checkpoint."""
+    layers = [
+        pipe.TiedLayerSpec("mix", nn.Linear, 4, 4),
+        torch.tanh,
+        pipe.LayerSpec(nn.Linear, 4, 4),
+        pipe.TiedLayerSpec("mix", nn.Linear, 4, 4),
+    ]
+    model = pipe.PipelineModule(layers, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    groups = [{"params": [p], "lr": 0.01 * (1 + p.dim())} for p in model.parameters()]
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+        "zero_optimization": {"stage": 1},
+        "progress": {"enabled": False},
+    }
+    engine, *_ = mizzen.initialize(model=model, model_parameters=groups, config=config)
+    draw = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(2, 4, generator=draw), torch.randn(2, 4, generator=draw)) for _ in range(3)]
+    if resumed:
+        assert engine.load_checkpoint(resumed)[0] is not None
+    else:
+        for each in batches[:2]:
+            engine.train_batch(iter([each]))
+        engine.save_checkpoint(folder)
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        found[name] = mizzen.zero.safe_get_full_fp32_param(parameter).clone()
+        for state in ("exp_avg", "exp_avg_sq"):
+            found[f"{name} {state}"] = mizzen.zero.safe_get_full_optimizer_state(parameter, state).clone()
+    return found, engine.global_steps, engine.train_batch(iter(batches[2:])).loss
+
+
+def test_states_of_the_optimizer_come_back_at_another_number_of_stages(tmp_path, world):
+    trained = world(2).run(stepped, 2, str(tmp_path / "ours"))
+    export_layers(open_source(tmp_path / "ours"), tmp_path / "theirs")  # weights in bf16, masters in fp32
+    assert (tmp_path / "theirs" / "latest_universal").read_text() == "global_step2"
+    theirs = foreign.open(tmp_path / "theirs")
+    assert theirs.what == "DeepSpeed universal checkpoint of ZeRO stage 1" and not theirs.left_out
+    assert {entry.kind for entry in theirs.names()} == {"model", "master", "exp_avg", "exp_avg_sq", "step"}
+    rates = [group["lr"] for group in theirs.facts()["optimizer"]["param_groups"]]
+    assert sorted(rates) == [0.02, 0.02, 0.03, 0.03]
+    convert(theirs, tmp_path / "back", "imported")
+    ((found, steps, loss),) = world(1).run(stepped, 1, resumed=str(tmp_path / "back"))
+    expected = {name: value for values, _, _ in trained for name, value in values.items()}
+    assert found.keys() == expected.keys() and steps == 2
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert loss == pytest.approx(trained[0][2], rel=1e-5)
+
+
+def test_what_deepspeed_wrote_of_an_optimizer_comes_out_again(tmp_path):
+    given = open_source(FIXTURE)
+    export_layers(given, tmp_path)
+    found = foreign.open(tmp_path)
+    states = {(entry.kind, entry.name): given.read(entry) for entry in given.names() if entry.kind != "model"}
+    assert {("exp_avg", "tied_modules.embed.weight"), ("master", "3.bias")} < states.keys()
+    again = {(entry.kind, entry.name): found.read(entry) for entry in found.names() if entry.kind != "model"}
+    assert again.keys() == states.keys() and all(torch.equal(again[key], states[key]) for key in states)
+
+
+def test_layers_and_states_of_an_earlier_export_are_gone(tmp_path):
     source = open_source(FIXTURE)
     export_layers(source, tmp_path)
-    stale = tmp_path / "global_step3" / "layer_17-model_states.pt"
-    stale.write_bytes(b"old")
+    place = tmp_path / "global_step3"
+    stale = [place / "layer_17-model_states.pt", place / "zero" / "gone.weight" / "exp_avg.pt"]
+    stale[1].parent.mkdir()
+    for path in stale:
+        path.write_bytes(b"old")
     export_layers(source, tmp_path)
-    assert not stale.exists()
+    assert not any(path.exists() for path in stale) and (place / "zero" / "3.bias" / "exp_avg.pt").exists()
+    export_layers(source, tmp_path, has_states=False)
+    assert not (place / "zero").exists()
 
 
 def test_a_model_that_is_no_list_of_layers_has_no_files_of_layers(tmp_path):

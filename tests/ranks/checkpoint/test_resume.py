@@ -47,6 +47,7 @@ def test_the_same_layout_goes_on_bitwise(world, tmp_path, size):
         assert changed(one, other) == [], case
 
 
+@pytest.mark.wide  # AdamW's move in every test of layouts
 def test_states_of_every_rule_move_to_another_number_of_ranks(world, tmp_path):
     rules = ("Lamb", "Muon", "Adafactor", "SGD")
     saves = [(Case(stage=2, optimizer=rule), str(tmp_path / rule)) for rule in rules]

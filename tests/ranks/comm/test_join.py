@@ -328,6 +328,16 @@ def test_something_else_listens(taken, monkeypatch):
     assert "what listens there is no store: check MASTER_PORT" in failure("127.0.0.1", taken, hosting=False)
 
 
+def test_a_store_that_still_tries_when_time_is_up_has_reached_nothing(free_port, taken, monkeypatch):
+    # On a busy machine TCPStore begins another round of tries, and is not back in time: as if it were so at once.
+    def never(limit, call):
+        raise TimeoutError("no answer within 6 s")
+
+    monkeypatch.setattr(rendezvous, "_within", never)
+    assert "for rank 0 at" in (text := failure("127.0.0.1", free_port, hosting=False)) and "nothing answers" in text
+    assert "what listens there is no store" in failure("127.0.0.1", taken, hosting=False)
+
+
 def test_rank_0_is_not_where_the_address_says(free_port):
     text = failure("192.0.2.254", free_port, hosting=True)
     assert "that address is not this host's" in text and "MASTER_ADDR must name the host where rank 0 runs" in text

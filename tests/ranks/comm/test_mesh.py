@@ -67,27 +67,27 @@ def check(layout):
     return formed, after - before
 
 
-@pytest.mark.parametrize(
-    ("degrees", "groups"),
-    [
-        ({}, 1),  # that of this rank alone
-        ({"tp": 2}, 3),  # and tp, dp_shard
-        ({"tp": 4}, 1),
-        ({"pp": 2, "tp": 2}, 3),  # their product is the job's own
-        ({"sp": 2}, 3),
-        ({"ep": 2}, 3),  # and ep, edp
-        ({"ep": 4}, 1),
-        ({"sp": 2, "ep": 2}, 3),
-        ({"ep": 2, "data_before_expert": True}, 3),
-        ({"dp_replicate": 2}, 3),
-        ({"dp_replicate": 2, "sp": 2, "ep": 2}, 3),
-    ],
-    ids=str,
-)
-def test_four_ranks(world, degrees, groups):
-    results = world(4).run(check, Layout.fit(4, **degrees))
-    assert {formed for formed, _ in results} == {groups}
-    assert len({count for _, count in results}) == 1
+FOUR = [
+    ({}, 1),  # that of this rank alone
+    ({"tp": 2}, 3),  # and tp, dp_shard
+    ({"tp": 4}, 1),
+    ({"pp": 2, "tp": 2}, 3),  # their product is the job's own
+    ({"sp": 2}, 3),
+    ({"ep": 2}, 3),  # and ep, edp
+    ({"ep": 4}, 1),
+    ({"sp": 2, "ep": 2}, 3),
+    ({"ep": 2, "data_before_expert": True}, 3),
+    ({"dp_replicate": 2}, 3),
+    ({"dp_replicate": 2, "sp": 2, "ep": 2}, 3),
+]
+"""Degrees of four ranks, and the groups that a rank forms for them."""
+
+
+def test_four_ranks(world):
+    found = world(4).each(check, [(Layout.fit(4, **degrees),) for degrees, _ in FOUR])
+    for (degrees, groups), results in zip(FOUR, found, strict=True):
+        assert {formed for formed, _ in results} == {groups}, degrees
+        assert len({count for _, count in results}) == 1, degrees
 
 
 def test_eight_ranks_with_three_axes_and_experts(world):

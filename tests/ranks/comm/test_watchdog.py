@@ -30,7 +30,7 @@ machine may well be silent for a second."""
 
 def parted(folder, culprit, fate, operation):
     """All ranks but one go into a collective; that one meets its fate instead. Returns what the others are told."""
-    dist.set_patience(**SOON | ({"silence": 1.5} if fate == "is stopped" else {}))
+    dist.set_patience(**SOON | ({"silence": 5} if fate == "is stopped" else {}))
     dist.all_reduce(torch.ones(1))
     get_progress().at(step=3, unit="layers.1", phase="forward")
     time.sleep(0.5)  # for a beat: what was never told cannot be known

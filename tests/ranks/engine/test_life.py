@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import mizzen
+from breadth import choice
 from faults.engines import ENDINGS, engines_in_a_row
 from mizzen.checkpoint.folder import committed
 from mizzen.comm.communicator import current
@@ -16,7 +17,7 @@ from mizzen.files import watched
 from ranks.checkpoint.programs import Case, Data, build, train
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", choice([0, 1, 2, 3], [1, 3]))
 def test_engines_leave_nothing_behind(world, stage):
     """Threads, descriptors, groups and tensors are as many after twelve engines as before."""
     assert world(2).run(engines_in_a_row, stage, ENDINGS, 12) == [{}, {}]
@@ -34,7 +35,7 @@ def outlive(stage):
     return is_gone
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", choice([0, 1, 2], [0, 2]))
 def test_a_model_does_not_keep_its_engine(world, stage):
     assert world(2).run(outlive, stage) == [True, True]
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mizzen
+from breadth import choice
 from mizzen.engine.prepare import check_equal
 from parity.programs import Case, TinyLanguageModel, build, micro_batches, reference
 from ranks.engine.test_training import start
@@ -91,7 +92,7 @@ def train_sparse(stage: int, key: bool, sparse_module: bool) -> list[float]:
     return a_few_steps(engine, case)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", choice([0, 1, 2, 3], [0, 3]))
 def test_sparse_gradients_give_the_same_losses(world, stage):
     kinds = [(False, False), (False, True)] + [(True, False), (True, True)] * (stage < 3)  # at stage 3 it is refused
     expected, *others = (ranks[0] for ranks in world(2).each(train_sparse, [(stage, *kind) for kind in kinds]))

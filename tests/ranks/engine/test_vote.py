@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import mizzen
+from breadth import choice
 from mizzen.accelerator import Fetch
 from mizzen.comm import collectives
 from mizzen.engine.vote import StepSums, Vote
@@ -67,7 +68,7 @@ def trained(stage: int, ahead: bool, broken: int) -> list:
     return [str(told), told, values]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", choice([1, 3], [3]))
 def test_ranks_without_losses_take_the_same_steps(world, stage):
     """Whether steps are launched ahead or not, also where the kind of losses changes, which they cannot know."""
     plain, ahead = world(4).each(trained, [(stage, how, 3) for how in (False, True)])

@@ -237,7 +237,7 @@ CASES = {
     "loss function without target": loss_function_with_bare_batch,
     "closure": lambda: engine().optimizer.step(lambda: 0.0),
     "save_checkpoint": lambda: engine().save_checkpoint("x", tag="../x"),
-    "offload_states": lambda: engine().offload_states(),
+    "offload_states": lambda: engine().offload_states(include=["states"]),
     "compile with a number": lambda: engine().compile(compile_kwargs=3),
     "compile with an unknown argument": lambda: engine().compile("eager", {"speed": 3}),
     "compile with a schedule": lambda: engine().compile(schedule=[]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mizzen
-from breadth import choice
+from breadth import FULL, choice
 from mizzen import comm
 from mizzen.config.layout import Layout, role_in_words
 from mizzen.errors import CommError
@@ -17,50 +17,57 @@ from mizzen.progress import get_progress
 from parity.decoders import Decoder
 from parity.test_tensor import config, shares, values_of
 
-ROLES = {
-    0: "stage 0 of 2, tensor rank 0",
-    1: "stage 0 of 2, tensor rank 1",
-    2: "stage 1 of 2, tensor rank 0",
-    3: "stage 1 of 2, tensor rank 1",
-}
+TENSOR = 2
+"""Ranks that share each matrix."""
+MIDDLE = [(3, 2), (3, 3), *((4, rank) for rank in range(2, 6) if FULL)]
+"""Stages, and a rank on none of the ends of the pipeline."""
+RANKS = [*((2, rank) for rank in range(4)), *MIDDLE]
+"""Stages, and one of the ranks that something happens to."""
+
+
+def role(stages: int, rank: int) -> str:
+    """A rank with its role, as errors have it."""
+    return f"rank {rank} (stage {rank // TENSOR} of {stages}, tensor rank {rank % TENSOR})"
 
 
 def test_roles_follow_from_the_layout():
-    layout = Layout(pp=2, tp=2)
-    assert {rank: role_in_words(layout, rank) for rank in range(4)} == ROLES
+    for stages in (2, 3, 4):
+        layout = Layout(pp=stages, tp=TENSOR)
+        for rank in range(stages * TENSOR):
+            assert f"rank {rank} ({role_in_words(layout, rank)})" == role(stages, rank)
     assert role_in_words(Layout(pp=4, tp=2, dp_shard=2), 13) == "stage 3 of 4, tensor rank 1, data rank 0"
     assert role_in_words(Layout(dp_shard=4), 3) == "" and role_in_words(Layout(), 0) == ""
 
 
-def start(**more):
-    engine, *_ = mizzen.initialize(
-        model=Decoder(), config=config(2, 1, accumulation=2, pipeline_parallel_size=2, **more)
-    )
+def start(stages: int = 2, **more):
+    """An engine with one block for each stage."""
+    keys = config(TENSOR, 1, accumulation=2, pipeline_parallel_size=stages, **more)
+    engine, *_ = mizzen.initialize(model=Decoder(blocks=stages), config=keys)
     return engine
 
 
-def not_a_number(culprit: int) -> tuple:
-    engine = start()
+def not_a_number(stages: int, culprit: int) -> tuple:
+    engine = start(stages)
     before = values_of(engine)
     if comm.get_rank() == culprit:
-        block = 0 if engine.is_first_stage() else 1
-        name = f"blocks.{block}.attention.q.weight"
+        name = f"blocks.{culprit // TENSOR}.attention.q.weight"
         engine.module.get_parameter(name).register_hook(lambda gradient: gradient * torch.nan)
     first, second = (engine.train_batch(iter(shares(engine, 0))) for _ in range(2))
     same = all(torch.equal(value, before[name]) for name, value in values_of(engine).items())
     return first.applied, first.reason, second.applied, same
 
 
-@pytest.mark.parametrize("culprit", choice(range(4), [2]))
-def test_a_gradient_that_is_not_finite_is_named_with_its_role(world, culprit):
-    for applied, reason, again, same in world(4).run(not_a_number, culprit):
+@pytest.mark.parametrize(("stages", "culprit"), choice(RANKS, [(2, 2)]))
+def test_a_gradient_that_is_not_finite_is_named_with_its_role(world, stages, culprit):
+    for applied, reason, again, same in world(stages * TENSOR).run(not_a_number, stages, culprit):
         assert not applied and not again and same
-        assert f"gradient not finite on rank {culprit} ({ROLES[culprit]}): blocks.{culprit // 2}" in reason
+        assert f"gradient not finite on {role(stages, culprit)}: blocks.{culprit // TENSOR}" in reason
 
 
-def meet(fate: str, culprit: int) -> None:
-    comm.set_patience(look=0.5, beat=0.2, silence=3, timeout=60)
-    engine = start()
+def meet(fate: str, stages: int, culprit: int) -> None:
+    # Silence is what tells of a stopped rank alone; on a busy machine others may be silent for a while, too.
+    comm.set_patience(look=0.5, beat=0.2, silence=5 if fate == "stop" else 30, timeout=60)
+    engine = start(stages)
     engine.train_batch(iter(shares(engine, 0)))
     if comm.get_rank() == culprit:
         if fate == "raise":
@@ -79,17 +86,20 @@ FATES = {
 
 
 @pytest.mark.parametrize(
-    ("fate", "culprit"),
-    choice([(fate, rank) for fate in FATES for rank in range(1, 4)], [("raise", 3), ("kill", 2), ("stop", 1)]),
+    ("fate", "stages", "culprit"),
+    choice(
+        [(fate, stages, rank) for fate in FATES for stages, rank in RANKS if rank],
+        [("raise", 2, 3), ("kill", 2, 2), ("stop", 2, 1)],
+    ),
 )
-def test_a_rank_that_is_gone_is_named_with_its_role(world, fate, culprit):
+def test_a_rank_that_is_gone_is_named_with_its_role(world, fate, stages, culprit):
     """Of rank 0 less is known: with it goes what the ranks know of each other."""
-    outcomes = world(4).run(meet, fate, culprit, expect_failure=True, grace=40)
+    outcomes = world(stages * TENSOR).run(meet, fate, stages, culprit, expect_failure=True, grace=40)
     others = [outcome for outcome in outcomes if outcome.rank != culprit]
     assert all(outcome.error_type == CommError.__name__ for outcome in others), [each.traceback for each in others]
-    said = [f"rank {culprit} ({ROLES[culprit]}) {words}" for words in FATES[fate]]
+    said = [f"{role(stages, culprit)} {words}" for words in FATES[fate]]
     assert any(words in outcome.traceback for outcome in others for words in said), [each.traceback for each in others]
-    own = [f"rank {outcome.rank} ({ROLES[outcome.rank]})" in outcome.traceback for outcome in others]
+    own = [role(stages, outcome.rank) in outcome.traceback for outcome in others]
     assert all(own)
 
 
@@ -102,8 +112,8 @@ def test_a_fingerprint_that_differs_is_named_with_its_role(world):
         assert "steps_per_print: rank 3 (stage 1 of 2, tensor rank 1) has 8, the others 7" in outcome.traceback
 
 
-def asked_to_stop(culprit: int, folder: str) -> tuple:
-    engine = start(checkpoint={"dir": folder})
+def asked_to_stop(stages: int, culprit: int, folder: str) -> tuple:
+    engine = start(stages, checkpoint={"dir": folder})
     engine.train_batch(iter(shares(engine, 0)))
     if comm.get_rank() == culprit:
         get_progress().ask_self_to_stop()
@@ -116,7 +126,7 @@ def asked_to_stop(culprit: int, folder: str) -> tuple:
     return engine.global_steps, code
 
 
-@pytest.mark.parametrize("culprit", choice(range(4), [3]))
-def test_a_request_to_stop_on_any_role_saves_on_all(world, tmp_path, culprit):
-    assert world(4).run(asked_to_stop, culprit, str(tmp_path)) == [(2, SAVED)] * 4
+@pytest.mark.parametrize(("stages", "culprit"), choice(RANKS, [(2, 3)]))
+def test_a_request_to_stop_on_any_role_saves_on_all(world, tmp_path, stages, culprit):
+    assert world(stages * TENSOR).run(asked_to_stop, stages, culprit, str(tmp_path)) == [(2, SAVED)] * stages * TENSOR
     assert (tmp_path / "latest").exists()

@@ -74,6 +74,16 @@ def test_the_driver_gives_free_before_total(device, install):
     assert (found.total, found.available) == (10, 3)
 
 
+def test_a_process_that_may_have_a_share_has_no_more_than_that(device, install):
+    module = install("cuda", stats=STATS)
+    module.get_per_process_memory_fraction = lambda index: 1.0
+    assert device.capacity().total == 10
+    module.mem_get_info = lambda index: (3000, 4000)
+    module.get_per_process_memory_fraction = lambda index: 0.25
+    found = device.capacity()
+    assert (found.total, found.available) == (1000, 500)  # of which the allocator has 500
+
+
 def test_calls_reach_the_module(device, install):
     module = install("cuda")
     device.synchronize()

@@ -1,3 +1,5 @@
+import os
+import threading
 from types import SimpleNamespace
 
 import psutil
@@ -137,6 +139,43 @@ def test_memory_domains_and_processor(machine):
     root = machine({**nodes, "proc/cpuinfo": "processor : 0\nmodel name : A Fast One @ 3 GHz"})
     assert host.numa_nodes(root) == 4
     assert host.processor(root) == "A Fast One @ 3 GHz"
+
+
+def test_cores_of_a_rank_are_near_one_another():
+    two = [tuple(range(8)), tuple(range(8, 16))]
+    assert [host.share_of(two, rank, 4) for rank in range(4)] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+        (8, 9, 10, 11),
+        (12, 13, 14, 15),
+    ]
+    assert [host.share_of(two, rank, 3) for rank in range(3)] == [(0, 1, 2, 3), (4, 5, 6, 7), tuple(range(8, 16))]
+    assert host.share_of(two, 0, 1) == tuple(range(16))
+    four = [(0,), (1,), (2,), (3,)]
+    assert [host.share_of(four, rank, 2) for rank in range(2)] == [(0, 1), (2, 3)]
+    assert [host.share_of([(0, 1)], rank, 4) for rank in range(4)] == [(0,), (0,), (1,), (1,)]
+
+
+def test_a_rank_has_its_part_of_the_cores_unless_it_was_bound(machine, monkeypatch):
+    nodes = {
+        f"sys/devices/system/node/node{node}/cpulist": f"{8 * node}-{8 * node + 7},{8 * node + 16}-{8 * node + 23}"
+        for node in range(2)
+    }
+    root = machine({**nodes, **topology(range(32))})
+    monkeypatch.setattr(host, "_is_bound", lambda allowed: len(allowed) < 32)
+    assert host.own_cores(0, 1, root) == tuple(range(16))
+    assert [host.own_cores(rank, 4, root) for rank in (1, 2)] == [(4, 5, 6, 7), (8, 9, 10, 11)]
+    monkeypatch.setattr(host, "_affinity", lambda: [2, 3, 18])
+    assert host.own_cores(1, 4, root) == (2, 3)
+
+
+def test_a_thread_that_is_bound_leaves_others_alone():
+    allowed = os.sched_getaffinity(0)
+    first, seen = min(allowed), []
+    thread = threading.Thread(target=lambda: (host.bind_thread((first,)), seen.append(os.sched_getaffinity(0))))
+    thread.start()
+    thread.join()
+    assert seen == [{first}] and os.sched_getaffinity(0) == allowed
 
 
 def test_a_processor_without_a_model_has_at_least_a_family(machine):

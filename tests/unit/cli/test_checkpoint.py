@@ -108,6 +108,10 @@ def test_export_of_layers(mizzen, tmp_path):
     pipeline = Path(__file__).parents[2] / "fixtures" / "deepspeed" / "pipeline"
     ran = mizzen("checkpoint", "export", pipeline, "--to", tmp_path, "--layers")
     assert ran.code == 0 and "global_step3/layer_03-model_states.pt" in ran.out
+    assert "global_step3/zero/3.weight/exp_avg.pt" in ran.out
+    ran = mizzen("checkpoint", "export", pipeline, "--to", tmp_path, "--layers", "--no-states")
+    assert ran.code == 0 and "zero" not in ran.out and not (tmp_path / "global_step3" / "zero").exists()
+    assert "give that, too" in mizzen("checkpoint", "export", pipeline, "--to", tmp_path, "--no-states").err
 
 
 def test_prune(mizzen, folder):

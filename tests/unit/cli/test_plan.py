@@ -84,7 +84,7 @@ def test_a_batch_that_a_client_fills_in_is_no_error_and_may_be_said(plan, tmp_pa
 
 def test_a_batch_that_a_client_fills_in_does_not_hide_a_refusal(plan, tmp_path):
     (tmp_path / "trainer.json").write_text(
-        '{"train_batch_size": "auto", "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}'
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 3, "zenflow": {}}}'
     )
     ran = plan("trainer.json", 8)
     assert ran.code == 2

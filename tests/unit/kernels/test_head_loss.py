@@ -1,7 +1,6 @@
 """The loss without logits against the one with them: value and every gradient, in every dtype and shape."""
 
 import copy
-import subprocess
 import sys
 
 import pytest
@@ -232,11 +231,8 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_logits_never_exist():
+def test_the_logits_never_exist(python):
     """2048 x 16384 in fp32 are 128 MiB; a chunk of 64 has 4 MiB of them."""
-    found = {
-        name: int(subprocess.run([sys.executable, "-c", MEASURE, name], check=True, capture_output=True).stdout) >> 10
-        for name in ("plain", "fused")
-    }
+    found = {name: int(python("-c", MEASURE, name).stdout) >> 10 for name in ("plain", "fused")}
     assert found["plain"] > 2 * 128
     assert found["fused"] < 64

@@ -47,7 +47,7 @@ def test_the_result_is_one_fp64_number():
     for tensors in ([], [torch.zeros(0)], [torch.tensor(3.0)], iter([torch.ones(3, dtype=torch.float16)] * 3)):
         total = sum_of_squares(tensors, device=CPU)
         assert (total.dtype, total.shape) == (torch.float64, ())
-    assert total.item() == 9.0
+    assert total.item() == pytest.approx(9.0, rel=1e-15)
 
 
 def test_squares_beyond_fp32_are_numbers():

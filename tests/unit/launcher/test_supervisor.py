@@ -20,8 +20,8 @@ from unit.launcher.test_job import job
 LONG_AGO = -1e9
 
 
-def record(step, *, waiting, phase="forward", rank=0):
-    return Record(1, 1, rank, step, 4, waiting, LONG_AGO, 0.0, "", phase, "all_reduce", "")
+def record(step, *, waiting, phase="forward", rank=0, role=""):
+    return Record(1, 1, rank, step, 4, waiting, LONG_AGO, 0.0, "", phase, "all_reduce", "", role=role)
 
 
 @dataclass
@@ -102,6 +102,14 @@ def test_a_rank_that_has_ended_is_waited_for(tmp_path):
     ((supervisor, _),) = together(tmp_path, workers)
     cause = supervisor._hung(workers).failure.cause
     assert cause.endswith("rank 0 on w0 is not there: step 7, phase 'forward', has ended, after all_reduce")
+
+
+def test_a_rank_that_is_missing_is_named_with_its_role(tmp_path):
+    workers = Workers("w0", 1, [record(8, waiting=True, rank=1)], [record(7, waiting=True, role="stage 0 of 2")])
+    ((supervisor, _),) = together(tmp_path, workers)
+    failure = supervisor._hung(workers).failure
+    assert str(failure).startswith("rank 0 (stage 0 of 2) on w0 hung: rank 1 has waited")
+    assert failure.trace.splitlines()[1].startswith("rank 0 (stage 0 of 2): ")
 
 
 def test_records_lie_elsewhere_where_memory_is_full(monkeypatch, tmp_path):

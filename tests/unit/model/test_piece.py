@@ -1,15 +1,18 @@
 """Pieces: any way of cutting a tensor can be copied into any other way of cutting it, and nothing is lost."""
 
 import math
+import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mizzen.config.layout import Layout
 from mizzen.errors import UsageError
 from mizzen.model.box import Box, boxes_of_range
-from mizzen.model.piece import Piece, Unread, assemble, copy_overlap, covers, piece_of_range
+from mizzen.model.home import Home, Site
+from mizzen.model.piece import Piece, Readers, Unread, assemble, copy_overlap, counted, covers, piece_of_range
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -229,3 +232,38 @@ def test_what_is_read_has_to_be_what_was_promised(found):
         piece.data  # noqa: B018
     with pytest.raises(UsageError, match=r"shape \(2, 3\), not \(6,\)"):
         Piece("w", (2, 3), (BOX,), Unread((6,), torch.float32, lambda: found))
+
+
+def test_parts_of_what_is_not_in_memory_are_not_read_before_they_are_asked_for():
+    layout, reads = Layout.fit(2, tp=2), []
+    site = Site((4, 6), Home.data_parallel(layout).cut("tp", 0, (4,)), layout, 0)
+    assert site.is_shared
+
+    def load():
+        reads.append(1)
+        return numbers((4, 6))
+
+    source = Unread((4, 6), torch.float32, load, load_beside=load, readers=Readers())
+    parts = list(counted(Piece("w", (4, 6), (Box.whole((4, 6)),), source), site))
+    assert reads == [] and len(parts) > 0
+    assert torch.equal(assemble([part for part, _ in parts]), numbers((4, 6)))
+    plain = list(counted(Piece("w", (4, 6), (Box.whole((4, 6)),), numbers((4, 6))), site))
+    assert [(part.boxes, is_mine) for part, is_mine in parts] == [(part.boxes, is_mine) for part, is_mine in plain]
+
+
+def test_who_changes_something_waits_for_those_who_read_it():
+    said = []
+    readers = Readers(before=lambda: said.append("comes"), after=lambda: said.append("all are gone"))
+    source = Unread((2,), torch.float32, lambda: numbers((2,)), lambda: None, load_beside=torch.ones, readers=readers)
+    first, second = source.beside(), source.beside()
+    assert first.load is torch.ones and first.keep is None
+    first.done()
+    first.done()
+    piece = Piece("w", (2,), (Box.whole((2,)),), source)
+    thread = threading.Thread(target=lambda: (piece.check_writable(), said.append("written")))
+    thread.start()
+    said.append("read")
+    second.done()
+    thread.join()
+    assert said == ["comes", "comes", "read", "all are gone", "written"]
+    assert Unread((2,), torch.float32, lambda: numbers((2,))).beside() is None

@@ -1,4 +1,4 @@
-"""Every command of docs/offload.md that measures disks prints what the page shows; the keys of the page are read."""
+"""Every command of docs/offload.md prints what the page shows; the keys of the page are read."""
 
 import json
 import re
@@ -32,3 +32,13 @@ def test_the_keys_of_the_page():
     (block,) = (text for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL) if '"aio"' in text)
     config = load(json.loads(block)).aio
     assert config.block_size == 1 << 20 and config.queue_depth == 8 and config.direct and config.verify
+
+
+def test_the_plan_of_late_updates(tmp_path, monkeypatch, capsys):
+    (block,) = (text for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL) if '"zenflow"' in text)
+    (tmp_path / "zenflow.json").write_text(block)
+    ((line, shown),) = [(line, shown) for line, shown in commands(PAGE) if "zenflow" in line]
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(line)[1:]) == 0
+    said = capsys.readouterr().out
+    assert is_as_shown(shown, said), said

@@ -1,6 +1,8 @@
 """Host memory as a resting place: copies in and out, bytes as they are counted."""
 
+import gc
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,3 +67,66 @@ def test_locked_memory_is_counted_and_unlocked():
     unpinned = HostTier(accelerator, pin=False)
     unpinned.place("a", torch.empty(1000))
     assert not accelerator.locked
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads what Linux says of memory")
+def test_host_memory_is_private_and_not_for_forked_processes():
+    memory = host_memory(3 << 21)
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            inside = low <= memory.data_ptr() < high
+            if inside:
+                assert line.split()[1].endswith("p")
+        elif inside and first == "VmFlags:":
+            assert "dc" in line.split()  # what a fork does not copy
+            return
+    pytest.fail("the memory is not among those of this process")
+
+
+def test_memory_of_a_tier_that_nobody_closed_is_unlocked():
+    accelerator = Locking()
+    tier = HostTier(accelerator)
+    tier.place("a", torch.zeros(100))
+    assert accelerator.locked
+    del tier
+    gc.collect()
+    assert not accelerator.locked
+
+
+def test_memory_is_locked_ahead_by_threads_and_used_when_it_is_asked_for():
+    accelerator = Locking()
+    tier = HostTier(accelerator)
+    tier.prepare([400, 400, 800, 0])
+    first, second = (tier.place(name, torch.zeros(100)) for name in "ab")
+    assert first.data_ptr() != second.data_ptr() and not first.any()
+    tier.place("c", torch.zeros(100))  # one more than was expected
+    tier.drop_unused()
+    assert sorted(accelerator.locked.values()) == [400, 400, 400]
+    assert tier.locked == 1200
+    tier.prepare([800])
+    tier.close()
+    assert not accelerator.locked
+
+
+def test_memory_that_cannot_be_locked_is_an_error_where_it_is_needed():
+    accelerator = Locking()
+
+    def refuse(tensor):
+        raise UsageError("no page can be locked")
+
+    accelerator.lock_pages = refuse
+    tier = HostTier(accelerator)
+    tier.prepare([400, 400])
+    with pytest.raises(UsageError, match="no page can be locked"):
+        tier.place("a", torch.zeros(100))
+    tier.close()
+
+
+def test_nothing_is_made_ahead_that_is_not_locked():
+    tier = HostTier(Locking(), pin=False)
+    tier.prepare([400])
+    tier.place("a", torch.zeros(100))
+    assert tier.locked == 0 and not tier.accelerator.locked

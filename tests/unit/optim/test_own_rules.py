@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mizzen.errors import ConfigError
 from mizzen.model.sketch import Sketch
 from mizzen.optim.build import build_optimizer
 from mizzen.optim.own_rules import Lamb, Lion, Muon, Portion, orthogonal, split_groups
-from mizzen.optim.rules import why_not_apart
+from mizzen.optim.rules import view_of, why_not_apart
 
 STEPS = 4
 
@@ -153,6 +154,26 @@ def test_muon_gives_the_rest_to_adamw():
     assert torch.equal(vector, twin)
     assert set(rule.state[matrix]) == {"momentum_buffer"}
     assert set(rule.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_two_views_of_muon_may_step_at_once():
+    """The second one steps between the beginning of the first one's AdamW and its work."""
+    matrix, vector, twin = nn.Parameter(start(3, 4)), nn.Parameter(start(5)), nn.Parameter(start(5))
+    rule, plain = Muon([matrix, vector], lr=0.1), AdamW([twin], lr=0.1, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    matrix.grad, vector.grad, twin.grad = gradients(3, 4)[0], gradients(5)[0], gradients(5)[0]
+    views = [view_of(rule, [matrix])]
+
+    def meanwhile(optimizer, *_):
+        if views and isinstance(optimizer, AdamW):
+            views.pop().step()
+
+    handle = register_optimizer_step_pre_hook(meanwhile)
+    try:
+        view_of(rule, [vector]).step()
+    finally:
+        handle.remove()
+    plain.step()
+    assert not views and torch.equal(vector, twin) and not torch.equal(matrix, start(3, 4))
 
 
 class Language(nn.Module):

@@ -2,7 +2,7 @@
 
 from mizzen.plan.parts import Store, StoreContents
 
-MOST = 14
+MOST = 15
 
 
 def test_a_store_has_few_members():

@@ -31,11 +31,6 @@ def zero(**keys):
 
 
 ASKED = {
-    "zero_optimization.offload_param": zero(stage=2, offload_param={"device": "cpu"}),
-    "zero_optimization.zenflow": zero(zenflow={}),
-    "zero_optimization.offload_optimizer.super_offload": zero(
-        offload_optimizer={"device": "cpu", "super_offload": True}
-    ),
     "sequence_parallel_size": {"sequence_parallel_size": 2},
     "expert_parallel.enabled": {"expert_parallel": {"enabled": True}},
     "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
@@ -154,12 +149,8 @@ def test_every_path_is_one_of_the_schema(row):
 
 
 def test_a_refusal_names_path_capability_and_way_out():
-    (refusal,) = refusals(load(ASKED["zero_optimization.offload_param"]))
-    assert str(refusal) == "zero_optimization.offload_param: parameter offload is not built yet; leave the key out"
-
-
-def test_old_names_are_refused_under_the_new_one():
-    assert refused(zero(cpu_offload_param=True)) == ["zero_optimization.offload_param"]
+    (refusal,) = refusals(load(ASKED["hybrid_engine.enabled"]))
+    assert str(refusal) == "hybrid_engine.enabled: the hybrid engine is not built yet; leave the key out"
 
 
 def test_several_at_once_in_the_order_of_the_table():

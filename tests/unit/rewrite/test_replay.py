@@ -12,7 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
+from mizzen.log import LOGGER
 from mizzen.rewrite import recompute
 from mizzen.rewrite.recompute import CACHES, Checkpointing, Keeping, Recomputed, replayed
 
@@ -323,3 +325,44 @@ def test_a_cache_would_be_filled_twice(name):
 def test_a_cache_by_position_too():
     with pytest.raises(UsageError, match="past_key_values="):
         recomputed(kind=Caching)(torch.ones(2), object())
+
+
+class Keys:
+    """A cache as transformers has it, with keys of so many tokens for each layer."""
+
+    def __init__(self, *lengths):
+        self.lengths = lengths
+
+    def get_seq_length(self, layer=0):
+        return self.lengths[layer]
+
+
+class Seeing(nn.Module):
+    """Tells whether it was given a cache."""
+
+    def forward(self, hidden, past_key_values=None, **others):
+        return hidden * (2 if past_key_values is None and others.get("layer_past") is None else 3)
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+def test_an_empty_cache_is_left_out_with_one_warning(by_position, caplog, monkeypatch):
+    monkeypatch.setattr(AMBIENT, "warned", set())
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    block, hidden = recomputed(kind=Seeing), torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        given = block(hidden, Keys(0)) if by_position else block(hidden, past_key_values=Keys(0))
+        assert given.sum() == 4
+    said = [record.message for record in caplog.records if "leave out the empty cache" in record.message]
+    assert len(said) == 1 and "past_key_values=" in said[0] and "model.decoder.config.use_cache = False" in said[0]
+    with torch.no_grad():
+        assert block(hidden, Keys(0)).sum() == 6  # generation fills it
+    with pytest.raises(UsageError, match="was given a cache, past_key_values="):
+        block(hidden, Keys(5))
+
+
+def test_a_cache_that_other_layers_have_filled_is_empty_for_this_one():
+    block = Seeing()
+    vars(block)["forward"] = Recomputed(block.forward, Keeping(), layer=1)
+    assert block(torch.ones(2, requires_grad=True), Keys(5, 0)).sum() == 4
+    with pytest.raises(UsageError, match="was given a cache"):
+        block(torch.ones(2, requires_grad=True), Keys(0, 5))

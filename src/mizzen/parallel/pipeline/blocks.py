@@ -30,6 +30,8 @@ LATER: Final = re.compile(
 EARLIER: Final = re.compile(r"embed|wte|wpe|project_in")
 """Parts of names that say of a module that it comes before the blocks, whatever else its name says."""
 PLAIN: Final = (str, int, float, bool)
+PROFILE: Final = "profile"
+"""The method of partition for which blocks are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +79,34 @@ class BlockList:
         before = tuple(path for path in outside if is_early[path] and not _is_head(path, sketch))
         return cls(container, paths, before, tuple(path for path in outside if path not in before))
 
-    def cut(self, sketch: Sketch, parts: int) -> list[int]:
-        """Where each of so many chunks begins, balanced by parameters; the last one also has the head."""
+    def cut(self, sketch: Sketch, parts: int, method: str) -> list[int]:
+        """Where each of so many chunks begins, by a method of partition; the last chunk also has the head."""
         if parts > len(self.paths):
             raise PlanError(
                 f"pipeline_parallel_size: {len(self.paths)} blocks ({self.container}) do not make {parts} chunks: "
                 "use fewer stages, or fewer pipeline.virtual_stages"
             )
+        if method.lower().startswith("type:"):
+            kinds = {each.path: each.kind for each in sketch.modules}
+            return list(partition([kinds[path] for path in self.paths], method, parts))
+        measured = self.seconds(sketch) if method.lower() == PROFILE else ()
+        if measured or method.lower() == "uniform":
+            return list(partition(measured or [0.0] * len(self.paths), method, parts))
         weights = [_weight(sketch, path) for path in self.paths]
         weights[-1] += sum(_weight(sketch, path) for path in self.after)
-        return list(partition(weights, "parameters", parts))
+        is_default = method.lower() in ("best", PROFILE)
+        return list(partition(weights, "parameters" if is_default else method, parts))
+
+    def seconds(self, sketch: Sketch) -> tuple[float, ...]:
+        """What each block takes, with what comes before the first and after the last; nothing if none was measured."""
+        measured = dict(sketch.seconds)
+        found = [measured.get(path) for path in self.paths]
+        known = [each for each in found if each is not None]
+        if len(known) < len(found):
+            return ()
+        known[0] += sum(measured.get(path, 0.0) for path in self.before)
+        known[-1] += sum(measured.get(path, 0.0) for path in self.after)
+        return tuple(known)
 
     def names(self, sketch: Sketch, chunks: Sequence[range]) -> tuple[frozenset[str], ...]:
         """The parameters of each chunk, by the first of their names."""

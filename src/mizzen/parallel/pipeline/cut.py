@@ -15,9 +15,8 @@ from mizzen.config.layout import DATA_AXES, Layout
 from mizzen.config.parallel import PipelineConfig
 from mizzen.config.schema import Config
 from mizzen.errors import PlanError
-from mizzen.model.layer_list import LayerList
 from mizzen.model.sketch import Drafts, Sketch
-from mizzen.parallel.pipeline.blocks import BlockList, chunk_of, leave
+from mizzen.parallel.pipeline.blocks import PROFILE, BlockList, chunk_of, leave
 from mizzen.parallel.pipeline.module import LayeredModule, cut_layers
 from mizzen.parallel.pipeline.runner import Pipelined
 from mizzen.parallel.pipeline.schedule import Schedule, peak_activations
@@ -126,7 +125,8 @@ class PipelineCut(Transform):
             _refuse_alone(config.pipeline)
             return None
         choice = self._cut(config, layout, sketch)
-        if config.zero_optimization.stage == 3 and layout.size(*DATA_AXES) > 1:
+        zero = config.zero_optimization
+        if zero.stage == 3 and (layout.size(*DATA_AXES) > 1 or zero.offload_param is not None):
             _refuse_shared(choice)
         return choice
 
@@ -139,14 +139,15 @@ class PipelineCut(Transform):
             paths = [{layers.layers[number].path for number in numbers} - {""} for numbers in chunks]
             names = tuple(_names_under(sketch, each) for each in paths)
             interval = config.pipeline.activation_checkpoint_interval
-            return CutChoice(
-                layout, schedule, placement, chunks, names, interval, balance=_balance(layers, chunks, layout)
-            )
+            weighed = _balance(layers.partition, layers.weights, "layers", chunks) if layout.pp > 1 else ""
+            return CutChoice(layout, schedule, placement, chunks, names, interval, balance=weighed)
         if not sketch.modules:
             return CutChoice(layout, schedule, placement, (range(0),) * len(placement), (frozenset(),) * len(placement))
         blocks = BlockList.find(sketch)
-        chunks = _ranges(blocks.cut(sketch, len(placement)))
-        return CutChoice(layout, schedule, placement, chunks, blocks.names(sketch, chunks), blocks=blocks)
+        method = config.pipeline.partition
+        chunks = _ranges(blocks.cut(sketch, len(placement), method))
+        names, weighed = blocks.names(sketch, chunks), _balance(method, blocks.seconds(sketch), "blocks", chunks)
+        return CutChoice(layout, schedule, placement, chunks, names, blocks=blocks, balance=weighed)
 
     def redraw(self, choice: CutChoice, drafts: Drafts) -> Drafts:
         """One piece for each chunk. What several stages use lives on all of them, and on each in one piece."""
@@ -207,12 +208,13 @@ def _placed(draft: Sketch, places: Mapping[str, Collection[int]]) -> Sketch:
     )
 
 
-def _balance(layers: LayerList, chunks: Sequence[range], layout: Layout) -> str:
-    if layers.partition.lower() != "profile" or layout.pp == 1:
+def _balance(method: str, seconds: Sequence[float], what: str, chunks: Sequence[range]) -> str:
+    """What a plan says of chunks that are to be cut by what they take."""
+    if method.lower() != PROFILE:
         return ""
-    if not layers.weights:
-        return "; cut by parameters until layers are measured"
-    sums = (sum(layers.weights[number] for number in numbers) for numbers in chunks)
+    if not seconds:
+        return f"; cut by parameters until {what} are measured"
+    sums = (sum(seconds[number] for number in numbers) for numbers in chunks)
     return f"; measured for a micro-batch: {'+'.join(f'{1e3 * each:.3g}' for each in sums)} ms"
 
 

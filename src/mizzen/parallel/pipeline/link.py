@@ -115,9 +115,7 @@ class Link:
     def send_gradients(self, transfer: StageMessage, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of an input back to the stage that it came from."""
         if gradients:
-            facts = [_facts(each) for each in gradients]
-            data = self._empty(size_of(facts))
-            pack(gradients, data)
+            data = self._bytes(gradients)
             self._start(transfer, [self._message(transfer, data, 0, is_sent=True)])
 
     def post_gradients(self, transfer: StageMessage, facts: Sequence[TensorFacts]) -> None:
@@ -162,6 +160,15 @@ class Link:
             whole[:LEAD].copy_(numbers)
         pack(tensors, whole[LEAD:] if self._is_on_host else whole)
         return list(self._parts(transfer, numbers, whole, is_sent=True))
+
+    def _bytes(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Gradients, which nobody else has, as bytes: the memory of a single one, or a copy."""
+        first, size = gradients[0], size_of([_facts(each) for each in gradients])
+        if len(gradients) == 1 and first.is_contiguous() and first.nbytes == size:
+            return first.detach().reshape(-1).view(torch.uint8)
+        whole = self._empty(size)
+        pack(gradients, whole)
+        return whole
 
     def _parts(self, transfer: StageMessage, lead: Tensor, whole: Tensor, *, is_sent: bool) -> Iterator[PeerMessage]:
         if not self._is_on_host:

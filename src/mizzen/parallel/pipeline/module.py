@@ -105,7 +105,8 @@ class LayeredModule(nn.Module):
         self.options = options
         self.loss_fn = options.loss_fn
         self.activation_checkpoint_interval = options.activation_checkpoint_interval
-        self.specs = tuple(layers)
+        self.specs = self.every_spec = tuple(layers)
+        """Of all layers; `specs` has None for those that are gone."""
         if not self.specs:
             raise UsageError("a PipelineModule without layers: give a list of LayerSpec, modules or functions")
         self._seed = torch.initial_seed()
@@ -141,7 +142,7 @@ class LayeredModule(nn.Module):
 
     def _build_first(self) -> None:
         """Build the layers that this rank has unless the configuration gives it others: it is not known here."""
-        world = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World.detect(environ())
+        world = current_world()
         stages = self.options.stages or (1 if world.size == 1 else None)
         if stages is None or world.size % stages or (world.size == 1 and stages > 1):
             return  # an engine builds them, or says what is wrong
@@ -152,6 +153,14 @@ class LayeredModule(nn.Module):
         self.build(range(self.bounds[stage], self.bounds[stage + 1]))
 
     # What a rank has of it
+
+    def own_numbers(self) -> tuple[int, ...]:
+        """The layers of this rank's stage, as far as it is known yet which those are."""
+        if len(self.numbers) < len(self.every_spec) or not self.bounds:
+            return self.numbers
+        world = current_world()
+        stage = world.rank // max(1, world.size // (len(self.bounds) - 1))
+        return tuple(range(self.bounds[stage], self.bounds[stage + 1]))
 
     def build(self, numbers: Iterable[int]) -> None:
         """Build layers that are on the meta device, with the values that their own seeds give."""
@@ -250,6 +259,11 @@ class LayeredModule(nn.Module):
             return all(layer.kind in self.options.checkpointable_layers for layer in layers)
         found = (self.get_submodule(layer.path) for layer in layers if layer.path)
         return any(True for module in found for _ in module.parameters())
+
+
+def current_world() -> World:
+    """Who this rank is among how many, whether or not they have met."""
+    return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World.detect(environ())
 
 
 def bounds_of(model: LayeredModule, parts: int) -> list[int]:

@@ -135,7 +135,7 @@ class Pipelined:
         """Forward and backward of all of them, as the table says."""
         self.changes.adopt()
         batch = BatchRun(self, micros, loss_function)
-        with self._gathered():
+        with self._gathered(), self.stream.active():
             for action in self.actions(len(micros)):
                 batch.do(action)
         self.link.finish()
@@ -144,7 +144,7 @@ class Pipelined:
     def evaluate(self, micros: Sequence[Any], loss_function: LossFunction | None, *, has_loss: bool) -> Evaluation:
         """Forward of all of them."""
         batch = BatchRun(self, micros, loss_function, has_loss=has_loss)
-        with self._gathered():
+        with self._gathered(), self.stream.active():
             for action in self.actions(len(micros), forward_only=True):
                 batch.do(action)
         self.link.finish()
@@ -226,7 +226,7 @@ class BatchRun:
             store.begin_forward()
         batch = to_device(self.micros[micro], runner.device) if chunk in (0, runner.last_chunk) else None
         stage = runner.calls[chunk]
-        with runner.phases.phase("forward"), runner.stream.active():
+        with runner.phases.phase("forward"):
             output = stage.run(carried, batch)
             if chunk == runner.last_chunk:
                 self._end(chunk, micro, stage, output, batch, inputs)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
+from mizzen.model.flow import Argument
 from mizzen.wording import and_more
 
 Style = Literal["column", "row", "rows of a table", "columns of a table", "whole", "partly summed"]
@@ -71,6 +72,32 @@ class SizeChange:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleInput:
+    """A module, and the argument that is the activation which it is given."""
+
+    path: str
+    argument: Argument
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCut:
+    """Where each rank has a part of the sequence: between the layers that are cut, in all blocks of a model."""
+
+    stacks: tuple[tuple[ModuleInput, ...], ...]
+    """Blocks that follow each other, in the order of their calls: the first is given whole sequences and the last gives
+    them."""
+    readers: tuple[ModuleInput, ...]
+    """The modules inside of blocks that work with whole sequences: attention, and what stands beside it."""
+    rows: frozenset[str]
+    """The layers whose outputs are summed into parts."""
+    is_random: bool = False
+    """Whether dropout is applied to what is cut."""
+
+    def __str__(self) -> str:
+        return f"; sequences are cut between the layers of {sum(map(len, self.stacks))} blocks"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorChoice:
     """Everything that is cut over tensor-parallel ranks."""
 
@@ -86,6 +113,10 @@ class TensorChoice:
     """Whether sums over ranks go on while the layer still computes."""
     whole: tuple[str, ...] = ()
     """Modules that have parameters of which nothing is cut, `left` among them."""
+    sequence: SequenceCut | None = None
+    """Where sequences are cut too."""
+    share: float = 1.0
+    """How much of all parameters is cut, by their numbers of elements."""
 
     def __str__(self) -> str:
         counts: dict[str, int] = {}
@@ -93,7 +124,12 @@ class TensorChoice:
             counts[layer.style] = counts.get(layer.style, 0) + 1
         words = ", ".join(f"{count} x {style}" for style, count in counts.items())
         whole = f"; whole on every rank: {and_more(self.left, 3)}" if self.left else ""
-        return f"over tp={self.ranks}: {words}{whole}"
+        return f"over tp={self.ranks}: {words}; {self.share:.0%} of the parameters{whole}{self.sequence or ''}"
+
+    def regions_in_blocks(self) -> frozenset[str]:
+        """The regions that sum up into parts of sequences."""
+        rows = self.sequence.rows if self.sequence is not None else frozenset[str]()
+        return frozenset(cut.region for cut in self.layers if cut.path in rows)
 
     def details(self) -> list[str]:
         """One line for each module, or for all that differ by their numbers alone: how it is cut."""

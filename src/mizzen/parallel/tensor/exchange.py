@@ -11,9 +11,10 @@ A tensor that all ranks have alike enters layers that are cut through `copy_in`,
 `gather_sequence` and leave by `scatter_sequence`. With one rank, or without a group, each is the identity.
 
 [Note: under a compiler]
-What communicates is an operation of torch's for a compiler, which it puts into its graph as it is, and a plain call
-otherwise: the way through torch's dispatcher takes longer than the call itself. An operation takes no group, only its
-name.
+What communicates is an operation of torch's for a compiler, which it puts into its graph as it is, and for whoever
+looks at every operation: selective recomputation has to meet the same ones again, and ranks compare a call only the
+first time. Otherwise it is a plain call: the way through torch's dispatcher takes longer than the call itself. An
+operation takes no group, only its name.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mizzen.comm import collectives
 from mizzen.comm.backend import Tag
@@ -127,7 +129,7 @@ def largest(x: Tensor, group: ProcessGroup | None, unit: str = UNIT) -> Tensor:
     x = x.detach()
     if _is_alone(group):
         return x
-    if torch.compiler.is_compiling():
+    if _is_looked_at():
         found: Tensor = _largest_for_compiler(x, cast(Any, group).group_name, unit)
         return found
     return _all_reduce(x, group, ReduceOp.MAX, unit)
@@ -230,23 +232,27 @@ class ScatterSequence(Function):
 # What communicates: see the note
 
 
+def _is_looked_at() -> bool:
+    return torch.compiler.is_compiling() or bool(is_in_torch_dispatch_mode())
+
+
 def _group_of(name: Any) -> Any:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
 
 
 def _sum(x: Tensor, group: Any) -> Tensor:
-    return _sum_for_compiler(x, group.group_name) if torch.compiler.is_compiling() else _all_reduce(x, group)
+    return _sum_for_compiler(x, group.group_name) if _is_looked_at() else _all_reduce(x, group)
 
 
 def _gather(x: Tensor, dim: int, group: Any, sizes: tuple[int, ...]) -> Tensor:
-    if torch.compiler.is_compiling():
+    if _is_looked_at():
         gathered: Tensor = _gather_for_compiler(x, dim, group.group_name, list(sizes))
         return gathered
     return _all_gather(x, dim, group, sizes)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Any, sizes: tuple[int, ...]) -> Tensor:
-    if torch.compiler.is_compiling():
+    if _is_looked_at():
         part: Tensor = _reduce_scatter_for_compiler(x, dim, group.group_name, list(sizes), group.rank())
         return part
     return _sum_of_parts(x, dim, group, sizes)

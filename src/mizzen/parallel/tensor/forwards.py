@@ -5,7 +5,7 @@ one `CutRegion`: the first of them that reads a tensor brings it in, and the oth
 gradient is summed over the ranks once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from mizzen.parallel.tensor.cuts import LayerCut
 from mizzen.parallel.tensor.exchange import copy_in, gather_along, split_along, sum_out
 from mizzen.parallel.tensor.layers import local_ids
 from mizzen.parallel.tensor.rng import differing
+from mizzen.parallel.tensor.sequence import Gathered, SequenceParts
 
 CHUNKS: Final = 4
 """Of a product whose sum over ranks goes on while it is computed."""
@@ -29,8 +30,10 @@ CHUNKS: Final = 4
 class CutRegion:
     """Between the first layers of a region and the last: activations are cut, and random numbers differ by rank."""
 
-    def __init__(self, group: ProcessGroup, *, is_random: bool) -> None:
-        self.group, self._is_random = group, is_random
+    def __init__(self, group: ProcessGroup, *, is_random: bool, sequence: SequenceParts | None = None) -> None:
+        self.group, self._is_random, self._sequence = group, is_random, sequence
+        self.gathered: Gathered | None = None
+        """What was brought in, where it was put together of parts of a sequence."""
         self._given: Tensor | None = None
         self._inside: Tensor | None = None
         self._apart: AbstractContextManager[None] | None = None
@@ -38,19 +41,36 @@ class CutRegion:
     def enter(self, given: Tensor) -> Tensor:
         """Bring a tensor in that all ranks have alike."""
         if given is not self._given:
-            self._given, self._inside = given, copy_in(given, self.group)
+            self.gathered = None if self._sequence is None else self._sequence.read(given)
+            self._inside = copy_in(given, self.group) if self.gathered is None else self.gathered.whole
+            self._given = given
             if self._is_random and self._apart is None:
                 self._apart = differing(self.group)
                 self._apart.__enter__()
         inside = self._inside
         return given if inside is None else inside
 
+    def total(self, found: Tensor) -> Tensor:
+        """The sum of what the ranks bring, of all tokens or of those that this rank has."""
+        return sum_out(found, self.group) if self._sequence is None else self._sequence.leave(found)
+
     def leave(self) -> None:
         """The last layer of the region was called."""
-        self._given = self._inside = None
+        self._given = self._inside = self.gathered = None
         if self._apart is not None:
             self._apart.__exit__(None, None, None)
             self._apart = None
+
+
+def close_regions(module: nn.Module, regions: Collection[CutRegion]) -> None:
+    """Leave at the end of each call of the module, also of one that fails, whatever regions it has not left."""
+
+    def close(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for region in regions:
+                region.leave()
+
+    module.register_forward_hook(close, always_call=True)
 
 
 class CutForward:
@@ -85,16 +105,24 @@ class ColumnForward(CutForward):
     def __call__(self, input: Tensor) -> Tensor:
         """This rank's outputs, or all of them where they are gathered."""
         region = self.region
-        found = self.product(region.enter(input), self.layer.bias)
+        entered, gathered = region.enter(input), region.gathered
         if not self.gathers:
-            return found
-        region.leave()
+            return self._own(entered, gathered)
+        try:
+            found = self._own(entered, gathered)
+        finally:
+            region.leave()
         whole = gather_along(found, -1, region.group, self.sizes)
         runs = len(self.runs)
         if runs == 1:
             return whole
         parts = torch.split(whole, self.parts, -1)
         return torch.cat([part for run in range(runs) for part in parts[run::runs]], -1)
+
+    def _own(self, entered: Tensor, gathered: Gathered | None) -> Tensor:
+        if gathered is None or _is_left_to_torch(entered):
+            return self.product(entered, self.layer.bias)
+        return gathered.product(self.layer.weight, self.layer.bias, is_transposed=self.is_transposed)
 
 
 class RowForward(CutForward):
@@ -108,14 +136,24 @@ class RowForward(CutForward):
         """The outputs, which all ranks have alike."""
         if self.splits:
             input = split_along(input, -1, self.region.group, self.runs[0])
-        if self.overlaps and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(input.device.type):
-            weight = self.layer.weight if self.is_transposed else self.layer.weight.T
-            found: Tensor = OverlappedProduct.apply(input, weight, self.region.group)  # type: ignore[no-untyped-call]
-        else:
-            found = sum_out(self.product(input, None), self.region.group)
-        self.region.leave()
+        try:
+            found = self._summed(input)
+        finally:  # a block that is computed again ends by an exception, here, once all that backward needs is there
+            self.region.leave()
         bias = self.layer.bias
         return found if bias is None else found + bias
+
+    def _summed(self, input: Tensor) -> Tensor:
+        if not self.overlaps or _is_left_to_torch(input):
+            return self.region.total(self.product(input, None))
+        weight = self.layer.weight if self.is_transposed else self.layer.weight.T
+        found: Tensor = OverlappedProduct.apply(input, weight, self.region.group)  # type: ignore[no-untyped-call]
+        return found
+
+
+def _is_left_to_torch(given: Tensor) -> bool:
+    """Whether a compiler, or autocast, is to see plain products."""
+    return torch.compiler.is_compiling() or torch.is_autocast_enabled(given.device.type)
 
 
 class OverlappedProduct(Function):

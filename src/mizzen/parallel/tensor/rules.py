@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Final
 
 from mizzen.config.parallel import LayerSpecConfig, TensorParallelConfig
@@ -15,7 +16,8 @@ from mizzen.errors import PlanError
 from mizzen.model.flow import Flow, Layer, Way
 from mizzen.model.sketch import ModuleSketch, Sketch, ancestors_of, parent_of
 from mizzen.parallel.tensor.cuts import LayerCut, ParameterCut, Runs, SizeChange, Style, TensorChoice, balanced, runs_in
-from mizzen.parallel.tensor.regions import Region, RegionParts, find_regions, parts_of
+from mizzen.parallel.tensor.regions import Region, RegionParts, RunsSaid, find_regions, parts_of
+from mizzen.parallel.tensor.sequence_rules import cut_sequences
 from mizzen.wording import and_more
 
 HEADS: Final = re.compile(r"heads|n_head$|num_kv$")
@@ -38,6 +40,10 @@ class Said:
     """Of a parameter that stays whole: gradients are added up over the ranks."""
     is_users: bool = False
     """Whether the user says so, and not the model."""
+
+    def runs_of(self, size: int) -> tuple[int, ...]:
+        """The runs of so many features, of which transformers says how they compare and the user what they are."""
+        return tuple(size * run // sum(self.runs) for run in self.runs)
 
 
 STYLES: Final[Mapping[str, Said]] = {
@@ -86,9 +92,10 @@ class _Decider:
 
     def decide(self) -> TensorChoice:
         said = self._said()
-        regions = find_regions(self.flow)
+        runs = _runs_said(said, self.layers)
+        regions = find_regions(self.flow, runs)
         if self.flow.trouble:
-            regions = list(_regions_of(said, self.layers, self.modules))
+            regions = list(_regions_of(said, runs, self.layers, self.modules))
         for region in regions:
             self._take(region, said)
         for path, words in said.items():
@@ -104,6 +111,10 @@ class _Decider:
         users = {path for path, words in said.items() if words.is_users}
         self._check([path for path in left if path not in users], users)
         order = {path: at for at, path in enumerate(self.layers)}
+        sequence = None
+        if self.section.sequence_parallel:
+            sequence, summed = cut_sequences(self.sketch, self.found.layers, self.found.parameters)
+            self.found.parameters |= summed
         return TensorChoice(
             self.ranks,
             tuple(sorted(self.found.layers.values(), key=lambda cut: order[cut.path])),
@@ -113,6 +124,8 @@ class _Decider:
             left,
             self.section.tp_overlap_comm,
             tuple(path for path, module in self.modules.items() if self._is_whole(path, module)),
+            sequence,
+            _share(self.found, self.sketch),
         )
 
     def _is_whole(self, path: str, module: ModuleSketch) -> bool:
@@ -177,9 +190,6 @@ class _Decider:
             if any(cut) and any(words is not None and words.style in ("column", "row") for words in (*columns, *rows)):
                 self._check_apart(region, said)
             return
-        given = {layer.path: words.runs for layer, words in zip(region.sources, columns, strict=True) if words}
-        sources = tuple(replace(layer, runs=given.get(layer.path) or layer.runs) for layer in region.sources)
-        region = replace(region, sources=sources)
         if not region.head and region.features < self.ranks:
             return
         parts = parts_of(region, self.ranks)
@@ -190,7 +200,9 @@ class _Decider:
         for layer in region.tables:
             self._add(LayerCut(layer.path, "columns of a table", parts.runs[layer.path], region=name))
         for layer in region.sinks:
-            self._add(LayerCut(layer.path, "row", (parts.inputs,), layer.kind == "transposed", name))
+            self._add(LayerCut(layer.path, "row", parts.inputs, layer.kind == "transposed", name))
+        for path, size in region.tails.items():
+            self._add(self._with_tail(self.layers[path], size, said.get(path)))
         self.found.parameters |= {each.name: each for each in summed}
         if region.is_random:
             self.found.random.add(name)
@@ -206,8 +218,9 @@ class _Decider:
             dims = [dim for dim, size in enumerate(shape) if size in parts.sizes]
             heads = [dim for dim, size in enumerate(shape) if size in parts.heads and size > 1]
             if dims:
-                yield ParameterCut(name, dims[-1], (parts.sizes[shape[dims[-1]]],))
-            elif all(size in (1, region.head) for size in shape):
+                size = shape[dims[-1]]
+                yield ParameterCut(name, dims[-1], parts.in_runs.get(size, (parts.sizes[size],)))
+            elif all(size == 1 or size in region.head_sizes for size in shape):
                 yield ParameterCut(name, None)
             elif heads:
                 yield ParameterCut(name, heads[0], (parts.heads[shape[heads[0]]],))
@@ -219,14 +232,10 @@ class _Decider:
 
     def _take_alone(self, layer: Layer, words: Said) -> None:
         """Cut one layer as somebody says, without its neighbours."""
-        if words.style == "whole":
+        if words.style in ("whole", "partly summed"):
             return
         transposed = layer.kind == "transposed"
         size = layer.outputs if words.style in ("column", "columns of a table") else layer.inputs
-        if words.style == "partly summed":
-            tail = self._rotary_tail(layer)
-            self._add(LayerCut(layer.path, "partly summed", is_transposed=transposed, summed_tail=tail))
-            return
         if size < self.ranks:
             raise PlanError(f"'{layer.path}' has {size} features to cut over {self.ranks} tensor-parallel ranks")
         if layer.kind == "embedding":
@@ -235,9 +244,7 @@ class _Decider:
             style: Style = "rows of a table" if rows else "columns of a table"
             self._add(LayerCut(layer.path, style, (balanced(size, self.ranks),), gathers=not rows))
             return
-        runs = words.runs or (size,)
-        total = sum(runs)
-        cut: Runs = tuple(balanced(size * run // total, self.ranks) for run in runs)
+        cut: Runs = tuple(balanced(run, self.ranks) for run in words.runs_of(size) or (size,))
         is_apart = self.flow.trouble != "" or words.gathers or words.splits
         if words.style in ("column", "row") and not is_apart:
             by = "partition_config" if words.is_users else "the model's own plan"
@@ -265,11 +272,14 @@ class _Decider:
                     f"belong to it are: {and_more(others, 4)}. Say the same of all of them, or 'skip'"
                 )
 
-    def _rotary_tail(self, layer: Layer) -> int:
-        sizes = dict(self.modules[parent_of(layer.path)].sizes)
-        if "qk_rope_head_dim" not in sizes:
-            raise PlanError(f"'{layer.path}': how many of its outputs are shared by all heads is not known")
-        return sizes["qk_rope_head_dim"]
+    def _with_tail(self, layer: Layer, size: int, words: Said | None) -> LayerCut:
+        """A layer that stays whole; the last of its outputs meet what is cut."""
+        if words is not None and words.style not in ("whole", "partly summed"):
+            raise PlanError(
+                f"'{layer.path}' is to be cut ({words.style}), but its last {size} outputs are keys that all heads "
+                "share: it stays whole; say nothing of it, or 'skip'"
+            )
+        return LayerCut(layer.path, "partly summed", is_transposed=layer.kind == "transposed", summed_tail=size)
 
     def _take_tables_and_head(self, said: Mapping[str, Said]) -> None:
         """Vocabularies: rows of the table of tokens, and outputs of the layer that makes logits."""
@@ -385,6 +395,15 @@ def _said_by(spec: LayerSpecConfig, layer: Layer) -> Said:
     return Said(style, _runs_of(spec, layer), gathers=spec.gather_output, is_users=True)
 
 
+def _runs_said(said: Mapping[str, Said], layers: Mapping[str, Layer]) -> RunsSaid:
+    """The runs of layers of which somebody says that they are several in one."""
+    fused = {path: words for path, words in said.items() if path in layers and words.runs}
+    return RunsSaid(
+        {path: words.runs_of(layers[path].outputs) for path, words in fused.items() if words.style == "column"},
+        {path: words.runs_of(layers[path].inputs) for path, words in fused.items() if words.style == "row"},
+    )
+
+
 def _runs_of(spec: LayerSpecConfig, layer: Layer) -> tuple[int, ...]:
     """The runs of a fused layer: `[3, -1]` are three of the same size, `[[q, k, v], -1]` are those."""
     if spec.shape is None:
@@ -401,7 +420,7 @@ def _runs_of(spec: LayerSpecConfig, layer: Layer) -> tuple[int, ...]:
 
 
 def _regions_of(
-    said: Mapping[str, Said], layers: Mapping[str, Layer], modules: Mapping[str, ModuleSketch]
+    said: Mapping[str, Said], runs: RunsSaid, layers: Mapping[str, Layer], modules: Mapping[str, ModuleSketch]
 ) -> Iterator[Region]:
     """Regions of a model whose forward could not be followed: columns up to the next rows, in order of definition."""
     sources: list[Layer] = []
@@ -410,13 +429,22 @@ def _regions_of(
         if words is None or words.gathers or words.splits:
             continue
         if words.style == "column":
-            sources.append(layer)
+            sources.append(replace(layer, runs=runs.outputs.get(path, layer.runs)))
         elif words.style == "row" and sources:
             sizes = dict(modules[parent_of(sources[0].path)].sizes)
             head = sizes.get("head_dim", 0)
             ways = {each.path: Way(head=head) for each in sources}
-            yield Region(tuple(sources), (layer,), ways=ways)
+            yield Region(tuple(sources), (layer,), runs=runs.inputs.get(path, ()), ways=ways)
             sources = []
+
+
+def _share(found: _Taken, sketch: Sketch) -> float:
+    """How much of all parameters is cut."""
+    cut = {f"{path}.weight" for path, each in found.layers.items() if each.runs}
+    cut |= {f"{path}.bias" for path, each in found.layers.items() if each.style == "column"}
+    cut |= {name for name, each in found.parameters.items() if each.dim is not None}
+    sizes = [(prod(each.shape), bool(cut & {*each.names})) for each in sketch.parameters]
+    return sum(size for size, is_cut in sizes if is_cut) / max(1, sum(size for size, _ in sizes))
 
 
 def _common(paths: Iterable[str]) -> str:

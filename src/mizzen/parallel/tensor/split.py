@@ -25,9 +25,11 @@ from mizzen.parallel.tensor.forwards import (
     TableColumnsForward,
     TableRowsForward,
     TailForward,
+    close_regions,
     set_sizes,
 )
 from mizzen.parallel.tensor.rules import decide
+from mizzen.parallel.tensor.sequence import follow_blocks
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import Transform
 
@@ -43,6 +45,17 @@ class TensorSplit(Transform):
 
     def wants(self, config: Config, layout: Layout, drafts: Drafts) -> TensorChoice | None:
         """Decide what is cut; None where the ranks do not share matrices, or where the model comes split."""
+        section = config.tensor_parallel
+        if section.sequence_parallel and config.tensor_parallel_size > 1:
+            raise PlanError(
+                "tensor_parallel.sequence_parallel is for models that are split by autotp_size; one that comes split "
+                "says it of its own layers (sequence_parallel=True): leave the key out"
+            )
+        if section.sequence_parallel and section.tp_overlap_comm:
+            raise PlanError(
+                "tensor_parallel: tp_overlap_comm sums whole sequences, and with sequence_parallel each rank gets a "
+                "part of the sum; leave one of the two out"
+            )
         if layout.tp == 1 or config.tensor_parallel_size > 1:
             return None
         sketch = joined(drafts)
@@ -54,7 +67,7 @@ class TensorSplit(Transform):
                 f"tensor_parallel asks to split a model that is split already: '{already[0]}' says so. Build the model "
                 "again, or, if its own layers are split, say tensor_parallel_size instead"
             )
-        return decide(sketch, layout.tp, config.tensor_parallel)
+        return decide(sketch, layout.tp, section)
 
     def details(self, choice: TensorChoice) -> list[str]:
         """How every module of the model is cut, and what a rank has of it."""
@@ -74,18 +87,24 @@ class TensorSplit(Transform):
         compare_first_batch(parts, mesh)
         for part in parts:
             modules = dict(part.module.named_modules())
+            modules = {path: module for path, module in modules.items() if not isinstance(module, Elsewhere)}
             regions: dict[str, CutRegion] = {}
+            sequence = follow_blocks(choice.sequence, modules, group) if choice.sequence is not None else None
+            in_blocks = choice.regions_in_blocks()
             for cut in choice.layers:
                 layer: Any = modules.get(cut.path)
-                if layer is None or isinstance(layer, Elsewhere):
+                if layer is None:
                     continue
                 name = cut.region or cut.path
-                region = regions.setdefault(name, CutRegion(group, is_random=name in choice.random))
+                parts_of = sequence if name in in_blocks else None
+                region = regions.setdefault(name, CutRegion(group, is_random=name in choice.random, sequence=parts_of))
                 layer.__dict__["forward"] = _forward(layer, cut, region, choice, rank)
                 set_sizes(layer, cut, layer.weight.shape)
                 layer.__dict__[MARK] = cut
                 if cut.gathers and cut.style == "column" and len(cut.runs) == 1:
                     layer.__dict__["vocabulary_part"] = _vocabulary_part(cut, group, rank)
+            if random := [region for name, region in regions.items() if name in choice.random]:
+                close_regions(part.module, random)
             for change in choice.sizes:
                 if change.path in modules:
                     setattr(modules[change.path], change.name, change.values[rank])

@@ -27,9 +27,10 @@ class ParameterAddresses:
         """Whether one that was moved, or that has replaced another, has brought new values."""
         has_memory = (bucket for bucket in buckets if type(bucket.values) is Tensor)
         self._places = [(bucket, position) for bucket in has_memory for position in range(len(bucket.parameters))]
-        self._note()
+        self.note()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Take the parameters to be where they should be."""
         self._watched = [bucket.parameters[position] for bucket, position in self._places]
         self._addresses = [*map(Tensor.data_ptr, self._watched)]
         self._sizes = [*map(Tensor.numel, self._watched)]
@@ -91,7 +92,7 @@ class ParameterAddresses:
                 self.has_new_values |= not torch.equal(value, place)
                 place.copy_(value)
                 parameter.data = alone(place)
-        self._note()
+        self.note()
 
 
 def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

@@ -17,9 +17,16 @@ from torch.utils.hooks import RemovableHandle
 from mizzen.errors import UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
-from mizzen.parallel.zero.live import LiveBucket
+from mizzen.parallel.zero.live import LiveBucket, add_to_first, set_first_aside, show
 from mizzen.parallel.zero.reduce import Finish, Reducer
 from mizzen.parallel.zero.twins import GradientHook
+
+
+class HookSwitch:
+    """What all hooks of a store's parameters look at first: whether somebody wants to hear of a gradient."""
+
+    def __init__(self) -> None:
+        self.is_off = False
 
 
 class Gradients:
@@ -62,6 +69,7 @@ class Gradients:
         if any(bucket.rest.place != "device" for bucket in buckets):
             self.in_flight = 2  # a sum that has come goes on to where its lot rests, while backward computes
         self.may_send = self.in_backward = False
+        self.switch = HookSwitch()
         self.has_arrived = False
         """Whether autograd has put a gradient on any parameter since the last step."""
         self._had_unannounced = False
@@ -85,7 +93,7 @@ class Gradients:
         """
         parameter.grad = None
         parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
-        hook = partial(_tell, WeakMethod(self._arrived), number, position)
+        hook = partial(_tell, self.switch, WeakMethod(self._arrived), number, position)
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles[id(parameter)] = [handle]
         if (change := self.hooks.get(self.buckets[number].plan.slots[position].name)) is not None:
@@ -153,7 +161,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
-        self.may_send = self.in_backward = self._is_complete = False
+        self.may_send = self.in_backward = self._is_complete = self.switch.is_off = False
         self.has_arrived = self._had_unannounced = False
         self._unannounced.clear()
         for bucket in self.buckets:
@@ -235,6 +243,7 @@ class WholeGradients(Gradients):
 
     def begin_forward(self) -> None:
         """Take gradients off parameters of another dtype: with one, a compiled block falls into many graphs."""
+        self.switch.is_off = False  # where a backward has failed half-way
         unannounced = {id(bucket) for bucket, _ in self._unannounced}
         for bucket in self.buckets:
             if bucket.shown and bucket.values.dtype != bucket.accumulation and id(bucket) not in unannounced:
@@ -243,9 +252,34 @@ class WholeGradients(Gradients):
                     bucket.parameters[position].grad = None
                 bucket.shown.clear()
 
+    def begin_backward(self, last: bool | None) -> None:
+        """Let full buckets leave; where gradients stay, let autograd add them to their places: nothing is copied."""
+        for bucket in self.buckets:
+            set_first_aside(bucket)
+        super().begin_backward(last)
+        for bucket in self.buckets if not self.may_send else ():
+            is_untouched = not bucket.shown and all(parameter.grad is None for parameter in bucket.parameters)
+            if is_untouched and bucket.adds_in_place and not self._keeps_first(bucket):
+                bucket.filled()
+                show(bucket, range(len(bucket.parameters)))
+        # What arrives is noted once; then nobody has to hear of gradients that autograd adds to their places, nor of
+        # those that leave together at the end.
+        is_added = all(len(bucket.shown) == len(bucket.parameters) for bucket in self.buckets)
+        self.switch.is_off = self.has_arrived and (not self.overlaps if self.may_send else is_added)
+
+    def _keeps_first(self, bucket: LiveBucket) -> bool:
+        """Whether the first gradients stay as they come until the second do, and no zeros are made to add them to.
+
+        On a device the memory that this takes is worth more than the time.
+        """
+        return bucket.stock.is_kept and bucket.adds_in_place and bucket.whole is None
+
     def end_backward(self) -> None:
         """Send the rest, and wait."""
+        for bucket in self.buckets if not self.may_send else ():
+            add_to_first(bucket, list(bucket.first))
         super().end_backward()
+        self.switch.is_off = False
         for bucket in self.buckets:
             bucket.seen = bucket.whole._version if bucket.whole is not None else 0
 
@@ -259,7 +293,7 @@ class WholeGradients(Gradients):
             elif new:
                 bucket.put(self._new(bucket, new))
                 bucket.filled()
-                self._show(bucket, new)
+                show(bucket, new)
 
     def update_copies(self, name: str, value: Callable[[], Tensor]) -> None:
         """Stage 1 sums what lies here anew after a further backward: the mean of what all ranks have is the value."""
@@ -270,16 +304,24 @@ class WholeGradients(Gradients):
                     bucket.seen = view._version
 
     def keep(self, bucket: LiveBucket, position: int) -> None:
-        """Add it to its place, and show that."""
-        bucket.put(self._new(bucket, (position,)))
-        self._show(bucket, (position,))
+        """Add it to its place, and show that; where its place was shown, autograd has added to it already."""
+        if position in bucket.shown and bucket.parameters[position].grad is bucket.views[position]:
+            return
+        if position in bucket.first:
+            add_to_first(bucket, (position,))
+        elif self.in_backward and self._keeps_first(bucket) and _is_plain(bucket.parameters[position].grad, bucket):
+            bucket.loose.add(position)
+        else:
+            bucket.put(self._new(bucket, (position,)))
+            show(bucket, (position,))
 
     def leave(self, bucket: LiveBucket) -> Finish:
         """Sum the bucket where it lies, or into the owner's chunk."""
         positions = range(len(bucket.parameters))
+        add_to_first(bucket, list(bucket.first))
         bucket.put(self._new(bucket, positions), self.factor)
         whole = bucket.filled()
-        self._show(bucket, positions)
+        show(bucket, positions)
         if self.reducer.reduction.ranks == 1:
             return self.reducer.to_all(whole)
         note_finite(bucket, whole)
@@ -292,6 +334,8 @@ class WholeGradients(Gradients):
     def _new(self, bucket: LiveBucket, positions: Iterable[int]) -> dict[int, Tensor]:
         """What autograd or the user has put on parameters; to one that is shown already it was added in place."""
         parameters = bucket.parameters
+        if bucket.loose:
+            bucket.filled()
         if not bucket.shown:
             return {at: gradient for at in positions if (gradient := parameters[at].grad) is not None}
         found = {}
@@ -304,12 +348,6 @@ class WholeGradients(Gradients):
             if gradient is not None:
                 found[position] = gradient
         return found
-
-    def _show(self, bucket: LiveBucket, positions: Iterable[int]) -> None:
-        parameters, views = bucket.parameters, bucket.views
-        for position in positions:
-            parameters[position].grad = views[position]
-        bucket.shown.update(positions)
 
     def _finish_by_rows(self, bucket: LiveBucket, whole: Tensor) -> None:
         if not bucket.is_shared:
@@ -386,6 +424,11 @@ class PassingGradients(Gradients):
         self._has_sum = False
 
 
+def _is_plain(gradient: Tensor | None, bucket: LiveBucket) -> bool:
+    """Whether a gradient is dense and has the dtype in which those of a bucket add up."""
+    return gradient is not None and gradient.dtype == bucket.accumulation and not gradient.is_sparse
+
+
 def tell_edit(stage: int, name: str | None) -> None:
     """Say once that an edit of `grad` has no effect, if there was one."""
     if name is not None:
@@ -397,9 +440,9 @@ def tell_edit(stage: int, name: str | None) -> None:
         )
 
 
-def _tell(arrived: "WeakMethod[Any]", number: int, position: int, _: Tensor) -> None:
-    """Tell of a gradient, if there is still somebody to tell."""
-    if (tell := arrived()) is not None:
+def _tell(switch: HookSwitch, arrived: "WeakMethod[Any]", number: int, position: int, _: Tensor) -> None:
+    """Tell of a gradient, if there is still somebody who wants to hear of it."""
+    if not switch.is_off and (tell := arrived()) is not None:
         tell(number, position)
 
 

@@ -1,6 +1,6 @@
 """A bucket with its tensors on this rank. What is done with them is the business of `gradients.py` and `store.py`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from mizzen.offload.away import check_here
 from mizzen.offload.rest import OnDevice
 from mizzen.parallel.zero.slots import Bucket
 from mizzen.parallel.zero.stock import Stock, Sums
@@ -58,6 +59,8 @@ class LiveBucket:
     """The sizes of a gap, a slot, a gap, and so on to the last gap, of which most have no elements."""
     gaps: list[int] = field(init=False)
     """Which of them are gaps that have."""
+    adds_in_place: bool = field(init=False)
+    """Whether autograd can add gradients to their places itself."""
     sums: Sums = field(init=False)
     """Over the ranks, for the owned chunk, where it is shared."""
     whole: Tensor | None = None
@@ -68,6 +71,10 @@ class LiveBucket:
     """The slots to which nothing has come yet."""
     shown: set[int] = field(default_factory=set)
     """The slots whose place is at present the `grad` of its parameter."""
+    loose: set[int] = field(default_factory=set)
+    """The slots whose `grad` is still the first that autograd has made, in memory of its own."""
+    first: dict[int, Tensor] = field(default_factory=dict)
+    """Those of the backward before, while the second ones come: their sums are what goes to the places."""
     seen: int = 0
     """The version of `whole` when it was complete: another one means that somebody has written to it."""
     finite: Tensor | None = None
@@ -82,6 +89,7 @@ class LiveBucket:
         edges = [0, *(edge for slot in self.plan.slots for edge in (slot.start, slot.stop)), self.plan.numel]
         self.cuts = [high - low for low, high in pairwise(edges)]
         self.gaps = [number for number, size in enumerate(self.cuts) if size and number % 2 == 0]
+        self.adds_in_place = self.values.dtype == self.accumulation and not self.plan.is_sparse
         self.sums = Sums(self.stock, self.master.numel(), self.accumulation)
 
     @property
@@ -136,6 +144,7 @@ class LiveBucket:
         self.is_complete = True
         if self.targets:
             self.rest.leave(lambda: self.gradient)
+            self.rest.step_early()
 
     @property
     def gradient(self) -> Tensor:
@@ -144,8 +153,8 @@ class LiveBucket:
 
     def put(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> None:
         """Add gradients to their places, and multiply all that is in the bucket by a factor."""
-        if self.whole is None:
-            self._open()
+        whole = self.open() if self.whole is None else self.whole
+        check_here(whole, "the gradient of this step so far")
         if len(self.empty) < len(self.views):
             gradients = self._add(gradients, factor)
         self._fill(gradients, factor)
@@ -171,19 +180,23 @@ class LiveBucket:
 
     def filled(self) -> Tensor:
         """The gradient of all of the bucket on this rank, with zeros where none has come."""
-        whole = self._open() if self.whole is None else self.whole
+        whole = self.open() if self.whole is None else self.whole
+        check_here(whole, "the gradient of this step so far")
         for position in self.empty:
             self.views[position].zero_()
         self.empty.clear()
         return whole
 
-    def _open(self) -> Tensor:
+    def open(self) -> Tensor:
+        """Make room for gradients, of which none has come to its place yet."""
         self.whole = self.stock.take(self.plan.numel, self.accumulation)
         parts = self.whole.split_with_sizes(self.cuts)
         for number in self.gaps:
             parts[number].zero_()
         self.views = [part.view(slot.shape) for part, slot in zip(parts[1::2], self.plan.slots, strict=True)]
         self.empty = set(range(len(self.parameters)))
+        if self.loose:
+            _take_loose(self)
         return self.whole
 
     def hand_over(self) -> Tensor:
@@ -202,6 +215,8 @@ class LiveBucket:
         self.whole = self.finite = None
         self.is_complete = False
         self.views, self.empty, self.shown = [], set(), set()
+        self.loose.clear()
+        self.first.clear()
 
     def places(self, flat: Tensor) -> list[Tensor]:
         """The place of each parameter in a tensor that holds the whole bucket."""
@@ -218,6 +233,46 @@ class LiveBucket:
             is_here = low < high or start <= slot.start - self.start == slot.stop - self.start <= stop
             if is_here:  # a slot without elements still has a name
                 yield number, low, high
+
+
+def show(bucket: LiveBucket, positions: Iterable[int]) -> None:
+    """Let the `grad` of parameters be their places."""
+    for position in positions:
+        bucket.parameters[position].grad = bucket.views[position]
+    bucket.shown.update(positions)
+
+
+def set_first_aside(bucket: LiveBucket) -> None:
+    """A second backward begins: let parameters be without a gradient, so that autograd adds nothing itself."""
+    for at in bucket.loose:
+        if (gradient := bucket.parameters[at].grad) is not None:
+            bucket.first[at] = gradient
+            bucket.parameters[at].grad = None
+    bucket.loose.clear()
+
+
+def add_to_first(bucket: LiveBucket, positions: Iterable[int]) -> None:
+    """Let places have the sum of the first gradient and the one that has come since, and show them."""
+    if bucket.whole is None and bucket.first:
+        bucket.open()
+    for at in positions:
+        first, second = bucket.first.pop(at), bucket.parameters[at].grad
+        if second is None or second.is_sparse:
+            bucket.put({at: first})
+        if second is not None and second.is_sparse:
+            bucket.put({at: second})
+        elif second is not None:
+            torch.add(first.detach(), second.detach(), out=bucket.views[at])
+            bucket.empty.discard(at)
+        show(bucket, (at,))
+
+
+def _take_loose(bucket: LiveBucket) -> None:
+    """Somebody asks for the gradient before a second backward: the first ones go to their places alone."""
+    found = {at: gradient for at in bucket.loose if (gradient := bucket.parameters[at].grad) is not None}
+    bucket.loose.clear()
+    bucket.put(found)
+    show(bucket, found)
 
 
 def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:

@@ -78,6 +78,9 @@ class Reducer:
         A bucket that has one owner goes to that rank, and the chunks of the others are empty. By the title a reducer
         may remember something of a chunk from step to step. The ranks compare the tag, if there is one.
         """
+        if self.reduction.ranks == 1:
+            chunk.add_(bucket) if add else chunk.copy_(bucket)
+            return _nothing
         sent = self._sent(bucket)
         if self.reduction.in_rank_order or bucket.device.type == "cpu":
             # gloo's reduce-scatter takes longer than an exchange of chunks and a local sum, and its order of

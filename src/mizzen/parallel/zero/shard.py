@@ -11,10 +11,11 @@ from torch import nn
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import DATA_AXES, Layout, Partition
 from mizzen.config.schema import Config
+from mizzen.config.zero import ZenFlowConfig
 from mizzen.errors import PlanError
 from mizzen.model.home import Site, pieces_at
 from mizzen.model.sketch import Drafts, ParameterSketch, Sketch, bytes_per_element
-from mizzen.offload.places import DEVICE, PLACES, OffloadSettings, places_for
+from mizzen.offload.places import DEVICE, PLACES, OffloadSettings, places_for, refuse_in_backward, refuse_zenflow
 from mizzen.parallel.zero.reduce import Reduction
 from mizzen.parallel.zero.slots import Bucket, Buffer, Tenant, bucket_limit, lay_out
 from mizzen.parallel.zero.store import FlatStore, Holding
@@ -67,7 +68,7 @@ class FlatSettings:
             prescale=config.prescale_gradients,
             in_rank_order=config.deterministic,
             early=stage != 1,
-            offload=OffloadSettings.of(config),
+            offload=replace(OffloadSettings.of(config), states=states_per_parameter(config)),
             states=tuple(states_per_parameter(config, is_whole=is_whole) for is_whole in (False, True)),
         )
 
@@ -109,10 +110,11 @@ class Family:
 
 def families(draft: Sketch, flat: FlatSettings, layout: Layout, rank: int) -> tuple[Family, ...]:
     """The trained parameters that a rank holds of a draft, by home; those on several pipeline stages come last."""
-    trained = [p for p in draft.parameters if p.is_trained and p.home.is_at(layout, rank)]
-    kinds = dict.fromkeys(p.home.key(layout) for p in trained)
-    alike = [[p for p in trained if p.home.key(layout) == kind] for kind in kinds]
-    found = [_family(parameters, flat, layout, rank) for parameters in alike]
+    alike: dict[tuple[object, ...], list[ParameterSketch]] = {}
+    for parameter in draft.parameters:
+        if parameter.is_trained and parameter.home.is_at(layout, rank):
+            alike.setdefault(parameter.home.key(layout), []).append(parameter)
+    found = [_family(parameters, flat, layout, rank) for parameters in alike.values()]
     found.sort(key=lambda family: any(site.is_far for site in family.sites.values()))
     if flat.offload.is_on:
         found = _placed(found, flat)
@@ -139,6 +141,13 @@ def _placed(found: Sequence[Family], flat: FlatSettings) -> list[Family]:
         return replace(family, buffers=tuple(buffers), holding=holding)
 
     return [placed(family) for family in found]
+
+
+def after_families(found: Iterable[Family], flat: FlatSettings) -> FlatSettings:
+    """These settings for what comes beside some families, whose masters and states take a part of the budgets."""
+    held = [(f, buffer, bucket) for f in found for buffer in f.buffers for bucket in buffer.buckets]
+    sizes = [_resting(family, buffer, bucket, flat) for family, buffer, bucket in held]
+    return replace(flat, offload=flat.offload.after(sizes, [bucket.place for _, _, bucket in held]))
 
 
 def _resting(family: Family, buffer: Buffer, bucket: Bucket, flat: FlatSettings) -> int:
@@ -209,22 +218,26 @@ class ZeroChoice:
     flat: FlatSettings
     drafts: Drafts
     layout: Layout
+    _families: dict[int, list[tuple[Family, ...]]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """By rank, of those that were asked for."""
 
     @property
     def states(self) -> tuple[int, ...]:
         """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
         return self.flat.states
 
-    def families(self, rank: int) -> Iterator[tuple[Family, ...]]:
+    def families(self, rank: int) -> list[tuple[Family, ...]]:
         """What a rank holds, for each of its pieces."""
-        for piece in pieces_at(rank, self.layout, len(self.drafts)):
-            yield families(self.drafts[piece], self.flat, self.layout, rank)
+        if rank not in self._families:
+            pieces = pieces_at(rank, self.layout, len(self.drafts))
+            self._families[rank] = [families(self.drafts[piece], self.flat, self.layout, rank) for piece in pieces]
+        return self._families[rank]
 
     def __str__(self) -> str:
         held = [family for piece in self.families(0) for family in piece]
         ranks = max((family.holding.reduction.ranks for family in held), default=self.layout.size(*DATA_AXES))
         buckets = [bucket for family in held for buffer in family.buffers for bucket in buffer.buckets]
-        resting = resting_words(bucket.place for bucket in buckets)
+        resting = resting_words(bucket.place for bucket in buckets) + stepping_words(self.flat.offload)
         if ranks == 1:
             return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard{resting}"
         owned = sum(bucket.is_whole for bucket in buckets)
@@ -233,14 +246,30 @@ class ZeroChoice:
         return f"ZeRO stage {self.asked} over dp={ranks}{words}, sums in {self.flat.policy.wire or 'float32'}{resting}"
 
 
-def resting_words(places: Iterable[str]) -> str:
-    """How many lots rest where, if not all rest on the device."""
+def resting_words(places: Iterable[str], what: str = "masters and states") -> str:
+    """How many lots or units rest where, if not all rest on the device."""
     counts = Counter(places)
     if not counts.keys() - {DEVICE}:
         return ""
-    return "; masters and states rest " + ", ".join(
+    return f"; {what} rest " + ", ".join(
         f"{'on' if place != 'host' else 'in'} {place}: {counts[place]}" for place in PLACES if counts[place]
     )
+
+
+def stepping_words(settings: OffloadSettings) -> str:
+    """How what rests in host memory is stepped, if not all of it after every backward."""
+    if settings.in_backward:
+        return "; the host steps during backward, into copies"
+    return "" if settings.zenflow is None else f"; zenflow: {settings.zenflow.words()}"
+
+
+def shards_parameters(config: Config, layout: Layout) -> bool:
+    """Whether units are gathered and freed (`ZeroFull`): at stage 3 with others to share parameters with.
+
+    On one rank that is so where parameters rest outside the device.
+    """
+    zero = config.zero_optimization
+    return zero.stage == 3 and (layout.size(*DATA_AXES) > 1 or zero.offload_param is not None)
 
 
 class ZeroShard(Transform):
@@ -250,10 +279,12 @@ class ZeroShard(Transform):
 
     def wants(self, config: Config, layout: Layout, drafts: Drafts) -> ZeroChoice | None:
         """Lay out the trained parameters; None when nothing is trained."""
-        zero, ranks = config.zero_optimization, layout.size(*DATA_AXES)
-        if zero.stage == 3 and ranks > 1:
-            return None  # `ZeroFull` shards parameters too
+        zero = config.zero_optimization
+        if shards_parameters(config, layout):
+            return None
         check(drafts, layout)
+        refuse_zenflow(config, layout)
+        refuse_in_backward(config)
         parameters = [parameter for draft in drafts for parameter in draft.parameters]
         if parameters and not any(parameter.is_trained for parameter in parameters):
             return None
@@ -314,7 +345,17 @@ def _change(family: Family, states: Sequence[int], place: int, *, at_rest: bool)
         change += Cost(padded.parameters, gradients, share.masters, share.states) - price(buffer.occupied)
         for bucket in buffer.buckets:
             change += _elsewhere(family, buffer, bucket, place, states)
-    return change
+    if not holding.offload.in_backward:
+        return change
+    pairs = [(buffer, bucket) for buffer in family.buffers for bucket in buffer.buckets if bucket.place == "host"]
+    shares = (_share(family, buffer, bucket, place, states) for buffer, bucket in pairs)
+    return change + Cost(host=max((share.gradients for share in shares), default=0))
+
+
+def _share(family: Family, buffer: Buffer, bucket: Bucket, place: int, states: Sequence[int]) -> Cost:
+    """What a rank owns of a bucket."""
+    low, high = bucket.owned(place, family.holding.chunks)
+    return trained(high - low, buffer.dtype, family.holding.policy, states=states[bucket.is_whole])
 
 
 def _elsewhere(family: Family, buffer: Buffer, bucket: Bucket, place: int, states: Sequence[int]) -> Cost:
@@ -322,11 +363,28 @@ def _elsewhere(family: Family, buffer: Buffer, bucket: Bucket, place: int, state
     if bucket.place == DEVICE:
         return Cost()
     low, high = bucket.owned(place, family.holding.chunks)
-    share = trained(high - low, buffer.dtype, family.holding.policy, states=states[bucket.is_whole])
+    share, offload = _share(family, buffer, bucket, place, states), family.holding.offload
     saved = Cost(masters=-share.masters, states=-share.states)
     if bucket.place == "host":
-        return saved + Cost(host=share.resting + share.gradients)
+        copies = share.resting if offload.in_backward else 0
+        there = Cost(host=share.resting + share.gradients + copies)
+        return saved + there + late_cost(high - low, share, offload.zenflow)
     return saved + Cost(host=share.gradients, nvme=share.resting)
+
+
+def late_cost(count: int, share: Cost, zenflow: ZenFlowConfig | None) -> Cost:
+    """What late updates of so many elements take beside masters and states in host memory.
+
+    The host has the gradients that wait and which elements are important; with an update beside training also what it
+    changes, and the new values. The device has important masters and states, and eight bytes for the place of each.
+    """
+    if zenflow is None:
+        return Cost()
+    masters = share.masters or share.parameters
+    beside = masters + share.parameters if zenflow.overlap_step else 0
+    important = Cost(masters=round(zenflow.topk_ratio * masters), states=round(zenflow.topk_ratio * share.states))
+    apart = Cost(host=important.total) if zenflow.offload else important
+    return Cost(states=round(zenflow.topk_ratio * 8 * count), host=masters + count + beside) + apart
 
 
 def check(drafts: Drafts, layout: Layout) -> None:

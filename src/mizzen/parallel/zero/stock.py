@@ -7,6 +7,8 @@ one costs a fault: a fifth of the time of a copy and more. So blocks on a CPU ar
 import torch
 from torch import Tensor
 
+from mizzen.offload.away import check_here
+
 
 class Stock:
     """Flat tensors without content, to be taken and given back."""
@@ -37,6 +39,14 @@ class Stock:
         if block is not None:
             self._free.append(block)
 
+    def drop_free(self) -> None:
+        """Let go of blocks that nobody has taken."""
+        self._free.clear()
+
+    def note_addresses(self) -> None:
+        """Blocks that were taken have come to other addresses."""
+        self._lent = {block.data_ptr(): block for block in self._lent.values()}
+
     def clear(self) -> None:
         """Keep nothing."""
         self._free.clear()
@@ -52,20 +62,22 @@ class Sums:
         self.dtype = dtype
         self.padding = padding
         """Zeros behind the sums."""
-        self._tensor: Tensor | None = None
+        self.tensor: Tensor | None = None
+        """Where they are; None before the first."""
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has come since the last step, and there is no memory for one."""
-        return self._tensor is None
+        return self.tensor is None
 
     def place(self) -> Tensor:
         """Where the sums are to be, padding included; what is there has no meaning while there are none."""
-        if self._tensor is None:
-            self._tensor = self.stock.take(self.count + self.padding, self.dtype)
+        if self.tensor is None:
+            self.tensor = self.stock.take(self.count + self.padding, self.dtype)
             if self.padding:
-                self._tensor[self.count :] = 0
-        return self._tensor
+                self.tensor[self.count :] = 0
+        check_here(self.tensor, "the gradient of this step so far")
+        return self.tensor
 
     def read(self) -> Tensor:
         """The sums, padding included; zeros where none has come."""
@@ -73,6 +85,6 @@ class Sums:
 
     def forget(self) -> None:
         """No gradient has ever come."""
-        if self._tensor is not None:
-            self.stock.give(self._tensor)
-        self._tensor = None
+        if self.tensor is not None:
+            self.stock.give(self.tensor)
+        self.tensor = None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from mizzen.comm.communicator import Work
 from mizzen.kernels.norm import sum_of_squares
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes, piece_of_range
+from mizzen.offload.away import away_refusal, check_here
 from mizzen.offload.places import OffloadSettings
 from mizzen.offload.rest import RestingPlaces
 from mizzen.optim.own_rules import Portion
@@ -24,7 +26,7 @@ from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_fo
 from mizzen.parallel.zero.slots import Bucket, Buffer
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.twins import GradientHook
-from mizzen.plan.parts import ReducedGradients, StoreContents, StoreRanks, StoreStatus
+from mizzen.plan.parts import ReducedGradients, StoreContents, StoreMemory, StoreRanks, StoreStatus
 from mizzen.precision.policy import Policy, wider
 
 
@@ -71,6 +73,10 @@ class FlatStore:
         twins: Mapping[str, GradientHook] | None = None,
     ) -> None:
         self.holding = holding
+        self.is_away = False
+        """Whether the parameters are in host memory for a while."""
+        self.is_sharded = holding.chunks > 1
+        """Whether this rank holds only a share of masters and states."""
         self.group = group
         self.rank = groups.get_rank(group) if holding.reduction.ranks > 1 else 0
         self.sites = sites or {}
@@ -161,14 +167,9 @@ class FlatStore:
         return exact
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether this rank holds only a share of masters and states."""
-        return self.holding.chunks > 1
-
-    @property
     def status(self) -> StoreStatus:
         """What somebody has done with the parameters, which are always whole."""
-        return StoreStatus(has_new_values=self.addresses.has_new_values)
+        return StoreStatus(self._memory, has_new_values=self.addresses.has_new_values)
 
     # Gradients
 
@@ -250,6 +251,8 @@ class FlatStore:
 
     def restore_parameters(self, replaced: Mapping[str, Tensor] | None = None) -> None:
         """Let parameters lie in their buckets again; a master whose parameter is as it was keeps its low bits."""
+        if self.is_away:
+            raise away_refusal("the model")
         for name, parameter in (replaced or {}).items():
             self.addresses.replace(name, parameter)
         self.addresses.restore()
@@ -263,38 +266,57 @@ class FlatStore:
 
     # Pieces by name
 
-    def pieces(self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None) -> list[Piece]:
+    def pieces(
+        self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None, only: str | None = None
+    ) -> list[Piece]:
         """What this rank holds, by parameter name; states that are not as large as what they belong to are left out."""
         if of == "master" and states is None:
             self.restore_parameters({})
+        buckets = [each for each in self.buckets if only is None or any(slot.name == only for slot in each.plan.slots)]
         if states is None:
-            owned = ((bucket, bucket.master if of == "master" else bucket.gradient) for bucket in self.buckets)
+            owned = ((bucket, bucket.master if of == "master" else bucket.gradient) for bucket in buckets)
             return [
                 bucket.rest.readable(tensor, piece)
                 for bucket, tensor in owned
-                for piece in self._pieces(bucket, 0, tensor)
+                for piece in self._pieces(bucket, 0, tensor, only)
             ]
         found = (
-            (bucket, target, states.get(target.tensor, {}).get(of))
-            for bucket in self.buckets
-            for target in bucket.targets
+            (bucket, target, states.get(target.tensor, {}).get(of)) for bucket in buckets for target in bucket.targets
         )
         return [
             bucket.rest.readable(state, piece)
             for bucket, target, state in found
             if isinstance(state, Tensor) and state.shape == target.shape
-            for piece in self._pieces(bucket, target.start, state.view(-1))
+            for piece in self._pieces(bucket, target.start, state.view(-1), only)
         ]
 
-    def _pieces(self, bucket: LiveBucket, start: int, tensor: Tensor) -> Iterator[Piece]:
+    def _pieces(self, bucket: LiveBucket, start: int, tensor: Tensor, only: str | None) -> Iterator[Piece]:
         """The parameters in a flat tensor that begins at a place of the owned chunk."""
+        check_here(tensor, "what is asked for")
         for number, low, high in bucket.owned_slots(start, start + tensor.numel()):
             slot, at = bucket.plan.slots[number], bucket.start
+            if only is not None and slot.name != only:
+                continue
             data, first, last = tensor[low - start : high - start], low + at - slot.start, high + at - slot.start
             if (site := self.sites.get(slot.name)) is None:
                 yield piece_of_range(slot.name, slot.shape, data, first, last)
             else:
                 yield piece_of_boxes(slot.name, site.shape, data, site.boxes_of_range(first, last))
+
+    # Memory that leaves the device for a while
+
+    def _memory(self) -> StoreMemory:
+        """The buckets, their masters and what there is of gradients."""
+        self.stock.drop_free()
+        gradients = [parameter.grad for parameter in self.parameters.values()]
+        gradients += [each for bucket in self.buckets for each in (bucket.whole, bucket.sums.tensor)]
+        return StoreMemory(
+            values=[bucket.values for bucket in self.buckets],
+            masters=[bucket.master for bucket in self.buckets],
+            gradients=[each for each in gradients if each is not None],
+            replace_values=partial(_replace_values, self),
+            returned=self.stock.note_addresses,
+        )
 
     def release(self) -> None:
         """Let the parameters go: they keep their values, each in memory of its own."""
@@ -306,6 +328,20 @@ class FlatStore:
         self._ranges.clear()
         self.stock.clear()
         self.places.close()
+
+
+def _replace_values(store: FlatStore, values: Sequence[Tensor], is_away: bool) -> None:
+    """Let parameters, and masters that are a part of them, lie in other memory with the same content."""
+    for bucket, flat in zip(store.buckets, values, strict=True):
+        is_master = bucket.master.untyped_storage().data_ptr() == bucket.values.untyped_storage().data_ptr()
+        bucket.values = flat
+        if is_master:
+            bucket.master = bucket.mine(flat)
+            bucket.unload()
+        for parameter, place in zip(bucket.parameters, bucket.places(flat), strict=True):
+            parameter.data = alone(place)
+    store.is_away = is_away
+    store.addresses.note()
 
 
 def part_for(parameter: Tensor, value: Tensor, site: Site | None) -> Tensor:

@@ -23,6 +23,7 @@ from mizzen.parallel.pipeline.schedule import peak_activations
 from mizzen.parallel.pipeline.tables import make_schedule
 from mizzen.plan.build import build
 from parity import pipelines
+from parity.decoders import Decoder
 
 
 def start(stages=2, stage=0, schedule="1f1b", micros=4, **more):
@@ -333,6 +334,82 @@ def test_a_plan_says_whether_layers_are_measured():
     model.layer_list = replace(model.layer_list, weights=(0.001, 0.001, 0.001, 0.003))
     said = str(build(config, 2, Sketch.of(model), ORDER).steps[0])
     assert "2 stages of 3+1 layers" in said and "; measured for a micro-batch: 3+3 ms" in said
+
+
+class TickingBlock(torch.nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.inner = Ticks(seconds)
+
+    def forward(self, inputs):
+        return inputs + self.inner(inputs)
+
+
+class TickingModel(torch.nn.Module):
+    """Blocks that are cut by the configuration; it is called with what no list of layers says."""
+
+    def __init__(self, times):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = torch.nn.Linear(4, 4)
+        self.blocks, self.last = torch.nn.ModuleList(map(TickingBlock, times)), torch.nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden).square().mean()
+
+
+def profiled_blocks(times, partition):
+    profile.perf_counter = lambda: Ticks.now
+    config = {
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline_parallel_size": 2,
+        "pipeline": {"partition": partition, "profile_length": 3},
+        "progress": {"enabled": False},
+    }
+    model = TickingModel(times)
+    alone = float(model(torch.ones(1, 3, 4)))
+    engine, *_ = mizzen.initialize(model=model, config=config)
+    held = [number for number, block in enumerate(engine.module.blocks) if isinstance(block, TickingBlock)]
+    return held, engine.train_batch(iter([torch.ones(1, 3, 4)] * 2)).loss, alone
+
+
+def test_blocks_of_any_model_are_cut_by_what_they_take(world):
+    cases = [([1.0, 1.0, 1.0, 1.0, 4.0], partition) for partition in ("profile", "uniform", "parameters", "type:tick")]
+    measured, *others = world(2).each(profiled_blocks, cases)
+    assert [held for held, *_ in measured] == [[0, 1, 2, 3], [4]]
+    assert all([held for held, *_ in other] == [[0, 1, 2], [3, 4]] for other in others)
+    assert all(loss == pytest.approx(alone, rel=1e-5) for ranks in (measured, *others) for _, loss, alone in ranks)
+
+
+def test_a_plan_says_whether_blocks_are_measured():
+    keys = {"train_batch_size": 2, "pipeline_parallel_size": 2, "pipeline": {"partition": "profile"}}
+    config, sketch = load_config(keys), Sketch.of(Decoder(blocks=4))
+    assert "; cut by parameters until blocks are measured" in str(build(config, 2, sketch, ORDER).steps[0])
+    seconds = {f"blocks.{number}": 0.001 * (1 + number // 3) for number in range(4)} | {"head": 0.001, "embed": 0.001}
+    said = str(build(config, 2, replace(sketch, seconds=tuple(seconds.items())), ORDER).steps[0])
+    assert "2 stages of 3+1 blocks" in said and "; measured for a micro-batch: 4+3 ms" in said
+    with pytest.raises(PlanError, match="partition_method 'even' is unknown"):
+        build(load_config(keys | {"pipeline": {"partition": "even"}}), 2, sketch, ORDER)
+
+
+class Unguessed(TickingModel):
+    def forward(self, inputs, scale):
+        return super().forward(inputs) * scale
+
+
+def refused_profile():
+    config = {"train_batch_size": 2, "pipeline_parallel_size": 2, "pipeline": {"partition": "profile"}}
+    mizzen.initialize(model=Unguessed([1.0, 1.0]), config=config)
+
+
+def test_a_model_that_made_tokens_do_not_fit_is_not_measured(world):
+    for outcome in world(2).run(refused_profile, expect_failure=True):
+        assert "Unguessed does not run on made tokens (TypeError" in outcome.traceback
 
 
 def test_a_profile_without_inputs_says_what_is_needed(world):

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mizzen.comm import collectives
 from mizzen.errors import UsageError
+from mizzen.parallel.zero.gradients import WholeGradients
+from mizzen.parallel.zero.live import LiveBucket
 from ranks.parallel.zero.programs import (
     SHAPES,
     STAGES,
@@ -177,6 +180,7 @@ SEQUENCES = {
     "held back after others have left": (False, None),
     "bare": ("bare", "bare"),
     "bare, then announced": ("bare", True),
+    "announced, then bare": (False, "bare"),
 }
 
 
@@ -205,6 +209,58 @@ def test_what_is_held_back_stays(world, stage):
     for sent, has_gradient in world(2).run(held_back, stage):
         assert sent == 0
         assert all(has_gradient)
+
+
+def kept_in_place(stage):
+    bag = Bag()
+    store = hold(bag, stage)
+    copied, told, opened = [], [], []
+    put, keep = LiveBucket.put, WholeGradients.keep
+
+    def noted(bucket, found, factor=1.0):
+        copied.extend(found)
+        put(bucket, found, factor)
+
+    def kept(gradients, bucket, position):
+        told.append(bucket.plan.slots[position].name)
+        keep(gradients, bucket, position)
+
+    with patch.object(LiveBucket, "put", noted), patch.object(WholeGradients, "keep", kept):
+        for step, last in enumerate((False, False, False, True)):
+            backward(store, bag.loss(dist.get_rank(), step), last)
+            opened.append(any(bucket.whole is not None for bucket in store.buckets))
+    return whole(store), copied, told, opened
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_stay_are_added_to_their_places_and_never_copied(world, stage):
+    """The first stay as autograd has made them, their sums with the second go to the places; then nobody is told."""
+    for found, copied, told, opened in world(2).run(kept_in_place, stage):
+        same(found, 2, steps=4)
+        assert copied == []
+        assert sorted(told) == sorted([*SHAPES, *SHAPES])
+        assert opened == [False, True, True, True]
+
+
+def read_after_the_first(stage):
+    bag = Bag()
+    store = hold(bag, stage)
+    backward(store, bag.loss(dist.get_rank(), 0), False)
+    own = {name: parameter.grad.clone() for name, parameter in bag.named_parameters()}
+    for bucket in store.buckets:
+        bucket.filled()
+    pairs = [pair for bucket in store.buckets for pair in zip(bucket.plan.slots, bucket.views, strict=True)]
+    found = {slot.name: place for slot, place in pairs}
+    is_same = all(torch.equal(found[name], own[name]) for name in own)
+    backward(store, bag.loss(dist.get_rank(), 1), True)
+    return is_same, whole(store)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_who_asks_for_a_gradient_before_the_second_backward_gets_it(world, stage):
+    for is_same, found in world(2).run(read_after_the_first, stage):
+        assert is_same
+        same(found, 2, steps=2)
 
 
 # Wrong uses, and what users do

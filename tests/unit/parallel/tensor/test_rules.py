@@ -16,7 +16,7 @@ from mizzen.parallel.tensor.cuts import runs_in
 from mizzen.parallel.tensor.rules import decide
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
-from parity.decoders import MODELS, Attention, Block, Decoder
+from parity.decoders import MODELS, Attention, Block, Decoder, LatentAttention
 
 
 def choice(model: nn.Module, tp: int, **section):
@@ -71,6 +71,62 @@ def test_numbers_that_modules_compute_with_are_those_of_the_rank():
     assert ("blocks.0.attention", "head_dim") not in sizes
 
 
+@pytest.mark.parametrize(("kind", "heads"), [("latent", (2, 2)), ("latent, written", (2, 1))])
+def test_keys_for_all_heads_stay_whole_and_heads_of_different_sizes_are_cut(kind, heads):
+    found = choice(Decoder(**MODELS[kind]), 2)
+    cuts = {cut.path.removeprefix("blocks.0.attention."): cut for cut in found.layers if "0.attention" in cut.path}
+    assert {name: cut.runs for name, cut in cuts.items() if cut.runs} == {
+        "q": (tuple(n * 6 for n in heads),),
+        "spread": (tuple(n * 7 for n in heads),),
+        "out": (tuple(n * 3 for n in heads),),
+    }
+    assert str(cuts["squeeze"]) == "whole, its last 2 outputs go where activations are cut"
+    sizes = {each.name: each.values for each in found.sizes if each.path == "blocks.0.attention"}
+    assert sizes == {"num_heads": heads}
+
+
+def test_the_layer_with_keys_for_all_heads_is_not_cut_whoever_asks():
+    specs = [{"patterns": ["squeeze"], "gather_output": True}]
+    with pytest.raises(PlanError, match="squeeze' is to be cut .column., but its last 2 outputs are keys"):
+        choice(Decoder(**MODELS["latent"]), 2, partition_config={"layer_specs": specs})
+    specs[0] = {"patterns": ["squeeze"], "partition_type": "skip"}
+    found = choice(Decoder(**MODELS["latent"]), 2, partition_config={"layer_specs": specs})
+    assert styles(found)["blocks.0.attention.squeeze"] == "partly summed"
+
+
+class Other(LatentAttention):
+    """The keys for all heads come first, or keys of all heads stand before all values."""
+
+    def forward(self, hidden):
+        few, shape = self.squeeze(hidden), hidden.shape[:2]
+        shared, inner = few.split([2, 5], -1) if self.how == "first" else few.split([5, 2], -1)[::-1]
+        keys, values = self.spread(self.norm(inner)).split([self.num_heads * 4, self.num_heads * 3], -1)
+        keys, values = (each.view(*shape, self.num_heads, -1).transpose(1, 2) for each in (keys, values))
+        keys = torch.cat([keys, shared.unsqueeze(1).expand(-1, self.num_heads, -1, -1)], -1)
+        queries = self.q(hidden).view(*shape, -1, 6).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def with_other_attention(how: str) -> nn.Module:
+    model = Decoder(**MODELS["latent"])
+    for block in model.blocks:
+        block.attention = Other(4, how)
+    return model
+
+
+def test_latent_attention_of_another_kind_stays_whole_or_is_refused_with_a_way_out():
+    assert "blocks.0.attention.q" in choice(with_other_attention("first"), 2).left
+    message = r"spread' gives 28 features for heads of 3 and 6, .* 'skip' of all that 'blocks.0.attention.out' reads"
+    with pytest.raises(PlanError, match=message):
+        choice(with_other_attention("runs"), 2)
+    specs = [{"patterns": [r"attention\."], "partition_type": "skip"}]
+    found = choice(with_other_attention("runs"), 2, partition_config={"layer_specs": specs})
+    assert styles(found)["blocks.0.mlp.up"] == "column"
+    with pytest.raises(PlanError, match="4 heads cannot be shared out among 8 tensor-parallel ranks; take 4"):
+        choice(Decoder(**MODELS["latent"]), 8)
+
+
 class WholeNorm(nn.Module):
     """Attention whose queries are normed over all heads at once."""
 
@@ -93,6 +149,32 @@ def test_what_looks_at_all_features_at_once_is_left_whole_and_said():
     assert styles(found)["up"] == "column"
     assert "attention.q" in found.left
     assert "attention.q" in str(found)
+
+
+class WithRawWeights(nn.Module):
+    """Between its layers features are multiplied by weights that no layer has: for each expert, or for all at once."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.raw = nn.Parameter(torch.rand(experts, 16, 16) if experts else torch.rand(16, 16))
+        self.last = nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 16)])
+
+    def forward(self, tokens):
+        hidden = self.up(self.embed(tokens))
+        if self.raw.dim() == 3:
+            hidden = torch.bmm(hidden.reshape(1, -1, 16).expand(3, -1, -1), self.raw).sum(0).view(*hidden.shape)
+        else:
+            hidden = functional.linear(hidden, self.raw)
+        return self.last[1](self.last[0](self.down(hidden.relu())).relu())
+
+
+@pytest.mark.parametrize("experts", [0, 3])
+def test_what_is_multiplied_by_weights_of_no_layer_is_left_whole(experts):
+    found = choice(WithRawWeights(experts), 2)
+    assert {"up", "down"} <= set(found.left)
+    assert styles(found)["last.0"] == "column"
+    assert not found.parameters
 
 
 class Opaque(nn.Module):
@@ -175,6 +257,11 @@ def test_a_plan_prints_what_is_cut_and_its_bytes_are_those_of_a_rank():
     model = Decoder(tied=False)
     plan = build(settings, 2, Sketch.of(model).with_flow(flow_of(model)), ORDER)
     assert any("tensor: over tp=2: 1 x rows of a table, 9 x column, 4 x row" in str(step) for step in plan.steps)
+    cut = plan.drafts[0].local(plan.resolved.layout, 0).nbytes
+    share = next(step.choice.share for step in plan.steps if step.transform.name == "tensor")
+    whole = Sketch.of(model).nbytes
+    assert cut / whole == pytest.approx(1 - share / 2, rel=0.02)  # a vocabulary of 37 is not cut in half
+    assert f"; {share:.0%} of the parameters" in str(plan.steps[0])
     whole = build(load({"train_batch_size": 8, "optimizer": {"type": "AdamW"}}), 2, Sketch.of(model), ORDER)
     assert plan.cost.parameters < 0.6 * whole.cost.parameters
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
 from mizzen.model.sketch import ParameterSketch
-from mizzen.offload.places import OffloadSettings
+from mizzen.offload.places import DEVICE, OffloadSettings, ParameterSettings
 from mizzen.offload.rest import RestingPlaces
-from mizzen.parallel.zero.full.division import Owners, Unit
+from mizzen.offload.shards import ShardPlaces, Shards
+from mizzen.parallel.zero.full.division import Division, Owners, Unit
 from mizzen.parallel.zero.full.init import EarlyShard, early_shard
 from mizzen.parallel.zero.full.quantized import Packed, Quantizing, gather_quantized, gather_rows, is_packed
 from mizzen.parallel.zero.full.sharded_parameter import (
@@ -22,10 +23,12 @@ from mizzen.parallel.zero.full.sharded_parameter import (
     up,
     whole_view,
 )
-from mizzen.parallel.zero.full.unit import LiveUnit, Message, Share, UnitParameter, UnitRanks
+from mizzen.parallel.zero.full.share import Share, UnitSums
+from mizzen.parallel.zero.full.unit import LiveUnit, Message, UnitRanks
+from mizzen.parallel.zero.full.unit_parameter import UnitParameter
 from mizzen.parallel.zero.live import stepped_of
 from mizzen.parallel.zero.reduce import Reduction, torch_dtype
-from mizzen.parallel.zero.stock import Stock, Sums
+from mizzen.parallel.zero.stock import Stock
 from mizzen.precision.policy import Policy, wider
 
 Places = Mapping[int, Sequence[tuple[nn.Module, str]]]
@@ -53,6 +56,40 @@ class FullHolding:
     """Bytes of masters and states that are to rest on NVMe."""
     stays: bool = False
     """Whether units stay gathered while a batch goes through a pipeline."""
+    parameters: ParameterSettings = ParameterSettings()
+    shard_bytes: tuple[int, int] = (0, 0)
+    """Bytes of shards that are to rest on NVMe: of all of them, and of the largest that are brought together."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSet:
+    """Units that the same ranks share."""
+
+    ranks: tuple[int, ...] | None
+    """These ranks, where they are some of the data-parallel ones, as those that hold the same experts are."""
+    division: Division
+    holding: FullHolding
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTiers:
+    """Where the tensors of units may rest outside the device."""
+
+    states: RestingPlaces
+    """For masters and states."""
+    shards: ShardPlaces
+
+    @classmethod
+    def of(cls, holding: FullHolding) -> "UnitTiers":
+        """As the plan says."""
+        return cls(
+            RestingPlaces(holding.offload, holding.nvme_bytes), ShardPlaces(holding.parameters, *holding.shard_bytes)
+        )
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.states.close()
+        self.shards.close()
 
 
 def assemble(
@@ -61,11 +98,11 @@ def assemble(
     holding: FullHolding,
     ranks: UnitRanks,
     stock: Stock,
-    resting: RestingPlaces,
+    tiers: UnitTiers,
 ) -> tuple[LiveUnit, ...]:
     """Shard the units of a model."""
     modules, places = dict(model.named_modules()), _places(model)
-    return tuple(_live(model, unit, modules[unit.path], holding, ranks, stock, places, resting) for unit in units)
+    return tuple(_live(model, unit, modules[unit.path], holding, ranks, stock, places, tiers) for unit in units)
 
 
 def _places(model: nn.Module) -> Places:
@@ -77,17 +114,12 @@ def _places(model: nn.Module) -> Places:
     return found
 
 
-def _live(
-    model: nn.Module,
-    unit: Unit,
-    module: nn.Module,
-    holding: FullHolding,
-    ranks: UnitRanks,
-    stock: Stock,
-    places: Places,
-    resting: RestingPlaces,
-) -> LiveUnit:
-    own = dict(model.named_parameters())
+Trained = Mapping[int, Sequence[ParameterSketch]]
+Frozen = Mapping[tuple[torch.dtype, bool], Sequence[ParameterSketch]]
+
+
+def _by_kind(unit: Unit, holding: FullHolding, ranks: UnitRanks) -> tuple[Trained, Frozen]:
+    """Trained parameters by optimizer group; frozen ones by dtype, and whether they rest in blocks."""
     trained: dict[int, list[ParameterSketch]] = {}
     frozen: dict[tuple[torch.dtype, bool], list[ParameterSketch]] = {}
     for each in unit.parameters:
@@ -96,8 +128,23 @@ def _live(
         else:
             packs = holding.quantizing.frozen and is_packed(each, ranks.mesh.size())
             frozen.setdefault((torch_dtype(holding.policy.held(each.dtype)), packs), []).append(each)
+    return trained, frozen
+
+
+def _live(
+    model: nn.Module,
+    unit: Unit,
+    module: nn.Module,
+    holding: FullHolding,
+    ranks: UnitRanks,
+    stock: Stock,
+    places: Places,
+    tiers: UnitTiers,
+) -> LiveUnit:
+    own = dict(model.named_parameters())
+    trained, frozen = _by_kind(unit, holding, ranks)
     count = 0
-    shares, flats, found = [], [], list[UnitParameter]()
+    shares, flats, rests, found = [], list[Tensor](), list[Shards | None](), list[UnitParameter]()
     master = torch_dtype(unit.master or "float32")
     held = torch_dtype(unit.gathers_as or unit.master or "float32")
     for group, sketches in trained.items():
@@ -106,23 +153,27 @@ def _live(
             one.start, count = count, count + one.length
         states = torch_dtype(wider(holding.policy.states, unit.master or "float32"))
         is_whole = sketches[0].is_whole
-        rest = resting.rest("device" if is_whole else unit.place, f"{unit.title} {group}")
-        values = _values_apart(flat, inside, held) if rest.place != "device" else flat
-        kept = rest.keep(flat, values)
+        rest = tiers.states.rest(DEVICE if is_whole else unit.place, f"{unit.title} {group}")
+        values, shards = _rested(flat.to(held) if unit.shard_place != DEVICE else flat, inside, unit, str(group), tiers)
+        if shards is None and rest.place != DEVICE:
+            values = _values_apart(flat, inside, held)
+        kept = rest.keep(flat, values if shards is None else None)
         stepped = kept.new_empty(0, dtype=states) if is_whole else stepped_of(kept, states)
-        shares.append(Share(group, tuple(inside), values, kept, stepped, rest, is_whole))
-        flats.append(values[: sum(each.length for each in inside)])
+        shares.append(Share(group, tuple(inside), values, kept, stepped, rest, shards, is_whole))
+        flats.append(_exact(values, inside))
+        rests.append(shards)
         found += inside
-    messages = [Message(tuple(found), tuple(flats), held)] if found else []
+    messages = [Message(tuple(found), tuple(flats), held, tuple(rests))] if found else []
     for (dtype, packs), sketches in frozen.items():
         flat, inside = _cut(sketches, own, places, ranks, stock.device, (dtype, dtype), is_trained=False)
+        flat, shards = _rested(flat, inside, unit, f"frozen {dtype}", tiers)
         if packs:
             messages.append(_packed(inside))
         elif messages and messages[0].dtype == dtype:
-            first = messages[0]
-            messages[0] = Message((*first.parameters, *inside), (*first.flats, _exact(flat, inside)), dtype)
+            first, flats = messages[0], [*messages[0].flats, _exact(flat, inside)]
+            messages[0] = Message((*first.parameters, *inside), tuple(flats), dtype, (*first.rests, shards))
         else:
-            messages.append(Message(tuple(inside), (_exact(flat, inside),), dtype))
+            messages.append(Message(tuple(inside), (_exact(flat, inside),), dtype, (shards,)))
         found += inside
     accumulation = torch_dtype(wider(holding.policy.accumulation, unit.held)) if unit.held else torch.float32
     return LiveUnit(
@@ -131,7 +182,7 @@ def _live(
         parameters={each.name: each for each in found},
         shares=tuple(shares),
         messages=tuple(messages),
-        sums=Sums(stock, count, accumulation, padding=up(count) - count),
+        sums=UnitSums(stock, count, accumulation, padding=up(count) - count, shares=shares),
         ranks=ranks,
         stock=stock,
         gather_rows=gather_quantized if holding.quantizing.weights else gather_rows,
@@ -142,8 +193,20 @@ def _values_apart(flat: Tensor, parameters: Iterable[UnitParameter], dtype: torc
     """Shards in the dtype in which they are gathered, apart from their masters."""
     values = flat.to(dtype, copy=True)
     for each in parameters:
-        each.shard = each.master(values)
+        each.stand = each.master(values)
     return values
+
+
+def _rested(
+    flat: Tensor, parameters: Iterable[UnitParameter], unit: Unit, kind: str, tiers: UnitTiers
+) -> tuple[Tensor, Shards | None]:
+    """Bring shards to their resting place; what stands for them, and where they are, unless that is the device."""
+    if unit.shard_place == DEVICE:
+        return flat, None
+    shards = tiers.shards.shards(unit.shard_place, f"{unit.title} {kind}", flat)
+    for each in parameters:
+        each.stand, each.shards = each.master(shards.stand), shards
+    return shards.stand, shards
 
 
 def _exact(flat: Tensor, parameters: Iterable[UnitParameter]) -> Tensor:
@@ -179,7 +242,7 @@ def _cut(
             shape=shape,
             mesh=ranks.mesh,
             is_trained=is_trained,
-            shard=flat,
+            stand=flat,
             places=tuple(places[id(parameter)]),
             memory=memory,
             offset=offset,
@@ -187,8 +250,8 @@ def _cut(
         )
         first, last = chunk(shape[made.dim], ranks.mesh)
         sizes = [last - first if dim == made.dim else extent for dim, extent in enumerate(shape)]
-        made.shard = flat[offset : offset + torch.Size(sizes).numel()].view(sizes)
-        made.shard.copy_(_values(parameter, made, ranks, kept))
+        made.stand = flat[offset : offset + torch.Size(sizes).numel()].view(sizes)
+        made.stand.copy_(_values(parameter, made, ranks, kept))
         _empty(made)
         found.append(made)
         offset += length
@@ -200,8 +263,10 @@ def _values(parameter: nn.Parameter, made: UnitParameter, ranks: UnitRanks, dtyp
     early = find_record(parameter)
     if isinstance(early, EarlyShard):
         return early_shard(early, ranks.mesh)
-    whole = parameter.detach().to(made.memory.device, dtype, copy=True).contiguous()
-    collectives.broadcast(whole, group=ranks.everyone, group_src=0)
+    is_alone = groups.get_world_size(ranks.everyone) == 1
+    whole = parameter.detach().to(made.memory.device, dtype, copy=not is_alone).contiguous()
+    if not is_alone:
+        collectives.broadcast(whole, group=ranks.everyone, group_src=0)
     first, last = chunk(made.shape[made.dim], ranks.mesh)
     return whole.narrow(made.dim, first, last - first)
 
@@ -221,8 +286,8 @@ def _empty(made: UnitParameter) -> None:
 def _packed(parameters: Sequence[UnitParameter]) -> Message:
     """Let frozen shards rest, and travel, in blocks."""
     for each in parameters:
-        padded = each.shard.new_zeros(each.length)
-        padded[: each.shard.numel()] = each.shard.reshape(-1)
-        each.shard = Packed.of(padded, each.shard.shape)
-    held = tuple(each.shard.held for each in parameters if isinstance(each.shard, Packed))
-    return Message(tuple(parameters), held, torch.uint8, is_packed=True)
+        padded = each.stand.new_zeros(each.length)
+        padded[: each.stand.numel()] = each.stand.reshape(-1)
+        each.stand = Packed.of(padded, each.stand.shape)
+    held = tuple(each.stand.held for each in parameters if isinstance(each.stand, Packed))
+    return Message(tuple(parameters), held, torch.uint8, (None,) * len(held), is_packed=True)

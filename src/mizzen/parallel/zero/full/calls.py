@@ -37,6 +37,8 @@ class UnitCall:
     units: Sequence[LiveUnit]
     previous: Sequence[LiveUnit] = ()
     """The units of the call before, which the backward comes to next."""
+    earlier: Sequence[LiveUnit] = ()
+    """Those of the call before that one."""
     inputs: int = 0
     """Views of inputs that a backward passes when it leaves the module."""
     left: int = 0
@@ -69,7 +71,7 @@ class UnitCalls:
                 has_backward = torch.is_grad_enabled() and not is_transformed()
                 for unit in self.units:
                     runtime.gather(unit, keep_second=has_backward and not unit.is_root)
-                    runtime.gather_ahead(runtime.following[id(unit)])
+                    runtime.gather_ahead(runtime.following[id(unit)], runtime.beyond[id(unit)])
                 if has_backward and not self.is_root:
                     args, kwargs = change_tensors((args, kwargs), partial(self._watched, call))
                 runtime.is_differentiated |= torch.is_grad_enabled() and is_transformed()
@@ -106,7 +108,8 @@ class UnitCalls:
             for node in nodes.values():
                 node.register_prehook(lambda *_: self._reached(call))
             if nodes:
-                call.previous, runtime.previous = runtime.previous, self.units
+                call.previous, call.earlier = runtime.previous, runtime.earlier
+                runtime.previous, runtime.earlier = self.units, runtime.previous
         for unit in self.units:
             if not unit.is_root:
                 runtime.free_unit(unit)
@@ -122,7 +125,7 @@ class UnitCalls:
         for unit in call.units:
             runtime.reach(unit)
         if runtime.is_ahead:
-            runtime.gather_ahead(call.previous)
+            runtime.gather_ahead(call.previous, call.earlier)
 
     def failed(self) -> None:
         """The module has raised an error."""

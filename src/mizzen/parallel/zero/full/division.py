@@ -38,6 +38,8 @@ class Unit:
     """The dtype of their shards, on which the optimizer works."""
     place: str = "device"
     """Where the masters and states of those rest that are stepped in shards."""
+    shard_place: str = "device"
+    """Where the shards rest that are gathered."""
 
     @property
     def numel(self) -> int:

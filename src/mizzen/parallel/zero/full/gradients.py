@@ -16,7 +16,8 @@ from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
 from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, explained, is_transformed, outside_transforms
 from mizzen.parallel.zero.full.sharded_parameter import gather_shards, rows_of, use_refusal
-from mizzen.parallel.zero.full.unit import LiveUnit, UnitParameter
+from mizzen.parallel.zero.full.unit import LiveUnit
+from mizzen.parallel.zero.full.unit_parameter import UnitParameter
 from mizzen.parallel.zero.reduce import Finish, Reducer, torch_dtype
 
 IN_FLIGHT: Final = 2
@@ -123,6 +124,7 @@ class UnitGradients:
     ) -> None:
         """Sum something of all ranks, and put this rank's share of it into its place or add it there."""
         unit.has_unannounced |= not self._is_open
+        unit.sums.on_the_way += 1
         self._is_complete = unit.is_complete = False
         was_backward, self.position.is_backward = self.position.is_backward, True
         try:
@@ -136,6 +138,10 @@ class UnitGradients:
         def arrive() -> None:
             finish()
             unit.stock.give(rows)
+            unit.sums.on_the_way -= 1
+            unit.sums.settle(is_last=self._is_last and self._is_alone)
+            if self._is_last:
+                unit.bring_masters()
 
         self._pending.append(arrive)
 
@@ -151,7 +157,9 @@ class UnitGradients:
         self._is_open = self.position.is_backward = False
         self._wait()
         self._compare_tags("the end of backward")
-        self._is_complete = self.replicas.reduction.ranks == 1  # so that a rank reads and writes its own part alone
+        for unit in self.units:  # also what was brought back and not added to
+            unit.sums.settle(is_last=self._is_last and self._is_alone)
+        self._is_complete = self._is_alone  # so that a rank reads and writes its own part alone
         self._mark(self._is_complete and self._is_last)
 
     def reduce(self) -> None:
@@ -160,10 +168,30 @@ class UnitGradients:
         if not self._is_complete:
             self._wait()
             self._compare_tags("the end of a step's gradients")
-            for finish in [self.replicas.to_all(unit.sums.read()) for unit in self.units if unit.shares]:
-                finish()
+            if not self._is_alone:
+                self._sum_replicas()
             self._is_complete = True
         self._mark(True)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other ranks hold the same shards."""
+        return self.replicas.reduction.ranks == 1
+
+    def _sum_replicas(self) -> None:
+        """Average over the copies of the shards, so that few sums are on the device at once that rest elsewhere."""
+        pending: list[tuple[LiveUnit, Finish]] = []
+        for unit in (unit for unit in self.units if unit.shares):
+            pending.append((unit, self.replicas.to_all(unit.sums.read())))
+            if len(pending) > IN_FLIGHT:
+                self._finish_replica(*pending.pop(0))
+        for each, finish in pending:
+            self._finish_replica(each, finish)
+
+    @staticmethod
+    def _finish_replica(unit: LiveUnit, finish: Finish) -> None:
+        finish()
+        unit.sums.settle(is_last=True)
 
     def _mark(self, is_complete: bool) -> None:
         """Say of all units whether their gradients are complete: a unit may be run several times in a backward."""
@@ -192,6 +220,7 @@ class UnitGradients:
                 unit.forget()
             for each in wanted if not unit.sums.is_empty else ():
                 unit.gradient[each.start : each.start + each.length] = 0
+            unit.sums.settle(is_last=False)
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []

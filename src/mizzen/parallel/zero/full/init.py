@@ -11,7 +11,7 @@ record what to do.
 Below it is what a user says of a model before it is planned: which modules are one unit, who uses whose parameters.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -34,9 +34,10 @@ from mizzen.ambient import AMBIENT
 from mizzen.comm import collectives, groups
 from mizzen.comm.join import init_distributed
 from mizzen.config.load import ConfigSource, load, read_source
-from mizzen.errors import NotBuilt, UsageError, expect
+from mizzen.errors import UsageError, expect
 from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in
+from mizzen.offload.early import keep_on
 from mizzen.parallel.zero.full.sharded_parameter import (
     PROPERTIES,
     RECORD,
@@ -63,6 +64,11 @@ class EarlyShard:
     bench: "Bench"
 
     @property
+    def stand(self) -> Tensor:
+        """The shard itself."""
+        return self.shard
+
+    @property
     def is_gathered(self) -> bool:
         """Whether a context holds it whole."""
         return id(self) in self.bench.held
@@ -74,7 +80,7 @@ class EarlyShard:
         if self.is_gathered:
             return nn.Parameter(self.bench.held[id(self)][1].clone(), requires_grad=wants)
         made = nn.Parameter(self.shard.new_empty(self.shape), requires_grad=wants)
-        adopt_shard(made, self.name, self.shard.clone(), self.shape, self.bench)
+        adopt_shard(made, self.name, self.bench.keep(self.shard), self.shape, self.bench)
         return made
 
     def use(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,10 +123,19 @@ def _alias(parameter: Tensor) -> Any:
 class Bench:
     """The parameters that are whole at the moment, and how others are cut."""
 
-    def __init__(self, mesh: DeviceMesh, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        keep: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> None:
         self.mesh = mesh
         self.dtype = dtype
         self.device = device
+        """Where parameters are whole."""
+        self.keep = keep
+        """Brings a shard to where it rests until an engine has it."""
         self.group = mesh.get_group()
         self.open: dict[int, tuple[EarlyShard, Tensor]] = {}
         self.held: dict[int, tuple[EarlyShard, Tensor]] = {}
@@ -188,12 +203,12 @@ class Bench:
 def shard_parameter(parameter: nn.Parameter, name: str, whole: Tensor, bench: Bench) -> None:
     """Let a parameter keep its shard of a whole value alone."""
     dim = shard_dim(whole.shape, bench.mesh.size())
-    adopt_shard(parameter, name, part_of(whole, dim, bench.mesh).clone(), whole.shape, bench)
+    adopt_shard(parameter, name, bench.keep(part_of(whole, dim, bench.mesh)), whole.shape, bench)
 
 
 def adopt_shard(parameter: nn.Parameter, name: str, shard: Tensor, shape: torch.Size, bench: Bench) -> None:
     """Let a parameter be the one of which a rank has this shard."""
-    empty = torch.empty(shape, dtype=shard.dtype, device=shard.device)
+    empty = torch.empty(shape, dtype=shard.dtype, device=bench.device)
     empty.untyped_storage().resize_(0)
     parameter.grad = None
     parameter.data = empty
@@ -292,7 +307,8 @@ def held(parameters: Sequence[Tensor], source: int | None) -> Iterator[None]:
 def gathered(early: EarlyShard) -> Tensor:
     """All of a parameter, in a new tensor that wants no gradient."""
     with torch.no_grad():
-        return gather_shards(early.shard, early.shape, early.dim, early.mesh.get_group())
+        shard = early.shard.to(early.bench.device)
+        return gather_shards(shard, early.shape, early.dim, early.mesh.get_group())
 
 
 def make_whole(model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
@@ -331,7 +347,8 @@ class ShardedInit:
     """A context in which modules are sharded as they are built, or, with a module, what shards it at once.
 
     Nested contexts are one. A configuration of another stage than 3, or one rank, leaves modules as they are; `dtype`
-    is the dtype of the shards, which otherwise have that of the build.
+    is the dtype of the shards, which otherwise have that of the build. Shards rest on the remote device, or as the
+    configuration says in `offload_param`; on one rank, too.
     """
 
     def __init__(
@@ -344,13 +361,7 @@ class ShardedInit:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        accelerator = get_accelerator()
-        if remote_device in ("cpu", "nvme") and accelerator.name != "cpu":
-            raise NotBuilt(
-                f"zero.Init(remote_device={remote_device!r}): parameters rest on the {accelerator.name} device; "
-                "offload is not built yet, so leave the argument out"
-            )
-        if remote_device not in (None, "none", "cpu", "nvme", accelerator.name):
+        if remote_device not in (None, "none", "cpu", "nvme", get_accelerator().name):
             raise UsageError(f"zero.Init(remote_device={remote_device!r}): known are none, cpu and nvme")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise UsageError(
@@ -359,7 +370,7 @@ class ShardedInit:
         expect(group, ProcessGroup | None, "a process group")
         expect(module, nn.Module | None, "a module")
         given = read_source(config) if config is not None else {}
-        load(given)
+        self.keep = keep_on(remote_device, load(given))
         section = given.get("zero_optimization")
         stage = section.get("stage", 3) if isinstance(section, Mapping) else 3
         self.is_wanted = enabled and stage in (3, "auto")
@@ -377,12 +388,13 @@ class ShardedInit:
         self.depth += 1
         if self.is_wanted and AMBIENT.building is None:
             init_distributed(verbose=False)
-            if groups.get_world_size(self.group) > 1:
+            if groups.get_world_size(self.group) > 1 or self.keep is not None:
                 accelerator = get_accelerator()
                 everyone: Any = torch.distributed.group.WORLD
                 # Without names: clients (PEFT) take a tensor on a mesh that has some for one that is computed in parts.
                 mesh = DeviceMesh.from_group(self.group or everyone, accelerator.name)
-                self.building = AMBIENT.building = Building(Bench(mesh, self.dtype, accelerator.device()))
+                bench = Bench(mesh, self.dtype, accelerator.device(), self.keep or torch.clone)
+                self.building = AMBIENT.building = Building(bench)
                 self.building.start()
         return self
 

@@ -81,7 +81,12 @@ class UnitRuntime:
         self.gradients: list[Reduces] = []
         self.previous: Sequence[LiveUnit] = ()
         """The units of the last call that a backward may come back to."""
+        self.earlier: Sequence[LiveUnit] = ()
+        """Those of the call before it."""
         self.following: dict[int, Sequence[LiveUnit]] = {}
+        """For each unit those that are gathered while it runs."""
+        self.beyond: dict[int, Sequence[LiveUnit]] = {}
+        """For each unit the one after these, whose shards are fetched meanwhile if they rest elsewhere."""
         self.is_ahead = False
         self.leaves_gradients = False
         """Whether the backward that runs leaves a gradient on some parameter, or is for inputs alone."""
@@ -97,6 +102,7 @@ class UnitRuntime:
         self.units = (*self.units, *units)
         self.gradients.append(gradients)
         self.following |= _following(units, ahead)
+        self.beyond |= _beyond(units, self.following) if ahead else dict.fromkeys(map(id, units), ())
         self.is_ahead |= ahead > 0
         for unit in units:
             unit.reduce = partial(gradients.reduce_unit, unit)
@@ -107,7 +113,7 @@ class UnitRuntime:
         """The model, or a unit by itself, is called."""
         is_outermost, is_model = not self.position.calls, units[0].is_root
         if is_model and is_outermost and not self.position.is_backward:
-            self.previous = ()
+            self.previous = self.earlier = ()
             for each in self.gradients if self.recover() else ():
                 each.clear()  # what an exception has left is not half of a gradient
         if is_outermost:
@@ -133,14 +139,20 @@ class UnitRuntime:
         except CommError as error:
             raise explained(error) from None
 
-    def gather_ahead(self, units: Sequence[LiveUnit]) -> None:
-        """Start to gather units that are needed next."""
+    def gather_ahead(self, units: Sequence[LiveUnit], beyond: Sequence[LiveUnit]) -> None:
+        """Start to gather units that are needed next, and to fetch the shards of those beyond that rest elsewhere.
+
+        A gather waits for the shards of its own rank, and the device computes nothing meanwhile: so these come earlier.
+        """
         for unit in units:
             try:
                 with outside_transforms():
                     unit.start_gather(self.position.tag(unit.plan.title))
             except CommError as error:
                 raise explained(error) from None
+        for unit in beyond:
+            with outside_transforms():
+                unit.fetch()
 
     @contextmanager
     def held_open(self, unit: LiveUnit) -> Iterator[None]:
@@ -181,6 +193,8 @@ class UnitRuntime:
             self._ends = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         unit.in_backward = True
+        if self.leaves_gradients:
+            unit.sums.fetch()
         self.gather(unit)
 
     def leave(self, unit: LiveUnit) -> None:
@@ -289,3 +303,9 @@ def _following(units: Sequence[LiveUnit], ahead: int) -> dict[int, Sequence[Live
             room -= later.plan.numel
         found[id(unit)] = following
     return found
+
+
+def _beyond(units: Sequence[LiveUnit], following: dict[int, Sequence[LiveUnit]]) -> dict[int, Sequence[LiveUnit]]:
+    """For each unit the one that comes after those that follow it."""
+    others = units[1:]
+    return {id(unit): others[number + len(following[id(unit)]) :][:1] for number, unit in enumerate(units)}

@@ -1,7 +1,7 @@
 """ZeRO stage 3 as a transform: decides the units of a model, and shards them."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -11,41 +11,41 @@ from mizzen.config.schema import Config
 from mizzen.config.zero import ZeroConfig
 from mizzen.errors import PlanError
 from mizzen.model.home import Site, classes, pieces_at
-from mizzen.model.sketch import Drafts, Sketch, bytes_per_element
-from mizzen.offload.places import places_for
-from mizzen.parallel.zero.full.assemble import FullHolding
-from mizzen.parallel.zero.full.division import Division, Unit, choose_owners, divide
-from mizzen.parallel.zero.full.quantized import Quantizing, is_packed, packed_bytes
+from mizzen.model.sketch import Drafts, Sketch
+from mizzen.offload.places import ParameterSettings, refuse_in_backward, refuse_zenflow
+from mizzen.parallel.zero.full.assemble import FullHolding, UnitSet
+from mizzen.parallel.zero.full.division import Division, choose_owners, divide
+from mizzen.parallel.zero.full.price import (
+    gathered_bytes,
+    place_shards,
+    place_states,
+    price_of_units,
+    shards_in_host,
+    shards_on_nvme,
+)
+from mizzen.parallel.zero.full.quantized import Quantizing
 from mizzen.parallel.zero.full.runtime import UnitRuntime
-from mizzen.parallel.zero.full.sharded_parameter import shard_dim, up
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.full.unit import UnitRanks
 from mizzen.parallel.zero.shard import (
     Family,
     FlatSettings,
+    after_families,
     check,
     families,
     partitions,
     price_of,
     resting_words,
+    shards_parameters,
+    stepping_words,
     store_of,
 )
 from mizzen.parallel.zero.twins import twin_sums
-from mizzen.plan.cost import Cost, states_per_parameter, trained
+from mizzen.plan.cost import Cost, states_per_parameter
 from mizzen.plan.parts import Part, Parts, Store
 from mizzen.plan.transform import Transform
-from mizzen.precision.policy import Policy, wider
+from mizzen.precision.policy import Policy
 from mizzen.wording import byte_size
-
-
-@dataclass(frozen=True, slots=True)
-class UnitSet:
-    """Units that the same ranks share."""
-
-    ranks: tuple[int, ...] | None
-    """These ranks, where they are some of the data-parallel ones, as those that hold the same experts are."""
-    division: Division
-    holding: FullHolding
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,18 @@ class FullPart:
     sites: Mapping[str, Site]
     uncounted: frozenset[str]
     """Parameters that other ranks count in a norm and save, because they hold the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharers:
+    """The ranks that share some units."""
+
+    ranks: tuple[int, ...] | None
+    """These, where they are some of the data-parallel ones."""
+    sharing: int
+    copies: int = 1
+    weight: float = 1.0
+    """What makes of the mean over these ranks the mean that is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,64 +90,102 @@ class FullChoice:
     """Full-size tensors that the optimizer keeps for each parameter, and for each that its rule needs whole."""
     stays: bool = False
     """Whether the stages of a pipeline stay gathered while a batch goes through them."""
+    parameters: ParameterSettings = ParameterSettings()
+    """Where parameters rest."""
+    _parts: dict[int, list[FullPart]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """By rank, of those that were asked for."""
 
-    def parts(self, rank: int) -> Iterator[FullPart]:
+    def parts(self, rank: int) -> list[FullPart]:
         """What a rank holds, for each of its pieces."""
-        for piece in pieces_at(rank, self.layout, len(self.drafts)):
-            yield self._part(self.drafts[piece], rank)
+        if rank not in self._parts:
+            self._parts[rank] = list(self._make_parts(rank))
+        return self._parts[rank]
 
-    def _part(self, draft: Sketch, rank: int) -> FullPart:
-        layout, flat = self.layout, self.flat
+    def _make_parts(self, rank: int) -> Iterator[FullPart]:
+        pieces = [self.drafts[piece] for piece in pieces_at(rank, self.layout, len(self.drafts))]
+        divided = [self._divide(draft, rank) for draft in pieces]
+        sizes = (
+            shards_in_host(division, self.flat.policy, self.parameters, kind.sharing)
+            for divisions in divided
+            for kind, division in divisions
+        )
+        flat = replace(self.flat, offload=self.flat.offload.beside(sum(sizes)))
+        for draft, divisions in zip(pieces, divided, strict=True):
+            part, flat = self._part(draft, rank, divisions, flat)
+            yield part
+
+    def _divide(self, draft: Sketch, rank: int) -> list[tuple["_Sharers", Division]]:
+        """The units of a piece by the ranks that share them; the first are those of all data-parallel ranks."""
+        layout = self.layout
         local = draft.local(layout, rank)
-        sharing, copies = layout.size(*SHARD_AXES), layout.dp_replicate
         data = layout.ranks_along(DATA_AXES, rank)
         homes: dict[tuple[int, ...], list[str]] = {data: []}
         for each in local.parameters:
             adders = each.home.adders(layout, rank)
             if adders == data or (each.is_trained and len(adders) > 1 and set(adders) < set(data)):
                 homes.setdefault(adders, []).append(each.name)
-        sets = [self._set(local.having(set(homes.pop(data))), None, sharing, copies, 1.0)]
+        everyone = _Sharers(None, layout.size(*SHARD_AXES), layout.dp_replicate)
+        found = [(everyone, local.having(set(homes.pop(data))))]
         for adders, names in homes.items():
             divisor = next(p.home.divisor for p in local.parameters if p.name == names[0])
-            sets.append(self._set(local.having(set(names)), adders, len(adders), 1, len(adders) / divisor))
-        sharded = {p.name for each in sets for unit in each.division.units for p in unit.parameters}
+            some = _Sharers(adders, len(adders), weight=len(adders) / divisor)
+            found.append((some, local.having(set(names))))
+        return [(kind, self._division(sketch, kind.sharing)) for kind, sketch in found]
+
+    def _division(self, sketch: Sketch, sharing: int) -> Division:
+        division = divide(sketch, self.zero, self.flat.policy, sharing)
+        _refuse_mixed(division, self.zero, self.flat.policy)
+        return place_shards(division, self.parameters, sharing)
+
+    def _part(
+        self, draft: Sketch, rank: int, divided: list[tuple["_Sharers", Division]], flat: FlatSettings
+    ) -> tuple[FullPart, FlatSettings]:
+        """What a rank holds of one piece, and the settings with what is left of the budgets."""
+        layout = self.layout
+        local = draft.local(layout, rank)
+        sharded = {p.name for _, division in divided for unit in division.units for p in unit.parameters}
         whole = {p.name for p in local.parameters} - sharded
-        return FullPart(
+        # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
+        # would leave between the gathers of units, on each rank at another place.
+        kept = families(draft.having(whole), flat, layout, rank)
+        flat = after_families(kept, flat)
+        sets = []
+        for kind, division in divided:
+            division, nvme, flat = place_states(division, flat, kind.sharing)
+            sets.append(self._set(division, kind, nvme))
+        part = FullPart(
             sets=tuple(sets),
-            # Every backward reduces, as units do, so that sums are taken in the same order. Not while it runs: buckets
-            # would leave between the gathers of units, on each rank at another place.
-            families=families(draft.having(whole), flat, layout, rank),
+            families=kept,
             sites=_sites(draft, layout, rank),
             uncounted=frozenset(p.name for p in local.parameters if not p.home.is_first(layout, rank)),
         )
+        return part, flat
 
-    def _set(self, sketch: Sketch, ranks: tuple[int, ...] | None, sharing: int, copies: int, weight: float) -> UnitSet:
-        flat = self.flat
-        division = divide(sketch, self.zero, flat.policy, sharing)
-        _refuse_mixed(division, self.zero, flat.policy)
-        nvme = 0
-        if flat.offload.is_on:
-            division, nvme = _placed(division, flat, sharing)
+    def _set(self, division: Division, kind: "_Sharers", nvme: int) -> UnitSet:
+        flat, sharing, copies = self.flat, kind.sharing, kind.copies
         holding = FullHolding(
             flat.mean(sharing),
             flat.mean(copies),
             flat.policy,
             self.ahead,
-            weight,
-            float(sharing * copies) if flat.is_sum else weight,
+            kind.weight,
+            float(sharing * copies) if flat.is_sum else kind.weight,
             self.quantizing,
             choose_owners((p for unit in division.units for p in unit.parameters), sharing),
             flat.offload,
             nvme,
             self.stays,
+            self.parameters,
+            shards_on_nvme(division, flat.policy, sharing),
         )
-        return UnitSet(ranks, division, holding)
+        return UnitSet(kind.ranks, division, holding)
 
     def __str__(self) -> str:
         sharing, copies = self.layout.size(*SHARD_AXES), self.layout.dp_replicate
         dtype = self.flat.policy.wire or "float32"
-        over = f"dp={sharing}" if copies == 1 else f"{sharing} ranks in {copies} copies"
-        first, *others = next(self.parts(0)).sets
+        over = f"over dp={sharing}" if copies == 1 else f"over {sharing} ranks in {copies} copies"
+        over = over if sharing * copies > 1 else "on one data-parallel rank"
+        first, *others = self.parts(0)[0].sets
         named = first.division.units[0].parameters or len(first.division.units) > 1
         units = f": {first.division}" if named else ""
         units += "".join(f"; over {len(each.ranks or ())} ranks {each.division}" for each in others)
@@ -143,8 +193,10 @@ class FullChoice:
         second = f", a second copy over {self.second} ranks for backward" if self.second else ""
         whole = sum(len(each.holding.owners) for each in (first, *others))
         owned = f"; {whole} are stepped whole, each by one rank" if whole else ""
-        resting = resting_words(unit.place for each in (first, *others) for unit in each.division.units)
-        return f"ZeRO stage 3 over {over}, sums in {dtype}{second}{quantized}{units}{owned}{resting}{self._between()}"
+        every = [unit for each in (first, *others) for unit in each.division.units if unit.parameters]
+        resting = resting_words((unit.shard_place for unit in every), "parameters of units")
+        resting += resting_words(unit.place for unit in every if unit.held) + stepping_words(self.flat.offload)
+        return f"ZeRO stage 3 {over}, sums in {dtype}{second}{quantized}{units}{owned}{resting}{self._between()}"
 
     def _between(self) -> str:
         """What becomes of units between the micro-batches of a pipeline, and what both ways cost."""
@@ -153,7 +205,7 @@ class FullChoice:
         ranks = [self.layout.rank(pp=stage) for stage in range(self.layout.pp)]
         sets = [[each for part in self.parts(rank) for each in part.sets] for rank in ranks]
         costs = {
-            stays: byte_size(max(sum(_gathered(each, stays=stays) for each in held) for held in sets))
+            stays: byte_size(max(sum(gathered_bytes(each, stays=stays) for each in held) for held in sets))
             for stays in (True, False)
         }
         limit = f"stage3_max_live_parameters {self.zero.stage3_max_live_parameters:,}"
@@ -163,14 +215,14 @@ class FullChoice:
 
 
 class ZeroFull(Transform):
-    """Stage 3 on more than one rank; on one there is nothing to shard, and `ZeroShard` holds everything."""
+    """Stage 3 on more than one rank, or with parameters that rest outside the device; otherwise `ZeroShard` does it."""
 
     name = "shard"
 
     def wants(self, config: Config, layout: Layout, drafts: Drafts) -> FullChoice | None:
         """Divide a model into units; None at the other stages."""
         zero, sharing = config.zero_optimization, layout.size(*SHARD_AXES)
-        if zero.stage < 3 or layout.size(*DATA_AXES) == 1:
+        if not shards_parameters(config, layout):
             _refuse_at_other_stages(zero)
             _refuse_alone(zero)
             if layout.dp_replicate > 1:
@@ -180,7 +232,9 @@ class ZeroFull(Transform):
                 )
             return None
         check(drafts, layout)
-        _refuse(config, sharing)
+        refuse_zenflow(config, layout)
+        refuse_in_backward(config)
+        _refuse(config, layout)
         choice = FullChoice(
             FlatSettings.of(config, 2, overlap=False),
             zero,
@@ -191,9 +245,10 @@ class ZeroFull(Transform):
             layout,
             (states_per_parameter(config), states_per_parameter(config, is_whole=True)),
             _stays(zero, layout, drafts),
+            ParameterSettings.of(config),
         )
         for ranks in classes((p.home for draft in drafts for p in draft.parameters), layout).values():
-            list(choice.parts(ranks[0]))  # what cannot be divided is refused here
+            choice.parts(ranks[0])  # what cannot be divided is refused here
         return choice
 
     def groups(self, choice: FullChoice) -> Iterable[Partition]:
@@ -208,7 +263,11 @@ class ZeroFull(Transform):
 
         Of ranks that own whole parameters it is the one that owns most.
         """
-        return sum((_price(part, choice.states) for part in choice.parts(rank)), Cost())
+        price = Cost()
+        for part in choice.parts(rank):
+            price += sum((price_of_units(each, choice.states) for each in part.sets), Cost())
+            price += sum((price_of(family, choice.states, at_rest=True) for family in part.families), Cost())
+        return price
 
     def moved_by_apply(self, choice: FullChoice) -> Iterable[str]:
         """Whatever is sharded."""
@@ -282,14 +341,14 @@ def _stays(zero: ZeroConfig, layout: Layout, drafts: Drafts) -> bool:
     return layout.pp > 1
 
 
-def _refuse(config: Config, sharing: int) -> None:
-    zero = config.zero_optimization
+def _refuse(config: Config, layout: Layout) -> None:
+    zero, sharing = config.zero_optimization, layout.size(*SHARD_AXES)
     if config.sparse_gradients:
         raise PlanError(
             "sparse_gradients with zero_optimization.stage 3: a sharded embedding has a dense gradient; leave the key "
             "out, or use stage 2"
         )
-    if sharing == 1:
+    if sharing == 1 and layout.dp_replicate > 1:
         raise PlanError(
             "zero_optimization.mics_shard_size is 1 at stage 3: every rank would hold everything; use stage 0, 1 or 2"
         )
@@ -299,12 +358,17 @@ def _refuse(config: Config, sharing: int) -> None:
             f"zero_optimization.zero_hpz_partition_size is {hpz}, which does not divide the {sharing} ranks that share "
             "the parameters: give a divisor"
         )
-    others = {"zero_quantized_weights": zero.zero_quantized_weights, "zero_hpz_partition_size": hpz > 1}
+    others = {
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_hpz_partition_size": hpz > 1,
+        "offload_param": zero.offload_param is not None,
+    }
     for key, is_on in others.items() if zero.zero_quantized_nontrainable_weights else ():
         if is_on:
             raise PlanError(
                 f"zero_optimization.zero_quantized_nontrainable_weights with {key}: frozen weights that rest in blocks "
-                "travel as these blocks, with nothing else to quantize and no second copy; leave one of the two out"
+                "travel as these blocks, from the device, with nothing else to quantize and no second copy; leave one "
+                "of the two out"
             )
 
 
@@ -315,6 +379,7 @@ def _refuse_at_other_stages(zero: ZeroConfig) -> None:
         "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
         "zero_quantized_gradients": zero.zero_quantized_gradients,
         "zeropp_loco_param": zero.zeropp_loco_param is not None,
+        "offload_param": zero.offload_param is not None,
     }
     for key, is_on in asked.items():
         if zero.stage < 3 and is_on:
@@ -355,123 +420,4 @@ def _quantizing(zero: ZeroConfig, sharing: int) -> Quantizing:
         feedback,
         frozen=zero.zero_quantized_nontrainable_weights,
         inside=hpz if zero.zero_quantized_gradients and 1 < hpz < sharing else 0,
-    )
-
-
-def _padded(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of a shard, padding included."""
-    dim = shard_dim(shape, ranks)
-    share = -(-shape[dim] // ranks)
-    for other, size in enumerate(shape):
-        share *= size if other != dim else 1
-    return share
-
-
-def _placed(division: Division, flat: FlatSettings, sharing: int) -> tuple[Division, int]:
-    """Give every unit the resting place of its masters and states, and say how many bytes rest on NVMe.
-
-    Backward completes the last units first.
-    """
-    units = tuple(reversed(division.units))
-    sizes = [
-        sum(
-            trained(_padded(p.shape, sharing), flat.policy.held(p.dtype), flat.policy, states=flat.states[0]).resting
-            for p in unit.parameters
-            if p.is_trained and not p.is_whole
-        )
-        for unit in units
-    ]
-    places = places_for(sizes, flat.offload)
-    placed = [replace(unit, place=place) for unit, place in zip(units, places, strict=True)]
-    nvme = sum(size for size, place in zip(sizes, places, strict=True) if place == "nvme")
-    return replace(division, units=tuple(reversed(placed))), nvme
-
-
-def _price(part: FullPart, states: tuple[int, int]) -> Cost:
-    change = sum((_price_of_units(each, states) for each in part.sets), Cost())
-    return sum((price_of(family, states, at_rest=True) for family in part.families), change)
-
-
-def _price_of_units(part: UnitSet, states: tuple[int, int]) -> Cost:
-    change = _transient(part) + _owned(part, states)
-    for unit in part.division.units:
-        change += _at_rest(unit, part.holding, states) - _all_of(unit, part.holding.policy, states)
-    return change
-
-
-def _at_rest(unit: Unit, holding: FullHolding, states: tuple[int, int]) -> Cost:
-    """What a rank keeps of a unit: shards in one flat tensor for each group and dtype, and the sums of gradients."""
-    policy, ranks = holding.policy, holding.reduction.ranks
-    shares: dict[tuple[int | None, str, bool], int] = {}
-    cost = Cost()
-    for each in unit.parameters:
-        share, dtype = _padded(each.shape, ranks), policy.held(each.dtype)
-        if not each.is_trained and holding.quantizing.frozen and is_packed(each, ranks):
-            cost += Cost(parameters=packed_bytes(share))
-        else:
-            kind = (each.group or 0 if each.is_trained else None, dtype, each.is_whole)
-            shares[kind] = shares.get(kind, 0) + share
-    for (group, dtype, is_whole), count in shares.items():
-        kept = trained(up(count), dtype, policy, states=states[is_whole])
-        if group is None:
-            cost += Cost(parameters=kept.parameters)
-        else:
-            own = 0 if kept.masters else kept.parameters
-            if unit.place == "host" and not is_whole:
-                cost += Cost(kept.parameters, host=kept.resting + kept.gradients)
-            elif unit.place == "nvme" and not is_whole:
-                cost += Cost(kept.parameters, host=kept.gradients, nvme=kept.resting)
-            else:
-                cost += Cost(own, 0, kept.masters, 0 if is_whole else kept.states)
-    summed = [(count, dtype) for (group, dtype, _), count in shares.items() if group is not None]
-    if summed:
-        cost += Cost(gradients=trained(up(sum(count for count, _ in summed)), summed[0][1], policy, states=0).gradients)
-    return cost
-
-
-def _all_of(unit: Unit, policy: Policy, states: tuple[int, int]) -> Cost:
-    """What a rank would keep that holds all of it."""
-    cost = Cost()
-    for each in unit.parameters:
-        whole = trained(each.numel, policy.held(each.dtype), policy, states=states[each.is_whole])
-        cost += whole if each.is_trained else Cost(parameters=whole.parameters)
-    return cost
-
-
-def _owned(part: UnitSet, states: tuple[int, int]) -> Cost:
-    """The states of the whole parameters of the rank that owns most, and in a step their values and gradients."""
-    policy, owners = part.holding.policy, dict(part.holding.owners)
-    costs = [Cost()] * part.holding.reduction.ranks
-    for unit in part.division.units:
-        for parameter in unit.parameters:
-            if parameter.name in owners and unit.master is not None:
-                size = parameter.numel * bytes_per_element(wider(policy.states, unit.master))
-                costs[owners[parameter.name]] += Cost(size, size, 0, size * states[True])
-    return max(costs, key=lambda cost: cost.total)
-
-
-def _transient(part: UnitSet) -> Cost:
-    """Bytes at most of what comes and goes: what is gathered, and two units on their way.
-
-    A unit that is reduced is held as it is sent and as it is received.
-    """
-    policy = part.holding.policy
-    sent = []
-    for unit in part.division.units:
-        count = sum(parameter.numel for parameter in unit.parameters if parameter.is_trained)
-        dtype = wider(policy.accumulation, unit.held) if unit.held else policy.accumulation
-        sent.append(2 * count * bytes_per_element(dtype))
-    return Cost(parameters=_gathered(part, stays=part.holding.stays), gradients=sum(sorted(sent)[-2:]))
-
-
-def _gathered(part: UnitSet, *, stays: bool) -> int:
-    """Bytes of whole parameters at most: of all units, or of the model's own and two others."""
-    root, *others = (_gathered_bytes(unit) for unit in part.division.units)
-    return root + sum(others if stays else sorted(others)[-2:])
-
-
-def _gathered_bytes(unit: Unit) -> int:
-    return sum(
-        parameter.numel * bytes_per_element(unit.held if unit.held and parameter.is_trained else parameter.dtype)
-        for parameter in unit.parameters
     )

@@ -23,6 +23,7 @@ from mizzen.comm import collectives, groups
 from mizzen.comm.backend import Tag
 from mizzen.errors import UsageError, expect
 from mizzen.model.inputs import change_tensors, tensors_in
+from mizzen.offload.away import check_here
 
 WAYS: Final = (
     "use it inside the model's forward, or in a method that is called on the engine; gather it with "
@@ -123,8 +124,12 @@ class ShardRecord(Protocol):
         """The dimension that is cut, by torch.chunk's rule."""
 
     @property
+    def stand(self) -> Tensor:
+        """What has the shape of this rank's part, and perhaps no memory."""
+
+    @property
     def shard(self) -> Tensor:
-        """This rank's part, in its own memory."""
+        """This rank's part, in its own memory, or a copy of one that rests elsewhere."""
 
     @property
     def is_gathered(self) -> bool:
@@ -196,6 +201,7 @@ def is_sharded(parameter: Any) -> bool:
 
 def as_dtensor(record: ShardRecord) -> DTensor:
     """A shard as a DTensor, which shares its memory."""
+    check_here(record.stand, f"'{record.name}'")
     stride = torch.empty(record.shape, device="meta").stride()
     with torch.no_grad():
         return DTensor.from_local(
@@ -264,7 +270,7 @@ def facts_of(parameter: Tensor) -> ParameterFacts:
     if record is None:
         return ParameterFacts(shape, parameter.numel(), "whole", parameter.numel())
     status: Literal["sharded", "gathered"] = "gathered" if record.is_gathered else "sharded"
-    return ParameterFacts(tuple(record.shape), record.shape.numel(), status, record.shard.numel())
+    return ParameterFacts(tuple(record.shape), record.shape.numel(), status, record.stand.numel())
 
 
 def _words(parameter: Any) -> str:
@@ -312,6 +318,7 @@ def gather_shards(
     tag: Tag | None = None,
 ) -> Tensor:
     """The tensor of this shape that the ranks of a group have cut along `dim`, by torch.chunk's rule."""
+    check_here(shard, "a sharded parameter")
     ranks, sizes = groups.get_world_size(group), list(shape)
     sizes[dim] = -(-shape[dim] // ranks)
     mine = shard.new_zeros(sizes, dtype=dtype or shard.dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from mizzen.comm import groups
 from mizzen.comm.backend import Tag
 from mizzen.comm.communicator import take_parted
 from mizzen.errors import CommError, UsageError
-from mizzen.kernels.norm import sum_of_squares
+from mizzen.kernels.norm import squares_of
 from mizzen.model.home import Site
 from mizzen.model.piece import Piece, piece_of_boxes
-from mizzen.offload.rest import RestingPlaces
+from mizzen.offload.away import check_here
+from mizzen.offload.places import DEVICE
 from mizzen.optim.own_rules import Portion
-from mizzen.parallel.zero.full.assemble import FullHolding, assemble
+from mizzen.parallel.zero.full.assemble import FullHolding, UnitTiers, assemble
 from mizzen.parallel.zero.full.calls import lead, let_go, watch_parts
 from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.gradients import UnitGradients, UseOutside
@@ -25,12 +27,14 @@ from mizzen.parallel.zero.full.owned import Wholes
 from mizzen.parallel.zero.full.quantized import Packed, QuantizedReducer
 from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, check_places, explained
 from mizzen.parallel.zero.full.sharded_parameter import RECORD, gather_shards
-from mizzen.parallel.zero.full.unit import LiveUnit, Share, ShareLot, UnitParameter, UnitRanks
+from mizzen.parallel.zero.full.share import Share
+from mizzen.parallel.zero.full.unit import LiveUnit, ShareLot, UnitRanks
+from mizzen.parallel.zero.full.unit_parameter import UnitParameter
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.store import part_for
 from mizzen.parallel.zero.twins import GradientHook
-from mizzen.plan.parts import ReducedGradients, StoreContents, StoreRanks, StoreStatus
+from mizzen.plan.parts import ReducedGradients, StoreContents, StoreMemory, StoreRanks, StoreStatus
 
 
 class FullStore:
@@ -66,8 +70,8 @@ class FullStore:
         self.parted: Tensor | None = None
         """On a device: whether the tags of some collective of this step have differed."""
         self.stock = Stock(torch.device(ranks.mesh.device_type))
-        self.places = RestingPlaces(holding.offload, holding.nvme_bytes)
-        self.units = assemble(model, units, holding, ranks, self.stock, self.places)
+        self.tiers = UnitTiers.of(holding)
+        self.units = assemble(model, units, holding, ranks, self.stock, self.tiers)
         self.device = self.units[0].device
         reducer = Reducer(holding.reduction, ranks.sharers, self.stock)
         if holding.quantizing.gradients:
@@ -84,6 +88,7 @@ class FullStore:
         self.runtime.add(self.units, self.gradients, holding.ahead)
         self.gradients.finish_backward = self.runtime.finish
         for unit in self.units:
+            unit.sums.count_squares = partial(_squares_of, self, unit)
             lead(self.runtime, unit)
             for each in unit.parameters.values():
                 each.touch = UseOutside(unit, self.gradients, self.runtime)
@@ -119,7 +124,7 @@ class FullStore:
     @property
     def status(self) -> StoreStatus:
         """Sharded parameters stay where they are; somebody may hold them gathered."""
-        return StoreStatus(is_gathered=any(unit.open for unit in self.units))
+        return StoreStatus(self._memory, is_gathered=any(unit.open for unit in self.units))
 
     # Gradients
 
@@ -149,17 +154,11 @@ class FullStore:
         self.gradients.clear(taken=taken)
 
     def _squares(self) -> Tensor:
-        counted: list[Tensor] = []
-        for unit in self.units if self.counts else ():
-            if self.uncounted.isdisjoint(each.name for each in unit.trained) and not _are_shared(unit, self.sites):
-                counted.append(unit.gradient)
-                continue
-            for each in unit.trained:
-                if each.name not in self.uncounted:
-                    flat = each.gradient(unit.gradient).reshape(-1)
-                    found = _own_ranges(each, self.sites)
-                    counted += [flat] if found is None else [flat[start:stop] for start, stop in found]
-        total = sum_of_squares(counted, device=self.device)
+        """Unit by unit, so that it does not depend on which of them were counted before, as their sums left."""
+        if any(unit.sums.is_away for unit in self.units):
+            total = torch.cat([unit.sums.squares() for unit in self.units]).sum()
+        else:
+            total = _squares_of(self, *self.units).sum()
         self.parted = take_parted()
         return total if self.parted is None else torch.where(self.parted, torch.nan, total)
 
@@ -182,9 +181,8 @@ class FullStore:
         for lot in self.contents.lots:
             lot.write_back()
             lot.unload()
-        for share in self.shares:
-            for place, value in share.rest.arrived(share.values, share.master):
-                place.copy_(value)
+        for share in _shares_of(self.units):
+            share.finish()
         self._forget()
 
     def restore_parameters(self, replaced: Mapping[str, Tensor] | None = None) -> None:
@@ -206,8 +204,9 @@ class FullStore:
 
     def _keep_writes(self) -> None:
         """Let masters that rest elsewhere have what somebody has written to the shards."""
-        for share in self.shares:
-            share.rest.keep_writes(share.values, share.master)
+        for share in _shares_of(self.units):
+            check_here(share.values, "the model")
+            share.keep_writes()
 
     def _forget(self, *_: Any) -> None:
         """Shard again whatever is gathered without need."""
@@ -221,9 +220,8 @@ class FullStore:
             each = unit.parameters.get(name)
             if each is None:
                 continue
-            is_apart = isinstance(each.shard, Packed) or any(
-                each in share.trained and share.rest.place != "device" for share in unit.shares
-            )
+            is_apart = isinstance(each.stand, Packed) or each.shards is not None
+            is_apart |= any(each in share.trained and share.rest.place != DEVICE for share in unit.shares)
             if unit.open or is_apart:
                 whole = part_for(each.parameter, value(), self.sites.get(name))
                 if is_apart:
@@ -235,39 +233,44 @@ class FullStore:
 
     # Pieces by name
 
-    def pieces(self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None) -> list[Piece]:
+    def pieces(
+        self, of: str, states: Mapping[Tensor, Mapping[str, object]] | None = None, only: str | None = None
+    ) -> list[Piece]:
         """What this rank holds, by parameter name; masters of frozen parameters are these themselves.
 
         States that are not as large as what they belong to are left out.
         """
+        units = [unit for unit in self.units if only is None or only in unit.parameters]
         if states is not None:
             found = []
             for share in self.shares:
                 state = states.get(share.stepped, {}).get(of)
                 if isinstance(state, Tensor) and state.shape == share.master.shape:
+                    check_here(state, f"the state '{of}'")
                     found += [
-                        share.rest.readable(state, self._in_whole(_piece(each, each.master(state))))
+                        share.rest.readable(state, _in_whole(self.sites, _piece(each, each.master(state))))
                         for each in share.trained
+                        if only in (None, each.name)
                     ]
-            return found + [self._in_whole(piece) for piece in self.wholes.state_pieces(states, of)]
+            wholes = [piece for piece in self.wholes.state_pieces(states, of) if only in (None, piece.name)]
+            for piece in wholes:
+                check_here(piece.data, f"the state '{of}'")
+            return found + [_in_whole(self.sites, piece) for piece in wholes]
         if of == "gradient":
-            found = [_piece(each, each.gradient(unit.gradient)) for unit in self.units for each in unit.trained]
-            return [self._in_whole(piece) for piece in found]
+            trained = ((each, data) for unit in units for each, data in unit.sums.gradients())
+            return [_in_whole(self.sites, _piece(each, data)) for each, data in trained if only in (None, each.name)]
         self._keep_writes()
-        shares = {each.name: share for share in self.shares for each in share.trained}
+        shares = {each.name: share for share in _shares_of(units) for each in share.trained}
         found = []
-        for each in (each for unit in self.units for each in unit.parameters.values()):
+        for each in (each for unit in units for each in unit.parameters.values() if only in (None, each.name)):
             its = shares.get(each.name)
-            piece = self._in_whole(_piece(each, each.shard if its is None else each.master(its.master)))
-            found.append(piece if its is None else its.rest.readable(its.master, piece))
+            piece = _in_whole(self.sites, _piece(each, each.stand if its is None else each.master(its.master)))
+            if its is not None:
+                piece = its.rest.readable(its.master, piece)
+            elif each.shards is not None:
+                piece = each.shards.readable(piece)
+            found.append(piece)
         return found
-
-    def _in_whole(self, piece: Piece) -> Piece:
-        """A piece as a part of the whole parameter, where this rank's own tensor is a cut of it."""
-        if (site := self.sites.get(piece.name)) is None:
-            return piece
-        boxes = tuple(found for box in piece.boxes for found in site.boxes_of(box))
-        return piece_of_boxes(piece.name, site.shape, piece.data, boxes)
 
     @contextmanager
     def gather(self, names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
@@ -280,32 +283,64 @@ class FullStore:
             yield {name: each.parameter for unit in units for name, each in unit.parameters.items() if name in wanted}
             check_places(units)
 
+    # Memory that leaves the device for a while
+
+    def _memory(self) -> StoreMemory:
+        """The shards, their masters and what there is of gradients; whatever is gathered is sharded again."""
+        if any(unit.open for unit in self.units):
+            raise UsageError("offload_states() inside GatheredParameters: leave the context first")
+        self._forget()
+        self.stock.drop_free()
+        messages = [message for unit in self.units for message in unit.messages]
+        gradients = [each.parameter.grad for unit in self.units for each in unit.trained]
+        gradients += [unit.sums.tensor for unit in self.units]
+        reducer = self.gradients.reducer
+        gradients += reducer.errors.values() if isinstance(reducer, QuantizedReducer) else ()
+        return StoreMemory(
+            values=[
+                flat
+                for message in messages
+                for flat, rest in zip(message.flats, message.rests, strict=True)
+                if rest is None
+            ],
+            masters=[share.master for unit in self.units for share in unit.shares],
+            gradients=[each for each in gradients if each is not None],
+            returned=self.stock.note_addresses,
+        )
+
     def release(self) -> None:
         """Give the module its parameters back, whole, on every rank; all ranks do this together."""
         if any(unit.open for unit in self.units):
             raise UsageError("destroy() or another initialize() inside GatheredParameters: leave the context first")
         for handle in self.handles:
             handle.remove()
-        self.runtime.free()
-        for unit in reversed(self.units):
-            for name, each in unit.parameters.items():
-                tag = Tag(self.position.step, name, "giving back")
-                whole = gather_shards(each.shard, each.shape, each.dim, unit.ranks.sharers, tag=tag)
-                held = torch_dtype(unit.plan.held) if unit.plan.held and each.is_trained else whole.dtype
-                each.parameter.__class__ = each.kind
-                each.parameter.data = whole.to(held)
-                del vars(each.parameter)[RECORD]
-            let_go(unit.module)
-        self.runtime.units = tuple(unit for unit in self.runtime.units if unit not in self.units)
-        self.units = self.gradients.units = self.shares = self.wholes.rounds = ()
-        self.contents = StoreContents()
-        self.stock.clear()
-        self.places.close()
+        try:
+            self.runtime.free()
+            _give_back(self.units, self.position.step)
+        finally:  # also where what rests on a disk cannot be read any more
+            self.runtime.units = tuple(unit for unit in self.runtime.units if unit not in self.units)
+            self.units = self.gradients.units = self.shares = self.wholes.rounds = ()
+            self.contents = StoreContents()
+            self.stock.clear()
+            self.tiers.close()
+
+
+def _shares_of(units: Sequence[LiveUnit]) -> Iterator[Share]:
+    """All shares, those too that are stepped by owners of whole parameters."""
+    return (share for unit in units for share in unit.shares)
+
+
+def _in_whole(sites: Mapping[str, Site], piece: Piece) -> Piece:
+    """A piece as a part of the whole parameter, where this rank's own tensor is a cut of it."""
+    if (site := sites.get(piece.name)) is None:
+        return piece
+    boxes = tuple(found for box in piece.boxes for found in site.boxes_of(box))
+    return piece_of_boxes(piece.name, site.shape, piece.data, boxes)
 
 
 def _portions(share: Share, sites: Mapping[str, Site]) -> list[Portion]:
     return [
-        Portion(each.name, each.offset, each.offset + each.shard.numel(), _own_ranges(each, sites, each.offset))
+        Portion(each.name, each.offset, each.offset + each.stand.numel(), _own_ranges(each, sites, each.offset))
         for each in share.trained
     ]
 
@@ -326,3 +361,34 @@ def _own_ranges(each: UnitParameter, sites: Mapping[str, Site], offset: int = 0)
 
 def _piece(each: UnitParameter, data: Tensor) -> Piece:
     return Piece(each.name, tuple(each.shape), each.boxes, data)
+
+
+def _give_back(units: Sequence[LiveUnit], step: int) -> None:
+    """Let parameters be whole again, and plain."""
+    for unit in reversed(units):
+        for name, each in unit.parameters.items():
+            tag = Tag(step, name, "giving back")
+            whole = gather_shards(each.shard, each.shape, each.dim, unit.ranks.sharers, tag=tag)
+            held = torch_dtype(unit.plan.held) if unit.plan.held and each.is_trained else whole.dtype
+            each.parameter.__class__ = each.kind
+            each.parameter.data = whole.to(held) if each.shards is None else whole.to("cpu", held)
+            del vars(each.parameter)[RECORD]
+        let_go(unit.module)
+
+
+def _squares_of(store: FullStore, *units: LiveUnit) -> Tensor:
+    """The sums of squares of what a rank counts of the gradients of units, one after the other, in one pass."""
+    flats = [flat for unit in units for flat in _counted(unit, store.sites, store.uncounted)]
+    return squares_of(flats if store.counts else [], device=store.device)
+
+
+def _counted(unit: LiveUnit, sites: Mapping[str, Site], uncounted: Collection[str]) -> list[Tensor]:
+    """What a rank counts of the gradients of a unit."""
+    if all(each.name not in uncounted for each in unit.trained) and not _are_shared(unit, sites):
+        return [unit.gradient] if unit.count else []
+    counted: list[Tensor] = []
+    for each in (each for each in unit.trained if each.name not in uncounted):
+        flat = each.gradient(unit.gradient).reshape(-1)
+        found = _own_ranges(each, sites)
+        counted += [flat] if found is None else [flat[start:stop] for start, stop in found]
+    return [flat for flat in counted if flat.numel()]

@@ -6,7 +6,8 @@ import torch
 from mizzen.config.load import load
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.shard import FullChoice, _transient
+from mizzen.parallel.zero.full.price import transient
+from mizzen.parallel.zero.full.shard import FullChoice
 from mizzen.parallel.zero.full.sharded_parameter import MULTIPLE, record_of
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.plan.build import build
@@ -50,7 +51,7 @@ def held(kind, keys):
         )
     names = {name for store in engine.stores for name in store.contents.held}
     rest = [p for name, p in engine.module.named_parameters() if name not in names]
-    return plan.cost - _transient(next(choice.parts(0)).sets[0]), found + Cost(parameters=size(rest)), len(masters)
+    return plan.cost - transient(choice.parts(0)[0].sets[0]), found + Cost(parameters=size(rest)), len(masters)
 
 
 @pytest.mark.parametrize(("kind", "keys"), CASES)

@@ -29,7 +29,7 @@ def test_copies_train_as_one(world, accumulation, ordered):
             torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", choice(["Base", "TiedBlocks", "Odd", "Twice"], ["Odd", "Twice"]))
+@pytest.mark.parametrize("kind", choice(["Base", "TiedBlocks", "Odd", "Twice"], ["Odd"]))
 def test_a_second_copy_changes_no_bit(world, kind):
     cases = [(kind, {"zero_hpz_partition_size": 2}), (kind, {})]
     for found, other in zip(*world(4).each(train_with, cases), strict=True):

@@ -112,7 +112,7 @@ def step_of(kind):
 @pytest.mark.parametrize("kind", [Skipping, Different, Leaving, Tower])
 def test_a_branch_across_units_is_named(world, kind):
     """One rank skips a block; each skips another one; one leaves early; one has a tower."""
-    ended = world(RANKS).run(step_of, kind, expect_failure=True, timeout=30)
+    ended = world(RANKS).run(step_of, kind, expect_failure=True, grace=30)
     assert {outcome.error_type for outcome in ended} == {"CommError"}
     named = [outcome.traceback for outcome in ended if "parted ways" in outcome.traceback]
     assert named
@@ -175,7 +175,7 @@ def gives_back_alone():
 
 
 def test_a_rank_that_gathers_the_model_alone_is_named(world):
-    first, second = world(2).run(saves_alone, expect_failure=True, timeout=30, grace=10)
+    first, second = world(2).run(saves_alone, expect_failure=True, grace=30)
     assert first.error_type == second.error_type == "CommError"
     assert "gathering the model: every rank has to make this call, and not all have" in first.traceback
     for outcome in (first, second):
@@ -193,7 +193,7 @@ def test_a_rank_that_gathers_the_model_alone_is_named(world):
     ],
 )
 def test_ranks_that_go_elsewhere_are_named_in_seconds(world, program, first, second):
-    for outcome in world(RANKS).run(program, expect_failure=True, timeout=30, grace=10):
+    for outcome in world(RANKS).run(program, expect_failure=True, grace=30):
         assert outcome.error_type == "CommError"
         said = outcome.traceback.partition("the ranks have parted ways")[2]
         places = re.findall(r"rank (\d) at step \d, unit '[^']+', phase '([^']+)'", said)
@@ -201,7 +201,7 @@ def test_ranks_that_go_elsewhere_are_named_in_seconds(world, program, first, sec
 
 
 def test_a_rank_that_fails_is_named_by_the_others(world):
-    waiting, failing = world(RANKS).run(one_fails, expect_failure=True, timeout=30, grace=10)
+    waiting, failing = world(RANKS).run(one_fails, expect_failure=True, grace=30)
     assert failing.error_type == "ValueError"
     assert waiting.error_type == "CommError"
     assert "rank 1 " in waiting.traceback.rpartition("CommError: rank 0 ")[2]

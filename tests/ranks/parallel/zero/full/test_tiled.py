@@ -79,7 +79,7 @@ def test_parameters_of_a_sharded_layer(world):
 def test_tiles_are_units_unless_they_are_pinned():
     def units(**keys):
         plan = build(load(config(3, 2, zero=keys)), 2, Sketch.of(model(Tiles)), ORDER)
-        return [unit.path for unit in next(plan.steps[-1].choice.parts(0)).sets[0].division.units]
+        return [unit.path for unit in plan.steps[-1].choice.parts(0)[0].sets[0].division.units]
 
     found = units()
     assert found[:2] == ["", "blocks.0.up.linears.0.0"]

@@ -146,6 +146,57 @@ def test_the_plan_prints_units_and_prices_them():
     assert "nothing to shard" in explain(alone)
 
 
+def test_the_plan_says_where_parameters_rest_and_what_is_there():
+    big = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(16))
+    n, unit = 16 * 65536, 65536
+    for ranks in (1, 4):
+        config = settings(offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
+        plan = build(config, ranks, Sketch.of(big), ORDER)
+        assert "; parameters of units rest in host: 16; masters and states rest in host: 16" in explain(plan)
+        assert plan.cost.host == 5 * 4 * n // ranks  # shards, masters, two states, gradients on their way
+        assert plan.cost.parameters == 2 * 4 * unit + 2 * 4 * unit // ranks  # two units gathered, and two fetched
+        assert (plan.cost.masters, plan.cost.states, plan.cost.nvme) == (0, 0, 0)
+    far = {"device": "nvme", "nvme_path": "/x", "max_in_cpu": 4 * unit, "buffer_count": 3}
+    plan = build(settings(offload_param=far), 1, Sketch.of(big), ORDER)
+    assert "stage 3 on one data-parallel rank" in explain(plan)
+    assert "; parameters of units rest in host: 4, on nvme: 12" in explain(plan)
+    assert (plan.cost.nvme, plan.cost.host) == (4 * 12 * unit, 4 * 4 * unit + 3 * 4 * unit)
+    assert (plan.cost.masters, plan.cost.states) == (4 * n, 8 * n)
+    assert plan.cost.gradients == 4 * n + 2 * 2 * 4 * unit
+
+
+def test_sums_of_gradients_rest_where_masters_do():
+    big, unit = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(16)), 65536
+    for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": "/x"}):
+        plan = build(settings(offload_optimizer=place), 4, Sketch.of(big), ORDER)
+        assert plan.cost.gradients == 2 * 2 * 4 * unit + 3 * 4 * unit // 4  # on their way, and three that come and go
+    half = build(settings(offload_optimizer={"device": "cpu", "ratio": 0.5}), 4, Sketch.of(big), ORDER)
+    assert half.cost.gradients == 8 * 4 * unit // 4 + 2 * 2 * 4 * unit + 3 * 4 * unit // 4
+
+
+def with_host_bytes(limit, **param):
+    """A plan for 16 units on one rank, of which 4 bytes rest for each element of parameters, and 12 of states."""
+    big = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(16))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": param}
+    zero["offload_optimizer"] = {"device": "nvme", "nvme_path": "/x"}
+    offload = {"device_bytes": 0, "host_bytes": limit, "nvme_bytes": 1 << 40}
+    config = load({"train_batch_size": 8, "zero_optimization": zero, "offload": offload})
+    return build(config, 1, Sketch.of(big), ORDER)
+
+
+def test_parameters_count_in_the_budget_of_host_memory():
+    unit = 65536 * 4
+    plan = with_host_bytes(16 * unit + 5 * 3 * unit, device="cpu")
+    assert "; parameters of units rest in host: 16; masters and states rest in host: 5, on nvme: 11" in explain(plan)
+    assert plan.cost.host == 16 * unit + 5 * 3 * unit + 16 * unit  # gradients come there beside the budget
+    assert "masters and states rest on nvme: 16" in explain(with_host_bytes(16 * unit, device="cpu"))
+    with pytest.raises(PlanError, match=r"parameters of 4.0 MiB on a rank rest in host memory .* is 3.0 MiB"):
+        with_host_bytes(12 * unit, device="cpu")
+    far = {"device": "nvme", "nvme_path": "/x", "max_in_cpu": 4 * 65536, "buffer_count": 3}
+    plan = with_host_bytes(4 * unit + 3 * unit + 3 * unit, **far)  # four units, buffers for the others, states of one
+    assert "rest in host: 4, on nvme: 12; masters and states rest in host: 1, on nvme: 15" in explain(plan)
+
+
 @pytest.mark.parametrize("key", ["reduce_bucket_size", "allgather_bucket_size"])
 def test_what_stays_whole_travels_in_buckets_of_the_size_that_is_asked_for(key):
     config = settings(stage3_param_persistence_threshold=1000, **{key: 40})
@@ -171,6 +222,7 @@ def test_what_cannot_be_is_refused():
         ({"stage": 2}, 2, "is part of stage 3; zero_optimization.stage is 2"),
         ({"zero_quantized_weights": True}, 2, "with zero_quantized_weights: frozen weights"),
         ({"zero_hpz_partition_size": 2}, 4, "with zero_hpz_partition_size: frozen weights"),
+        ({"offload_param": {"device": "cpu"}}, 1, "with offload_param: frozen weights"),
     ],
 )
 def test_where_frozen_weights_cannot_rest_in_blocks(keys, ranks, why):
@@ -186,6 +238,7 @@ def test_where_frozen_weights_cannot_rest_in_blocks(keys, ranks, why):
         {"zero_quantized_weights": True},
         {"zero_quantized_gradients": True},
         {"zeropp_loco_param": {}},
+        {"offload_param": {"device": "cpu"}},
     ],
     ids=lambda keys: next(iter(keys)),
 )

@@ -1,0 +1,337 @@
+"""Shards of parameters that rest outside the device between their uses: in host memory, or on NVMe.
+
+A tensor stands for the shards where the device would have them: host memory itself, or for files one without memory.
+They are fetched ahead of a use, on a stream of their own, used once, and given back by letting go of the copy.
+
+[Note: who may overwrite what]
+A copy on the device is allocated on the stream that computes, and filled on another one, which waits for the first:
+whoever had that memory before is done with it. The stream that computes waits for the copy before it uses it, or lets
+go of it. The host writes to host memory only after it has waited for the last copy that was made of it; the stream that
+brings values from the device waits for that copy, too, and the one that fetches waits for these values.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Lock, RLock
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mizzen.accelerator import get_accelerator
+from mizzen.model.piece import Piece, Unread
+from mizzen.offload.nvme import NvmeTier
+from mizzen.offload.places import ParameterSettings
+from mizzen.offload.tier import DeviceCopy, HostTier, Transfer
+
+
+class Shards(Protocol):
+    """Shards of one dtype in one flat tensor. The engine's thread calls everything; that of the host's step `change`.
+
+    fetch()         ahead of a use: start to bring them to the device
+    here()          at the use: a copy on the device, which is the caller's
+    let_go()        what was fetched is not used, or is old
+    change(write)   after a step, or when somebody has written to them: `write(host memory)` sets new values
+    look()          outside of a step: their values in host memory, until others are looked at
+    """
+
+    place: str
+    """host or nvme."""
+    stand: Tensor
+    """What stands for them."""
+
+    def fetch(self) -> None:
+        """Start to bring them to the device, where there is room on the way."""
+
+    def here(self) -> Tensor:
+        """A copy on the device, for which later work of the current stream waits."""
+
+    def let_go(self) -> None:
+        """Forget what was fetched."""
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """Let somebody write to host memory that has their size, and keep what is there then."""
+
+    def take(self, values: Tensor) -> None:
+        """Keep new values, which are on the device."""
+
+    def look(self) -> Tensor:
+        """Their values in host memory; what is written there is kept if the caller says so with `changed`."""
+
+    def changed(self) -> None:
+        """Something was written to what `look` has returned last."""
+
+    def readable(self, piece: Piece) -> Piece:
+        """A piece of them that is read from where they rest."""
+
+
+class ShardsOnHost:
+    """Shards in host memory, where they are for life."""
+
+    place: str = "host"
+
+    def __init__(self, title: str, tier: HostTier, values: Tensor) -> None:
+        self.tier = tier
+        self.stand = tier.place(title, values)
+        self._fetched: tuple[Tensor, DeviceCopy] | None = None
+        self._read: DeviceCopy | None = None
+        """The last copy that was made of them."""
+        self._coming: DeviceCopy | None = None
+        """New values on their way from the device."""
+        self.take(values)
+
+    def fetch(self) -> None:
+        """Start to copy them to the device, after the work that the current stream has now."""
+        if self._fetched is not None:
+            return
+        if self._coming is not None:
+            self._coming.wait_on_stream(self.tier.inward)
+        into = torch.empty_like(self.stand, device=self.tier.accelerator.device())
+        self._read = self.tier.copy_in(into, self.stand)
+        self._fetched = into, self._read
+
+    def here(self) -> Tensor:
+        """What was fetched, or is now."""
+        self.fetch()
+        return self._taken()
+
+    def _taken(self) -> Tensor:
+        if self._fetched is None:
+            raise AssertionError("nothing was fetched")
+        (into, copy), self._fetched = self._fetched, None
+        copy.wait_on_stream()
+        copy.forget()
+        return into
+
+    def let_go(self) -> None:
+        """Its memory may be used for something else when the copy has come."""
+        if self._fetched is not None:
+            self._taken()
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """In place, when nobody reads it any more."""
+        write(self.look())
+        self.changed()
+
+    def take(self, values: Tensor) -> None:
+        """Copy values from the device, after the work that the current stream has now.
+
+        That stream may go on with rounded ones, which are the copy's own; others it might change before they have left.
+        """
+        self.let_go()
+        if self._read is not None:
+            self._read.wait_on_stream(self.tier.outward)
+        self._coming = self.tier.copy_out(self.stand, values.to(self.stand.dtype))
+        if values.dtype == self.stand.dtype:
+            self._coming.wait_on_stream()
+        self._coming.forget()
+
+    def look(self) -> Tensor:
+        """The memory itself, once nothing is on its way from there or to it."""
+        for copy in (self._read, self._coming):
+            if copy is not None:
+                copy.wait()
+        self._read = self._coming = None
+        return self.stand
+
+    def changed(self) -> None:
+        """What was fetched is old. `look` has waited for its copy."""
+        self._fetched = None
+
+    def readable(self, piece: Piece) -> Piece:
+        """In place, once nothing is on its way."""
+        self.look()
+        return piece
+
+
+class Buffers:
+    """Pieces of host memory of one size, through which shards pass on their way from NVMe and back."""
+
+    def __init__(self, tier: HostTier, count: int, size: int) -> None:
+        self.tier = tier
+        self.count = count
+        self.size = size
+        """Bytes of each."""
+        self._made = 0
+        self._free: list[Tensor] = []
+        self._leaving: deque[tuple[Tensor, Transfer]] = deque()
+        """Those that something is read from, from the oldest on."""
+        self._lock = Lock()
+
+    def take(self, *, must: bool) -> Tensor | None:
+        """One that nobody uses; None where all are in use, unless it `must` be: then there is one more."""
+        with self._lock:
+            if not self._free and self._made >= self.count and self._leaving:
+                memory, transfer = self._leaving.popleft()
+                transfer.wait()
+                self._free.append(memory)
+            if not self._free and (must or self._made < self.count):
+                self._made += 1
+                like = torch.empty(self.size, dtype=torch.uint8, device="meta")
+                self._free.append(self.tier.place(f"buffer {self._made}", like))
+            return self._free.pop() if self._free else None
+
+    def give_back(self, memory: Tensor, after: Transfer | None = None) -> None:
+        """It may be used again, perhaps after a transfer that reads it."""
+        with self._lock:
+            if after is None:
+                self._free.append(memory)
+            else:
+                self._leaving.append((memory, after))
+
+
+class ShardFiles:
+    """Files on NVMe, and the buffers on the way there."""
+
+    def __init__(self, files: NvmeTier, buffers: Buffers) -> None:
+        self.files = files
+        self.buffers = buffers
+        self._seen: tuple[str, Tensor, int] | None = None
+        """What is looked at: its name, the buffer that it is in, and its bytes."""
+        self._is_changed = False
+        self.lock = RLock()
+        """The engine's thread and that of the host's step take turns."""
+
+    def look(self, name: str, size: int) -> Tensor:
+        """The bytes that rest under a name, until something else is looked at."""
+        if self._seen is None or self._seen[0] != name:
+            self.keep_changes()
+            memory = self.taken()
+            self.files.read(name, memory[:size]).wait()
+            self._seen = name, memory, size
+        return self._seen[1][:size]
+
+    def change(self) -> None:
+        """Somebody has written to what is looked at."""
+        self._is_changed = True
+
+    def keep_changes(self) -> None:
+        """Let go of what is looked at; what was written to it goes to the files."""
+        with self.lock:
+            if self._seen is None:
+                return
+            (name, memory, size), self._seen = self._seen, None
+            write = self.files.write(name, memory[:size]) if self._is_changed else None
+            self._is_changed = False
+            self.buffers.give_back(memory, write)
+
+    def taken(self) -> Tensor:
+        """A buffer, which there is always."""
+        memory = self.buffers.take(must=True)
+        if memory is None:
+            raise AssertionError("a buffer must be there")
+        return memory
+
+
+class ShardsOnNvme:
+    """Shards in files. What is fetched is in a buffer of host memory, and is copied to the device when it is used."""
+
+    place: str = "nvme"
+
+    def __init__(self, title: str, files: ShardFiles, values: Tensor) -> None:
+        self.title = title
+        self.files = files
+        self.stand = torch.empty_like(values, device="meta")
+        self.size = values.numel() * values.element_size()
+        self._fetched: tuple[Tensor, Transfer] | None = None
+        self.take(values)
+
+    def fetch(self) -> None:
+        """Start to read them, if there is a buffer."""
+        self.files.keep_changes()
+        if self._fetched is None:
+            memory = self.files.buffers.take(must=False)
+            if memory is not None:
+                self._fetched = memory, self.files.files.read(self.title, memory[: self.size])
+
+    def here(self) -> Tensor:
+        """Wait for what is read, and copy it."""
+        self.fetch()
+        if self._fetched is None:
+            memory = self.files.taken()
+            self._fetched = memory, self.files.files.read(self.title, memory[: self.size])
+        (memory, read), self._fetched = self._fetched, None
+        read.wait()
+        tier = self.files.buffers.tier
+        into = torch.empty_like(self.stand, device=tier.accelerator.device())
+        copy = tier.copy_in(into, self._values(memory))
+        copy.wait_on_stream()
+        copy.forget()
+        self.files.buffers.give_back(memory, copy)
+        return into
+
+    def _values(self, memory: Tensor) -> Tensor:
+        return memory[: self.size].view(self.stand.dtype).view(self.stand.shape)
+
+    def let_go(self) -> None:
+        """The buffer is free when the read is over."""
+        if self._fetched is not None:
+            (memory, read), self._fetched = self._fetched, None
+            self.files.buffers.give_back(memory, read)
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """Write to a buffer, then from there to the files."""
+        with self.files.lock:
+            self.let_go()
+            self.files.keep_changes()
+            memory = self.files.taken()
+            write(self._values(memory))
+            self.files.buffers.give_back(memory, self.files.files.write(self.title, memory[: self.size]))
+
+    def take(self, values: Tensor) -> None:
+        """The host waits for the copy from the device: what is written to files has to be there."""
+        self.change(lambda memory: memory.copy_(values))
+
+    def look(self) -> Tensor:
+        """In a buffer, until something else is looked at."""
+        return self._values(self.files.look(self.title, self.size))
+
+    def changed(self) -> None:
+        """The buffer goes to the files before anything else is read."""
+        self.let_go()
+        self.files.change()
+
+    def readable(self, piece: Piece) -> Piece:
+        """Read when it is asked for."""
+        source = piece.source
+        if not isinstance(source, Tensor) or not source.is_meta:
+            return piece
+
+        def load() -> Tensor:
+            return self.look().as_strided(source.shape, source.stride(), source.storage_offset())
+
+        return replace(piece, source=Unread(tuple(source.shape), source.dtype, load, keep=self.changed))
+
+
+class ShardPlaces:
+    """The tiers in which the shards of one store rest. A tier is made when the first shards come to it."""
+
+    def __init__(self, settings: ParameterSettings, nvme_bytes: int = 0, largest: int = 0) -> None:
+        self.settings = settings
+        self.nvme_bytes = nvme_bytes
+        """What is to rest on NVMe."""
+        self.largest = largest
+        """Bytes of the largest shards that do, which a buffer has to hold."""
+        self._host: HostTier | None = None
+        self._files: ShardFiles | None = None
+
+    def shards(self, place: str, title: str, values: Tensor) -> Shards:
+        """Bring shards to their resting place."""
+        if self._host is None:
+            self._host = HostTier(get_accelerator(), pin=self.settings.pin)
+        if place == "host":
+            return ShardsOnHost(title, self._host, values)
+        if self._files is None:
+            files = NvmeTier(self.settings.paths, self.settings.aio)
+            files.reserve([self.nvme_bytes])
+            self._files = ShardFiles(files, Buffers(self._host, self.settings.buffers, self.largest))
+        return ShardsOnNvme(title, self._files, values)
+
+    def close(self) -> None:
+        """Give all memory and files back."""
+        if self._files is not None:  # first, since threads use the buffers
+            self._files.files.close()
+        if self._host is not None:
+            self._host.close()
+        self._host = self._files = None

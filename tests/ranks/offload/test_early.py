@@ -1,0 +1,199 @@
+"""The host's step during backward gives the bits of a step after it, and one that is not taken leaves no trace."""
+
+import math
+
+import pytest
+import torch
+
+import mizzen
+from behind import use_behind
+from breadth import choice
+from mizzen.offload.early_copies import EarlyCopies
+from ranks.offload.test_step import HELD, left_of, places, start, train
+
+CPU = {"device": "cpu"}
+EARLY = {"step_in_backward": True}
+HALF = EARLY | {"device_bytes": 0, "streamed_ratio": 0.5}
+FREE, TIGHT, EDGE = {"gradient_clipping": 0.0}, {"gradient_clipping": 0.02}, {"gradient_clipping": 0.13}
+
+
+def both(case, keys, *, steps=12):
+    """A run without offload and one whose host steps early: what differs, what was told, and lots by their fate."""
+    stage, dtype, rule, accumulation, offload, budgets = case
+    expected = start(stage, dtype, rule, accumulation, **keys)
+    told, left = train(expected, dtype, accumulation, steps=steps), left_of(expected)
+    expected.destroy()
+    use_behind()
+    engine = start(stage, dtype, rule, accumulation, offload, budgets, **keys)
+    rests, fates, step = places(engine), [], engine.updater.offloaded.step
+
+    def noted(*given):
+        step(*given)
+        found = engine.updater.offloaded._measures
+        fates.append((int(found["offload_lots_taken"]), int(found["offload_lots_repeated"])))
+
+    engine.updater.offloaded.step = noted
+    assert train(engine, dtype, accumulation, steps=steps) == told
+    found = left_of(engine)
+    different = [name for name in left if not torch.equal(found[name], left[name])]
+    engine.destroy()
+    assert not mizzen.accelerator.get_accelerator().locked
+    return rests, different, told, fates
+
+
+CASES = {
+    "0 fp32": ((0, "fp32", "AdamW", 1, CPU, EARLY), FREE),
+    "0 bf16 clipped": ((0, "bf16", "AdamW", 2, CPU, EARLY), TIGHT),
+    "1 bf16 sometimes clipped": ((1, "bf16", "AdamW", 2, CPU, EARLY), EDGE),
+    "1 fp16 half streamed": ((1, "fp16", "AdamW", 1, CPU, HALF), FREE),
+    "2 fp16": ((2, "fp16", "AdamW", 2, CPU | {"super_offload": True}, None), FREE),
+    "2 fp32 ratio": ((2, "fp32", "Lion", 1, CPU | {"super_offload": True, "ratio": 0.5}, None), EDGE),
+    "2 bf16 Adagrad": ((2, "bf16", "Adagrad", 1, CPU, EARLY), FREE),
+    "3 fp32": ((3, "fp32", "AdamW", 1, CPU, EARLY), FREE),
+    "3 bf16 sometimes clipped": ((3, "bf16", "AdamW", 2, CPU, EARLY), EDGE),
+    "3 fp16 half streamed": ((3, "fp16", "AdamW", 2, CPU, HALF), FREE),
+    "3 bf16 budget": ((3, "bf16", "SGD", 1, None, EARLY | {"device_bytes": 300, "streamed_ratio": 0}), FREE),
+}
+SHORT = ("1 bf16 sometimes clipped", "2 fp16", "3 fp16 half streamed")
+
+
+@pytest.mark.parametrize("name", choice(CASES, SHORT))
+def test_bits_do_not_depend_on_when_the_host_steps(world, name):
+    for rests, different, told, fates in world(2).run(both, *CASES[name]):
+        assert "host" in rests
+        assert different == []
+        assert not all(applied for applied, *_ in told)
+        assert sum(applied for applied, *_ in told) == len(fates)
+        taken, repeated = (sum(each) for each in zip(*fates, strict=True))
+        assert CASES[name][1] is FREE or repeated > 0
+        on_host = rests.count("host") if "half" not in name else None
+        assert fates[0] == (0, 0)  # there are no states before
+        assert (taken > 0) == (CASES[name][1] is not TIGHT)
+        if CASES[name][1] is FREE and on_host:
+            assert max(each for each, _ in fates) == on_host
+
+
+def skipped(stage, dtype, offload_states):
+    """What a step leaves that is not taken although the host has stepped: nothing, and who looks meanwhile sees it."""
+    use_behind()
+    engine = start(stage, dtype, "AdamW", 1, CPU, EARLY, **FREE)
+    armed = {"on": False}
+    engine.module.layers[1].weight.register_hook(lambda g: g * math.nan if armed["on"] else g)
+    begun, begin = [], EarlyCopies.begin
+    EarlyCopies.begin = lambda copies, arrival: (begin(copies, arrival), begun.append(copies.result() is not None))
+    found = []
+    for number in range(5):
+        armed["on"] = number == 3
+        inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        before = left_of(engine)
+        engine.backward(engine(inputs.to(HELD.get(dtype, torch.bfloat16))))
+        if offload_states:
+            engine.offload_states()
+            engine.reload_states()
+        between = left_of(engine)
+        applied = engine.step().applied
+        after = left_of(engine)
+        found.append((applied, same(before, between), same(before, after), sum(begun)))
+        begun.clear()
+    EarlyCopies.begin = begin
+    engine.destroy()
+    return found
+
+
+def same(some, others):
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    choice([(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp32")], [(2, "fp16"), (3, "bf16")]),
+)
+@pytest.mark.parametrize("offload_states", [False, True], ids=["stays", "leaves"])
+def test_a_step_that_is_skipped_changes_nothing(world, stage, dtype, offload_states):
+    for found in world(2).run(skipped, stage, dtype, offload_states):
+        last = found[3:]
+        assert [applied for applied, *_ in last] == [False, True]
+        assert [unchanged for *_, unchanged, _ in last] == [True, False]
+        assert all(between for _, between, *_ in found[1:])  # states come with the first step
+        assert all(begun > 0 for *_, begun in found[1:])
+
+
+def changed(stage, kind):
+    """Somebody changes, between backward and step, what the host has stepped with."""
+    left = []
+    for is_early in (False, True):
+        use_behind()
+        engine = start(stage, "fp32", "AdamW", 1, CPU, EARLY if is_early else None, **FREE, scheduler=None)
+        for number in range(4):
+            inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number + 10 * engine.global_rank))
+            engine.backward(engine(inputs))
+            weight = engine.module.layers[2].weight
+            if number == 2 and kind == "rate":
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = 0.3
+            elif number == 2 and kind == "gradient":
+                mizzen.zero.safe_set_full_grad(weight, torch.full((8, 8), 0.5))
+            elif number == 2 and kind == "master":
+                mizzen.zero.safe_set_full_fp32_param(weight, torch.full((8, 8), 0.5))
+            elif number == 2 and kind == "state":
+                mizzen.zero.safe_set_full_optimizer_state(weight, torch.full((8, 8), 0.5), "exp_avg_sq")
+            elif number == 2 and kind == "values" and stage < 3:
+                weight.data.mul_(3)
+            elif number == 2 and kind == "zero_grad":
+                engine.zero_grad()
+                engine.backward(engine(inputs * 2))
+            report = engine.step()
+        left.append(left_of(engine))
+        taken = report.measures.get("offload_lots_taken", 0)
+        engine.destroy()
+    return same(*left), taken
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", ["rate", "gradient", "master", "state", "values", "zero_grad"])
+def test_what_somebody_changes_before_the_step_counts(world, stage, kind):
+    for is_same, taken in world(2).run(changed, stage, kind):
+        assert is_same
+        assert taken > 0
+
+
+def twice():
+    """Losses as (sum, count), whose factor only the vote knows, and a checkpoint beside training."""
+    use_behind()
+    engine = start(1, "bf16", "AdamW", 1, CPU, EARLY, **FREE)
+    taken = []
+    for number in range(4):
+        inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number)).bfloat16()
+        loss = engine(inputs)
+        engine.backward((loss * 3, torch.tensor(3.0)) if number % 2 else loss)
+        taken.append(engine.step().measures["offload_lots_taken"])
+    engine.destroy()
+    return taken
+
+
+def saved_beside(stage, folder):
+    """Checkpoints that are written beside training have the values of their step."""
+    use_behind()
+    engine = start(stage, "bf16", "AdamW", 1, CPU, EARLY, **FREE, checkpoint={"async_save": True, "dir": folder})
+    states, taken = [], 0
+    for number in range(4):
+        inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number)).bfloat16()
+        engine.backward(engine(inputs))
+        taken += engine.step().measures["offload_lots_taken"]
+        states.append(left_of(engine))
+        engine.save_checkpoint(folder, tag=f"t{number}")
+    engine.destroy()
+    found = []
+    for number, expected in enumerate(states):
+        other = start(stage, "bf16", "AdamW", 1, CPU, EARLY, **FREE)
+        other.load_checkpoint(folder, tag=f"t{number}")
+        found.append(same(left_of(other), expected))
+        other.destroy()
+    return found, taken
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_save_beside_training_has_the_values_of_its_step(world, tmp_path, stage):
+    for found, taken in world(2).run(saved_beside, stage, str(tmp_path)):
+        assert all(found)
+        assert taken > 0

@@ -1,0 +1,60 @@
+"""Budgets from what is free: pure arithmetic over a plan, and what a plan says before they are known."""
+
+import pytest
+
+from mizzen.config.load import load
+from mizzen.engine.budgets import FreeBytes, budgets_from
+from mizzen.errors import ConfigError
+from mizzen.model.sketch import ParameterSketch, Sketch
+from mizzen.offload.places import Budget, OffloadSettings
+from mizzen.order import ORDER
+from mizzen.plan.build import build
+from mizzen.plan.explain import explain
+
+COUNT = 1 << 20
+SKETCH = Sketch((ParameterSketch("weight", (1024, COUNT // 1024)),))
+AUTO = {"device_bytes": "auto", "host_bytes": "auto", "nvme_bytes": "auto"}
+
+
+def config_of(**more):
+    base = {"train_batch_size": 8, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    return load(base | more)
+
+
+def far_plan():
+    return build(
+        config_of(offload={"device_bytes": 0, "host_bytes": 0, "nvme_bytes": 1 << 30}, **nvme()), 1, SKETCH, ORDER
+    )
+
+
+def nvme():
+    return {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}}
+
+
+def test_half_of_what_the_plan_leaves_of_a_device_and_all_that_gradients_leave_of_the_host():
+    plan = far_plan()
+    assert (plan.cost.total, plan.cost.host, plan.cost.nvme) == (6 * COUNT, 4 * COUNT, 12 * COUNT)
+    free = FreeBytes(device=16 * COUNT, host=9 * COUNT, nvme=7 * COUNT)
+    assert budgets_from(free, plan, is_fixed=False) == {
+        "device_bytes": 5 * COUNT,
+        "host_bytes": 5 * COUNT,
+        "nvme_bytes": 7 * COUNT,
+    }
+    assert budgets_from(free, plan, is_fixed=True)["device_bytes"] == 0
+    nothing = FreeBytes(device=COUNT, host=COUNT, nvme=0)
+    assert set(budgets_from(nothing, plan, is_fixed=False).values()) == {0}
+
+
+def test_a_plan_that_cannot_know_them_shows_the_most_that_may_leave():
+    assert OffloadSettings.of(config_of(offload=AUTO)).budget == Budget(0, None, 0)
+    assert OffloadSettings.of(config_of(offload=AUTO, **nvme())).budget == Budget(0, None, None)
+    text = explain(build(config_of(offload=AUTO), 1, SKETCH, ORDER))
+    assert 'offload device auto, host auto, nvme auto ("auto": from what is free, when training starts' in text
+    assert "open" not in text
+    text = explain(build(config_of(offload={"device_bytes": 1 << 20}), 1, SKETCH, ORDER))
+    assert "offload device 1.0 MiB, host without a limit, nvme 0 B\n" in text
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ConfigError, match='offload.host_bytes.*nor "auto"'):
+        config_of(offload={"host_bytes": "some"})
