@@ -4,7 +4,9 @@ A plan is a pure function, so they are found before it is made, and from there o
 has written down: printed, compared among the ranks, and saved with the configuration.
 """
 
+import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from mizzen.checkpoint.choose import candidates
 from mizzen.checkpoint.rank_group import attempt
 from mizzen.checkpoint.read import read_manifest
 from mizzen.comm import collectives, groups
-from mizzen.config.layout import AXES
+from mizzen.config.layout import AXES, Layout
 from mizzen.config.schema import Config
 from mizzen.config.zero import OffloadConfig
 from mizzen.environment import World
@@ -54,7 +56,7 @@ class FreeBytes:
             free //= sharing
         there = accelerator.device().type
         held = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == there and not p.is_meta)
-        drives = len(paths) * min(map(free_bytes, paths), default=0)
+        drives = _free_on(paths)
         return cls(
             device=free + held,  # the plan counts the model, too
             host=0 if accelerator.shares_host_memory else max(0, host.available - host.total // RESERVE) // sharing,
@@ -68,6 +70,12 @@ class FreeBytes:
         return FreeBytes(*found.tolist())
 
 
+def _free_on(paths: tuple[str, ...]) -> int:
+    """Free bytes for files that are striped over some folders; those on one disk share what it has."""
+    disks = Counter(os.stat(path).st_dev for path in paths)
+    return len(paths) * min((free_bytes(path) // disks[os.stat(path).st_dev] for path in paths), default=0)
+
+
 def with_budgets(config: Config, sketch: Sketch, model: nn.Module, world: World) -> Config:
     """A configuration whose budgets are numbers; where any of them is "auto", every rank calls this."""
     asked = config.offload
@@ -75,22 +83,65 @@ def with_budgets(config: Config, sketch: Sketch, model: nn.Module, world: World)
         return config
     free = FreeBytes.here(model, OffloadSettings.of(config).paths, world.local_size)
     free = free if world.size == 1 else free.least()
-    near = _plan_with(config, sketch, world, device_bytes=sys.maxsize, host_bytes=None, nvme_bytes=0)
-    shards = near.cost.host  # parameters alone may be there
-    plan = _plan_with(config, sketch, world, device_bytes=0, host_bytes=shards, nvme_bytes=sys.maxsize)
-    kept = max(0, near.cost.gradients - plan.cost.gradients)
-    copies = OffloadSettings.of(config).in_backward
-    found = budgets_from(free, plan, is_fixed=config.deterministic, shards=shards, kept=kept, copies=copies)
-    found = _recorded(config, plan, free, world, shards) or found
+    needs = measured(config, sketch, world)
+    found = _recorded(config, needs, free, world) or budgets_from(free, needs, is_fixed=config.deterministic)
     budgets = asked.model_copy(update={key: found[key] for key in open_budgets(asked)})
     log_dist(f"offload: {budgets.budget_words()} for the training state of each rank, from what is free")
     return config.model_copy(update={"offload": budgets})
 
 
-def _plan_with(config: Config, sketch: Sketch, world: World, **budgets: int | None) -> Plan:
-    """The plan with these budgets."""
-    asked = (config.offload or OffloadConfig()).model_copy(update=budgets)
-    return build(config.model_copy(update={"offload": asked}), world.size, sketch, ORDER)
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What training takes on a rank, beside masters and states wherever these rest."""
+
+    layout: Layout
+    device: int
+    host: int
+    """Gradients that come to the host, wherever states rest, and parameters that rest there."""
+    shards: int
+    """Of it those parameters, which are a part of the budget of the host."""
+    resting: int
+    """Masters and states."""
+    kept: int = 0
+    """Gradients that stay on the device where masters do."""
+    beside: int = 0
+    """Host memory beside masters and states, where all of them rest there: copies, or gradients that wait."""
+
+
+def measured(config: Config, sketch: Sketch, world: World) -> Needs:
+    """What a configuration needs, from plans by which masters and states rest in one place, and then in another."""
+
+    def cost(config: Config, device: int, host: int | None, nvme: int) -> Plan:
+        budgets = {"device_bytes": device, "host_bytes": host, "nvme_bytes": nvme}
+        asked = (config.offload or OffloadConfig()).model_copy(update=budgets)
+        return build(config.model_copy(update={"offload": asked}), world.size, sketch, ORDER)
+
+    plain = _stepped_at_once(config)
+    near = cost(plain, sys.maxsize, None, 0).cost
+    plan = cost(plain, 0, near.host, sys.maxsize)  # parameters alone are in host memory
+    far, at_host = plan.cost, cost(plain, 0, None, 0).cost
+    has_files = bool(OffloadSettings.of(config).paths)
+    return Needs(
+        layout=plan.resolved.layout,
+        device=far.total,
+        host=far.host if has_files else at_host.host - far.nvme,
+        shards=near.host,
+        resting=far.nvme,
+        kept=max(0, near.gradients - far.gradients),
+        beside=0 if plain is config else cost(config, 0, None, 0).cost.host - at_host.host,
+    )
+
+
+def _stepped_at_once(config: Config) -> Config:
+    """A configuration without what steps some of the states at other times, and takes host memory for it."""
+    settings, zero, asked = OffloadSettings.of(config), config.zero_optimization, config.offload
+    if settings.zenflow is None and not settings.in_backward:
+        return config
+    section = zero.offload_optimizer
+    section = section.model_copy(update={"super_offload": False}) if section is not None else None
+    zero = zero.model_copy(update={"zenflow": None, "offload_optimizer": section})
+    asked = asked.model_copy(update={"step_in_backward": False}) if asked is not None else None
+    return config.model_copy(update={"zero_optimization": zero, "offload": asked})
 
 
 def open_budgets(asked: OffloadConfig) -> tuple[str, ...]:
@@ -98,26 +149,23 @@ def open_budgets(asked: OffloadConfig) -> tuple[str, ...]:
     return tuple(key for key, value in asked.budgets.items() if value == "auto")
 
 
-def budgets_from(
-    free: FreeBytes, plan: Plan, *, is_fixed: bool, shards: int = 0, kept: int = 0, copies: bool = False
-) -> dict[str, int]:
-    """Budgets from what is free, and from a plan by which all masters and states rest on NVMe.
+def budgets_from(free: FreeBytes, needs: Needs, *, is_fixed: bool) -> dict[str, int]:
+    """Budgets from what is free, and from what training needs beside masters and states.
 
-    Of what a device has left beside that plan one half is for activations, which no plan knows; gradients that stay
-    where masters do are `kept` there. Parameters that rest in host memory, `shards`, are a part of its budget. A CPU
-    and a GPU differ in the last bits of a step: with `is_fixed` nothing stays on the device, however much is free.
-    With `copies` what rests in host memory is there twice.
+    Of what a device has left beside that one half is for activations, which no plan knows. A CPU and a GPU differ in
+    the last bits of a step: with `is_fixed` nothing stays on the device, however much is free.
     """
-    needs = plan.cost
+    host = max(0, free.host - needs.host)
+    if needs.beside:
+        host = host * needs.resting // (needs.resting + needs.beside)
     return {
-        "device_bytes": 0 if is_fixed else max(0, free.device - needs.total - kept) // 2,
-        # gradients come to the host, wherever states rest
-        "host_bytes": max(0, free.host - needs.host) // (1 + copies) + min(shards, max(0, free.host)),
+        "device_bytes": 0 if is_fixed else max(0, free.device - needs.device - needs.kept) // 2,
+        "host_bytes": host + min(needs.shards, max(0, free.host)),
         "nvme_bytes": free.nvme,
     }
 
 
-def _recorded(config: Config, plan: Plan, free: FreeBytes, world: World, shards: int) -> dict[str, int] | None:
+def _recorded(config: Config, needs: Needs, free: FreeBytes, world: World) -> dict[str, int] | None:
     """The budgets of the last checkpoint in `checkpoint.dir`, where it has the same layout and they still fit."""
     if config.checkpoint.dir is None or config.deterministic:
         return None
@@ -126,15 +174,14 @@ def _recorded(config: Config, plan: Plan, free: FreeBytes, world: World, shards:
         collectives.broadcast_object_list(said, src=0)
     facts: Mapping[str, Any] = said[0] or {}
     before = _budgets_in(facts)
-    if before is None or facts.get("layout") != dict(zip(AXES, plan.resolved.layout.shape, strict=True)):
+    if before is None or facts.get("layout") != dict(zip(AXES, needs.layout.shape, strict=True)):
         return None
-    resting, needs = plan.cost.nvme, plan.cost
-    room = replace(free, device=free.device - needs.total, host=free.host - needs.host + shards)
-    beside = {"host": shards}
+    room = replace(free, device=free.device - needs.device, host=free.host - needs.host + needs.shards)
+    beside = {"host": needs.shards}
     short = [
         f"{field.name} {byte_size(size)}, where {byte_size(left)} is free"
         for field in fields(room)
-        if (size := min(resting + beside.get(field.name, 0), before[f"{field.name}_bytes"]))
+        if (size := min(needs.resting + beside.get(field.name, 0), before[f"{field.name}_bytes"]))
         > (left := max(0, getattr(room, field.name)))
     ]
     if short:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mizzen.accelerator import get_accelerator
 from mizzen.config.schema import Config
 from mizzen.errors import UsageError
-from mizzen.files import make_folder
+from mizzen.files import make_folder, perform
 from mizzen.offload.places import ParameterSettings
 
 PREFIX: Final = "mizzen-swap-shard-"
@@ -47,8 +47,11 @@ def _map(shard: Tensor, path: str) -> Tensor:
         return shard.to("cpu", copy=True)
     make_folder(Path(path))
     descriptor, name = mkstemp(prefix=PREFIX, dir=path)
-    os.close(descriptor)
     try:
+        try:  # a file with holes would end the process, without a word, where the disk is full
+            perform("allocate", Path(name), os.posix_fallocate, descriptor, 0, shard.nbytes, needed=shard.nbytes)
+        finally:
+            os.close(descriptor)
         found = torch.from_file(name, shared=True, size=shard.numel(), dtype=shard.dtype)
     finally:
         Path(name).unlink()

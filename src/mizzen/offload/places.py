@@ -112,12 +112,12 @@ class OffloadSettings:
         return self if self.budget is None else replace(self, budget=self.budget.less(sizes, places))
 
     def budget_for(self, total: int) -> Budget:
-        """The bytes that each place may hold of so many."""
+        """The bytes that each place may hold of so many; `offload_optimizer` says what no budget says of the device."""
+        kept = None if self.place == DEVICE else total - round(total * self.ratio)
         if self.budget is not None:
-            return self.budget
-        if self.place == DEVICE:
+            return self.budget if self.budget.device is not None else replace(self.budget, device=kept)
+        if kept is None:
             return Budget()
-        kept = total - round(total * self.ratio)
         return Budget(kept, None if self.place == "host" else 0, None if self.place == "nvme" else 0)
 
 

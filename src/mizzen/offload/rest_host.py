@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 from weakref import ref
 
 import torch
@@ -13,6 +13,11 @@ from mizzen.model.piece import Piece, Readers, Unread
 from mizzen.offload.early_copies import EarlyCopies
 from mizzen.offload.paced import PacedCopy
 from mizzen.offload.tier import DeviceCopy, HostTier, device_room
+
+MARK_WIDTH: Final = 1024
+"""Columns of the table of which a mark has the sums."""
+MARK_ROWS: Final = 4096
+"""Rows of it that are mixed at a time: 32 MiB."""
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(place, value): what is to be copied where."""
@@ -358,13 +363,27 @@ def large_states(
 
 
 def mark_of(values: Tensor) -> Tensor:
-    """A few numbers that are others, but for a strange accident, when any element is another or in another place."""
+    """A few numbers that are others, but for a strange accident, when any element is another or in another place.
+
+    Sums wrap around: of a sign that is the highest bit of eight bytes, an even number of changes would be no change. So
+    high bits are mixed into lower ones first, some rows at a time, since what is mixed takes memory.
+    """
     bits, rest = _as_integers(values.detach().reshape(-1))
-    width = 1024
-    table = bits[: bits.numel() // width * width].view(-1, width)
-    rows = table.sum(1)
-    weights = 2 * torch.arange(len(rows), device=bits.device) + 1
-    return torch.cat([table.sum(0), (rows * weights).sum()[None], bits[table.numel() :], rest.to(torch.int64)])
+    table = bits[: bits.numel() // MARK_WIDTH * MARK_WIDTH].view(-1, MARK_WIDTH)
+    columns, rows = bits.new_zeros(MARK_WIDTH), bits.new_empty(len(table))
+    for part, sums in zip(table.split(MARK_ROWS), rows.split(MARK_ROWS), strict=True):
+        mixed = (part >> 29).bitwise_and_((1 << 35) - 1).bitwise_xor_(part)
+        columns += mixed.sum(0)
+        torch.sum(mixed, 1, out=sums)
+    weighted = (rows * _row_weights(len(rows), bits.device)).sum()
+    return torch.cat([columns, weighted[None], bits[table.numel() :], rest.to(torch.int64)])
+
+
+def _row_weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers without an order among them: rows that change places, or change alike, do not add up to nothing."""
+    scattered = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    scattered = (scattered ^ (scattered >> 31)) * -4658895280553007687
+    return (scattered ^ (scattered >> 27)) | 1
 
 
 def _as_integers(flat: Tensor) -> tuple[Tensor, Tensor]:

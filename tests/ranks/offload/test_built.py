@@ -1,5 +1,8 @@
 """Models that are built where their parameters are to rest have the weights of the plain build, and train alike."""
 
+import errno
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,8 @@ from safetensors.torch import save_file
 import mizzen
 from behind import use_behind
 from mizzen import zero
+from mizzen.errors import FileError
+from mizzen.files import watched
 from mizzen.parallel.zero.full.init import EarlyShard
 from mizzen.parallel.zero.full.sharded_parameter import record_of
 from ranks.offload.test_parameters import FAR, HOST, Model, start, train_model, wholes
@@ -78,3 +83,25 @@ def test_weights_are_read_from_files_to_where_they_rest(world, tmp_path, ranks, 
     save_file(values, tmp_path / "weights" / "model.safetensors")
     for found in world(ranks).run(read_from_files, str(tmp_path), param):
         assert all(torch.equal(found[name].bfloat16(), value.bfloat16()) for name, value in values.items())
+
+
+def on_a_full_disk(folder):
+    """What building a model says whose shards go to a disk without room."""
+
+    def refuse(operation, path):
+        if operation == "allocate":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder}},
+    }
+    with watched(refuse), pytest.raises(FileError) as caught, zero.Init(config_dict_or_path=config):
+        torch.nn.Linear(64, 64)
+    return str(caught.value), os.listdir(folder)
+
+
+def test_a_full_disk_is_an_error_that_says_so(world, tmp_path):
+    ((said, left),) = world(1).run(on_a_full_disk, str(tmp_path))
+    assert re.search(r"allocate .*mizzen-swap-shard-.*No space left.*bytes were still to be written", said)
+    assert left == []

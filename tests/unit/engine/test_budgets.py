@@ -3,7 +3,8 @@
 import pytest
 
 from mizzen.config.load import load
-from mizzen.engine.budgets import FreeBytes, budgets_from
+from mizzen.engine.budgets import FreeBytes, _free_on, budgets_from, measured
+from mizzen.environment import World
 from mizzen.errors import ConfigError
 from mizzen.model.sketch import ParameterSketch, Sketch
 from mizzen.offload.places import Budget, OffloadSettings
@@ -21,28 +22,57 @@ def config_of(**more):
     return load(base | more)
 
 
-def far_plan():
-    return build(
-        config_of(offload={"device_bytes": 0, "host_bytes": 0, "nvme_bytes": 1 << 30}, **nvme()), 1, SKETCH, ORDER
-    )
-
-
 def nvme():
     return {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}}
 
 
+def needs_of(**more):
+    return measured(config_of(offload=AUTO, **more), SKETCH, World(rank=0, size=1, local_rank=0))
+
+
 def test_half_of_what_the_plan_leaves_of_a_device_and_all_that_gradients_leave_of_the_host():
-    plan = far_plan()
-    assert (plan.cost.total, plan.cost.host, plan.cost.nvme) == (6 * COUNT, 4 * COUNT, 12 * COUNT)
+    needs = needs_of()
+    assert (needs.device, needs.host, needs.resting) == (6 * COUNT, 4 * COUNT, 12 * COUNT)
     free = FreeBytes(device=16 * COUNT, host=9 * COUNT, nvme=7 * COUNT)
-    assert budgets_from(free, plan, is_fixed=False) == {
+    assert budgets_from(free, needs, is_fixed=False) == {
         "device_bytes": 5 * COUNT,
         "host_bytes": 5 * COUNT,
         "nvme_bytes": 7 * COUNT,
     }
-    assert budgets_from(free, plan, is_fixed=True)["device_bytes"] == 0
+    assert budgets_from(free, needs, is_fixed=True)["device_bytes"] == 0
     nothing = FreeBytes(device=COUNT, host=COUNT, nvme=0)
-    assert set(budgets_from(nothing, plan, is_fixed=False).values()) == {0}
+    assert set(budgets_from(nothing, needs, is_fixed=False).values()) == {0}
+
+
+def test_what_passes_through_host_memory_on_its_way_from_nvme_is_counted():
+    plan = build(
+        config_of(offload={"device_bytes": 0, "host_bytes": 0, "nvme_bytes": 1 << 30}, **nvme()), 1, SKETCH, ORDER
+    )
+    assert plan.cost.nvme == 12 * COUNT
+    assert plan.cost.host == needs_of(**nvme()).host == (4 + 12) * COUNT  # one lot, in which all there is passes
+
+
+ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 8, "update_interval": 4}
+
+
+@pytest.mark.parametrize(
+    ("zenflow", "in_backward", "beside"),
+    [(None, True, 12 + 4), (ZENFLOW, False, 5), (ZENFLOW | {"overlap_step": True}, False, 11)],
+)
+def test_host_memory_beside_masters_and_states_is_left_free(zenflow, in_backward, beside):
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}} | ({"zenflow": zenflow} if zenflow else {})
+    budgets = {"device_bytes": "auto", "host_bytes": "auto", "step_in_backward": in_backward}
+    config = config_of(offload=budgets, zero_optimization=zero)
+    needs = measured(config, SKETCH, World(rank=0, size=1, local_rank=0))
+    assert (needs.beside, needs.host) == (beside * COUNT, 4 * COUNT)
+    enough = FreeBytes(device=0, host=(4 + 12 + beside) * COUNT, nvme=0)
+    assert budgets_from(enough, needs, is_fixed=True)["host_bytes"] == 12 * COUNT
+
+
+def test_folders_on_one_disk_share_what_it_has(tmp_path):
+    one = _free_on((str(tmp_path),))
+    assert _free_on((str(tmp_path), str(tmp_path))) == pytest.approx(one, rel=0.05)
+    assert _free_on(()) == 0
 
 
 def test_a_plan_that_cannot_know_them_shows_the_most_that_may_leave():

@@ -57,3 +57,14 @@ def test_the_first_units_stay_in_host_memory_as_far_as_they_may():
     settings = parameters(device="nvme", nvme_path="/x", max_in_cpu=15)
     assert parameter_places([5, 10, 1, 0], settings) == ("host", "host", "nvme", "nvme")
     assert parameter_places([16, 1], settings) == ("nvme", "nvme")
+
+
+def test_a_budget_of_the_host_alone_leaves_nothing_more_on_the_device_than_the_ratio():
+    section = {"offload_optimizer": {"device": "cpu"}}
+    settings = OffloadSettings.of(load({"zero_optimization": section, "offload": {"host_bytes": 100}}))
+    assert places_for([10] * 4, settings) == ("host",) * 4
+    section["offload_optimizer"]["ratio"] = 0.5
+    settings = OffloadSettings.of(load({"zero_optimization": section, "offload": {"host_bytes": 100}}))
+    assert places_for([10] * 4, settings) == ("host",) * 2 + ("device",) * 2
+    without = OffloadSettings.of(load({"offload": {"host_bytes": 100}}))
+    assert places_for([10] * 4, without) == ("device",) * 4

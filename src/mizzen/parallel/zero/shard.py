@@ -237,7 +237,8 @@ class ZeroChoice:
         held = [family for piece in self.families(0) for family in piece]
         ranks = max((family.holding.reduction.ranks for family in held), default=self.layout.size(*DATA_AXES))
         buckets = [bucket for family in held for buffer in family.buffers for bucket in buffer.buckets]
-        resting = resting_words(bucket.place for bucket in buckets) + stepping_words(self.flat.offload)
+        places = [bucket.place for bucket in buckets]
+        resting = resting_words(places) + stepping_words(places, self.flat.offload)
         if ranks == 1:
             return f"ZeRO stage {self.asked} on one data-parallel rank: nothing to shard{resting}"
         owned = sum(bucket.is_whole for bucket in buckets)
@@ -256,11 +257,13 @@ def resting_words(places: Iterable[str], what: str = "masters and states") -> st
     )
 
 
-def stepping_words(settings: OffloadSettings) -> str:
+def stepping_words(places: Sequence[str], settings: OffloadSettings) -> str:
     """How what rests in host memory is stepped, if not all of it after every backward."""
-    if settings.in_backward:
-        return "; the host steps during backward, into copies"
-    return "" if settings.zenflow is None else f"; zenflow: {settings.zenflow.words()}"
+    found = "the host steps during backward, into copies" if settings.in_backward else ""
+    found = f"zenflow: {settings.zenflow.words()}" if settings.zenflow is not None else found
+    if found and places and "host" not in places:
+        found = f"nothing rests in host memory, so this has no effect: {found}"
+    return f"; {found}" if found else ""
 
 
 def shards_parameters(config: Config, layout: Layout) -> bool:
@@ -345,11 +348,14 @@ def _change(family: Family, states: Sequence[int], place: int, *, at_rest: bool)
         change += Cost(padded.parameters, gradients, share.masters, share.states) - price(buffer.occupied)
         for bucket in buffer.buckets:
             change += _elsewhere(family, buffer, bucket, place, states)
-    if not holding.offload.in_backward:
-        return change
-    pairs = [(buffer, bucket) for buffer in family.buffers for bucket in buffer.buckets if bucket.place == "host"]
-    shares = (_share(family, buffer, bucket, place, states) for buffer, bucket in pairs)
-    return change + Cost(host=max((share.gradients for share in shares), default=0))
+    shares = [
+        (bucket.place, _share(family, buffer, bucket, place, states))
+        for buffer in family.buffers
+        for bucket in buffer.buckets
+    ]
+    if holding.offload.in_backward:  # where a gradient is multiplied
+        change += Cost(host=max((share.gradients for at, share in shares if at == "host"), default=0))
+    return change if at_rest else change + passing_cost(share.resting for at, share in shares if at == "nvme")
 
 
 def _share(family: Family, buffer: Buffer, bucket: Bucket, place: int, states: Sequence[int]) -> Cost:
@@ -370,6 +376,11 @@ def _elsewhere(family: Family, buffer: Buffer, bucket: Bucket, place: int, state
         there = Cost(host=share.resting + share.gradients + copies)
         return saved + there + late_cost(high - low, share, offload.zenflow)
     return saved + Cost(host=share.gradients, nvme=share.resting)
+
+
+def passing_cost(sizes: Iterable[int]) -> Cost:
+    """Host memory that lots of these bytes on NVMe take in a step: one is read, one stepped, one written."""
+    return Cost(host=sum(sorted(sizes)[-3:]))
 
 
 def late_cost(count: int, share: Cost, zenflow: ZenFlowConfig | None) -> Cost:

@@ -9,7 +9,7 @@ from mizzen.parallel.zero.full.assemble import FullHolding, UnitSet
 from mizzen.parallel.zero.full.division import Division, Unit
 from mizzen.parallel.zero.full.quantized import is_packed, packed_bytes
 from mizzen.parallel.zero.full.sharded_parameter import shard_dim, up
-from mizzen.parallel.zero.shard import FlatSettings, late_cost
+from mizzen.parallel.zero.shard import FlatSettings, late_cost, passing_cost
 from mizzen.plan.cost import Cost, trained
 from mizzen.precision.policy import Policy, wider
 
@@ -87,7 +87,8 @@ def price_of_units(part: UnitSet, states: tuple[int, int]) -> Cost:
         change += Cost(host=max(near, default=0))
     for unit in part.division.units:
         change += _at_rest(unit, part.holding, states) - _all_of(unit, part.holding.policy, states)
-    return change
+    far = [replace(unit, shard_place=DEVICE) for unit in part.division.units if unit.place == "nvme"]
+    return change + passing_cost(_at_rest(unit, part.holding, states).nvme for unit in far)
 
 
 def _at_rest(unit: Unit, holding: FullHolding, states: tuple[int, int]) -> Cost:

@@ -195,7 +195,8 @@ class FullChoice:
         owned = f"; {whole} are stepped whole, each by one rank" if whole else ""
         every = [unit for each in (first, *others) for unit in each.division.units if unit.parameters]
         resting = resting_words((unit.shard_place for unit in every), "parameters of units")
-        resting += resting_words(unit.place for unit in every if unit.held) + stepping_words(self.flat.offload)
+        places = [unit.place for unit in every if unit.held]
+        resting += resting_words(places) + stepping_words(places, self.flat.offload)
         return f"ZeRO stage 3 {over}, sums in {dtype}{second}{quantized}{units}{owned}{resting}{self._between()}"
 
     def _between(self) -> str:
