@@ -125,7 +125,11 @@ def test_one_file_shows_the_same_without_a_server(visit, finished, tmp_path):
 def test_the_command_says_where_the_page_is_and_the_page_says_when_it_ends(visit, finished):
     words = [sys.executable, "-m", "mizzen.cli", "watch", str(finished)]
     job = subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, env={**environment(), "PYTHONPATH": ":".join(sys.path)}
+        words,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment(), "PYTHONPATH": ":".join(sys.path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs do not hear it
     )
     try:
         seen = first_run(visit, job.stdout.readline().strip())
