@@ -2,9 +2,9 @@
 
 Both train the same blocks with SGD. They take turns of one step, in another order each round. torch is not asked for
 the outputs of the last stage, which nobody looks at. Then mizzen alone takes as many steps again, of which each forward
-and backward is timed on both ranks: the share of time in which they wait, which is the bubble, beside what the table
-says for these times, and for their means. What a message takes is measured before that, with nothing else going on:
-half the time of one to the other stage and back, by the very calls of a step.
+and backward is timed on both ranks, sending included: the share of time in which they wait, which is the bubble, beside
+what the table says for these times, and for their means. The table is given one time for all messages: the median, over
+all of these steps, of those for which somebody stood waiting, from the call that sent one to the call that had it.
 
 One thread is OMP_NUM_THREADS=1: `torch.set_num_threads` does not reach the products of oneDNN on an ARM processor, and
 the ranks would compute on each other's cores.
@@ -54,6 +54,38 @@ class Recorder:
             self.spans.append((name, started, time.perf_counter()))
 
 
+class RecordedLink:
+    """Stands in the place of a runner's link, and notes when messages are sent, asked for and there."""
+
+    def __init__(self, link: Any) -> None:
+        self.link = link
+        self.sent: dict[str, float] = {}
+        self.taken: dict[str, tuple[float, float]] = {}
+
+    def send(self, transfer: Any, *rest: Any) -> None:
+        self.sent[str(transfer)] = time.perf_counter()
+        self.link.send(transfer, *rest)
+
+    def send_gradients(self, transfer: Any, gradients: Any) -> None:
+        self.sent[str(transfer)] = time.perf_counter()
+        self.link.send_gradients(transfer, gradients)
+
+    def receive(self, transfer: Any) -> Any:
+        started = time.perf_counter()
+        found = self.link.receive(transfer)
+        self.taken[str(transfer)] = started, time.perf_counter()
+        return found
+
+    def receive_gradients(self, transfer: Any, facts: Any) -> Any:
+        started = time.perf_counter()
+        found = self.link.receive_gradients(transfer, facts)
+        self.taken[str(transfer)] = started, time.perf_counter()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
+
+
 class AsMeasured:
     """The times of a step, each instruction with its own; stands in the place of `Times`."""
 
@@ -70,51 +102,30 @@ class AsMeasured:
         return work[one.chunk][one.micro] if work else 0.0
 
 
-def message_seconds(link: Any, options: argparse.Namespace) -> float:
-    """What a message takes from one stage to the other, as the median of some that go there and back."""
-    from mizzen.parallel.pipeline.schedule import StageMessage
-    from mizzen.parallel.pipeline.wire import describe
-
-    shape = (options.samples, options.length, options.width)
-    description, tensors = describe(torch.randn(shape).requires_grad_())
-    seconds = []
-    for number in range(40):
-        there, back = StageMessage("activation", 1, number, 0, 1), StageMessage("gradient", 0, number, 1, 0)
-        if dist.get_rank() == 0:
-            link.post_gradients(back, description.gradients)
-        else:
-            link.post(there)
-        dist.barrier()
-        started = time.perf_counter()
-        if dist.get_rank() == 0:
-            link.send(there, description, tensors)
-            link.receive_gradients(back, description.gradients)
-        else:
-            link.send_gradients(back, link.receive(there)[1])
-        seconds.append((time.perf_counter() - started) / 2)
-        link.finish()
-    found = torch.tensor(statistics.median(seconds))
-    dist.broadcast(found, 0)  # the second stage is not there for all of the way
-    return found.item()
-
-
-def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> list[tuple[float, ...]]:
+def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> tuple[list[tuple[float, ...]], float]:
     """For some steps the bubble as it was, by the table for the times as they were, and for the mean times.
 
-    Beside these what a message takes.
+    Beside these what a message takes, on whose ends the clock of one machine is read.
     """
     from mizzen.parallel.pipeline.timeline import Times, timeline
     from mizzen.pipe import make_schedule
 
-    transfer = message_seconds(engine.runner.link, options)
     recorder = engine.runner.phases = Recorder(engine.runner.phases)
-    table, found = make_schedule("1f1b", 2, options.micros), []
+    link = engine.runner.link = RecordedLink(engine.runner.link)
+    table, steps, waits = make_schedule("1f1b", 2, options.micros), [], []
     for _ in range(options.rounds):
         recorder.spans.clear()
         dist.barrier()
         engine.train_batch(iter(micros))
         stages: list = [None, None]
-        dist.all_gather_object(stages, recorder.spans)
+        dist.all_gather_object(stages, (recorder.spans, link.sent, link.taken))
+        steps.append([spans for spans, *_ in stages])
+        sent = {name: when for _, of_stage, _ in stages for name, when in of_stage.items()}
+        taken = [pair for *_, of_stage in stages for pair in of_stage.items()]
+        waits += [ended - sent[name] for name, (started, ended) in taken if started < sent[name]]
+    transfer = statistics.median(waits)
+    found = []
+    for stages in steps:
         spans = [span for stage in stages for span in stage]
         length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
         seconds = {
@@ -123,15 +134,17 @@ def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> list[tupl
         }
         busy = sum(sum(stage) for work in seconds.values() for stage in work)
         means = {name: [statistics.fmean(stage) for stage in work] for name, work in seconds.items()}
-        by_table = (
-            timeline(table, AsMeasured(seconds, transfer)).bubble,
-            timeline(table, Times(**means, transfer=transfer)).bubble,
+        found.append(
+            (
+                1 - busy / (2 * length),
+                timeline(table, AsMeasured(seconds, transfer)).bubble,
+                timeline(table, Times(**means, transfer=transfer)).bubble,
+            )
         )
-        found.append((1 - busy / (2 * length), *by_table, transfer))
-    return found
+    return found, transfer
 
 
-def ours(options: argparse.Namespace) -> tuple[Callable[[], object], Callable[[], list]]:
+def ours(options: argparse.Namespace) -> tuple[Callable[[], object], Callable[[], tuple]]:
     """One step of mizzen as a function, and what measures its bubble."""
     import mizzen
     from mizzen.pipe import LayerSpec, PipelineModule
@@ -148,7 +161,8 @@ def ours(options: argparse.Namespace) -> tuple[Callable[[], object], Callable[[]
         "steps_per_print": 10**9,
     }
     engine, *_ = mizzen.initialize(model=model, config=config)
-    micros = [batch(options, options.samples)] * options.micros
+    whole = batch(options, options.samples * options.micros)
+    micros = list(zip(*(each.chunk(options.micros) for each in whole), strict=True))
     return lambda: engine.train_batch(iter(micros)), lambda: bubbles(engine, options, micros)
 
 
@@ -215,13 +229,15 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     multiprocessing.spawn(play, (options, results), nprocs=2, join=True)
-    seconds, processor, found = results.get()
+    seconds, processor, (found, message) = results.get()
     for name, values in seconds.items():
         used = statistics.median(processor[name])
         print(f"{name:8} {1000 * statistics.median(values):8.1f} ms per step, {1000 * used:.1f} ms of the processor")
-    measured, by_table, even, message = (100 * statistics.median(each) for each in zip(*found, strict=True))
+    measured, by_table, even = (100 * statistics.median(each) for each in zip(*found, strict=True))
+    apart = statistics.median(was / said for was, said, _ in found)
     print(f"bubble   {measured:8.1f} % measured, {by_table:.1f} % by the table, {even:.1f} % for even times (medians)")
-    print(f"message  {10 * message:8.2f} ms from a stage to the other")
+    print(f"measured bubble over the table's of the same step: {apart:.3f} (median of {len(found)} steps)")
+    print(f"message  {1000 * message:8.2f} ms from a stage to the other, where somebody waits for it (median)")
     for what, values in (("time", seconds), ("processor time", processor)):
         pairs = [a / b for a, b in zip(values["mizzen"], values["torch"], strict=True)]
         print(f"mizzen takes {statistics.median(pairs):.3f} of torch's {what} (median of {len(pairs)} paired rounds)")

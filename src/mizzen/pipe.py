@@ -92,7 +92,7 @@ class PipelineModule(LayeredModule):
     @property
     def stage_id(self) -> int:
         """The stage of this rank."""
-        return self.global_rank // (current_world().size // self.num_stages)
+        return self.global_rank // self._ranks_of_stage
 
     def partitions(self) -> list[int]:
         """Where the layers of each stage begin, and the end of the last."""
@@ -105,7 +105,12 @@ class PipelineModule(LayeredModule):
     def topology(self) -> ProcessTopology:
         """The topology that the model was given, or that of its stages, with data ranks for all other ranks."""
         given: ProcessTopology | None = self.options.topology
-        return given or PipeDataParallelTopology(self.num_stages, current_world().size // self.num_stages)
+        return given or PipeDataParallelTopology(self.num_stages, self._ranks_of_stage)
+
+    @property
+    def _ranks_of_stage(self) -> int:
+        """How many ranks have a stage; 1 where a process looks at a model for more ranks than it has."""
+        return max(1, current_world().size // self.num_stages)
 
     def mpu(self) -> PipelineParallelGrid:
         """The ranks of the topology with their groups, which all ranks form together at the first call."""

@@ -1,5 +1,7 @@
 """`deepspeed.module_inject`'s rules as objects, and the small layers and functions beside them."""
 
+from argparse import Namespace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -12,7 +14,7 @@ import mizzen
 from drop_in import programs
 from mizzen.config.load import load
 from mizzen.config.parallel import TensorParallelConfig
-from mizzen.errors import MizzenError
+from mizzen.errors import MizzenError, NotBuilt
 from mizzen.model.sketch import Sketch
 from mizzen.model.trace import flow_of
 from mizzen.parallel.tensor.rules import decide
@@ -246,6 +248,52 @@ def test_fused_matrices_and_their_gathering(world):
         torch.testing.assert_close(moved, torch.tensor([[6.0], [22.0]]).expand(2, 6))
         torch.testing.assert_close(again, expected)
         assert is_same
+
+
+def of_few_heads() -> GLMBlock:
+    """A block of ChatGLM2, as its attention says."""
+    block = GLMBlock()
+    block.self_attention = nn.Module()
+    vars(block.self_attention).update(num_attention_heads_per_partition=4, num_multi_query_groups_per_partition=2)
+    return block
+
+
+def with_config(**facts) -> GLMBlock:
+    block = GLMBlock()
+    block.config = Namespace(**facts)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("block", "rows", "reason"),
+    [
+        (GLMBlock, 16, "16 rows are not 3 equal runs"),
+        (GLMBlock, 18, "18 rows are fewer than 3 \\* 8"),  # 4608 of ChatGLM2's 4096 can be divided by three, too
+        (lambda: None, 18, "18 rows are fewer than 3 \\* 8"),
+        (of_few_heads, 24, "there are 4 heads of queries and 2 of keys"),
+        (partial(with_config, num_attention_heads=4, num_key_value_heads=1), 24, "4 heads of queries and 1 of keys"),
+    ],
+)
+def test_queries_keys_and_values_of_different_sizes_are_not_cut_as_equal_ones(block, rows, reason):
+    programs.deepspeed()
+    from deepspeed.module_inject.layers import fused_LinearLayer
+
+    with pytest.raises(NotBuilt, match=f"differ in size: .*{reason}.*SubParamLinearLayer"):
+        fused_LinearLayer(nn.Linear(8, rows), None, fused_module=block())
+
+
+def test_equal_queries_keys_and_values_are_cut_whatever_else_a_configuration_says():
+    programs.deepspeed()
+    from deepspeed.module_inject import tp_shard
+    from deepspeed.module_inject.layers import fused_LinearLayer
+
+    unread = partial(with_config, num_attention_heads=4, multi_query_group_num=1, multi_query_attention=False)
+    for block, rows in ((GLMBlock, 24), (unread, 24), (partial(with_config, num_heads=2, num_kv_heads=2), 12)):
+        assert fused_LinearLayer(nn.Linear(8, rows), None, fused_module=block())._runs == (rows // 3,) * 3
+    tp_shard.set_num_attention_heads(4)
+    tp_shard.set_num_kv_heads(2)
+    with pytest.raises(NotBuilt, match="there are 4 heads of queries and 2 of keys"):
+        fused_LinearLayer(nn.Linear(8, 24), None, fused_module=GLMBlock())
 
 
 def test_small_layers():

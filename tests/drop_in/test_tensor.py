@@ -1,5 +1,9 @@
 """`deepspeed.module_inject.layers`: layers made from whole ones compute what these do, and an engine trains them."""
 
+import json
+from argparse import Namespace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,6 +142,36 @@ def test_a_model_is_split_by_tp_model_init(world):
     for losses, shape in world(2).run(split_by_a_call):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert shape == (INNER // 2, WIDTH)
+
+
+def counted_once(file: str) -> dict:
+    """Samples of a step and ranks for each matrix, by the way in which a script says that two ranks share them."""
+    deepspeed = programs.deepspeed()
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    sizes["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    section = {"tensor_parallel": {"autotp_size": 2}}
+    Path(file).write_text(json.dumps(sizes | section))
+    ways = {
+        "config": {"config": sizes | section},
+        "flag": {"args": Namespace(deepspeed_config=file)},
+        "tp_model_init": {"config": sizes, "model": deepspeed.tp_model_init(Plain(), 2, torch.float32)},
+        "tp": {"config": sizes | {"tensor_parallel": {"tp": {"tp_size": 2}}}},
+        "tensor_parallel": {"config": sizes | {"tensor_parallel": {"tensor_parallel": {"tp_size": 2}}}},
+        "path": {"config": sizes | {"tensor_parallel.autotp_size": 2}},
+        "not cut": {"config": sizes},
+    }
+    found = {}
+    for name, given in ways.items():
+        engine, *_ = deepspeed.initialize(**{"model": Plain()} | given)
+        found[name] = engine.train_batch_size(), engine.run_context.resolved.layout.tp
+        engine.destroy()
+    return found
+
+
+def test_samples_are_counted_once_whichever_way_a_script_says_that_ranks_share_them(world, tmp_path):
+    for found in world(2).run(counted_once, str(tmp_path / "config.json")):
+        assert found.pop("not cut") == (8, 1)
+        assert found == dict.fromkeys(("config", "flag", "tp_model_init", "tp", "tensor_parallel", "path"), (4, 2))
 
 
 def test_modes_and_weights_of_ones_own():

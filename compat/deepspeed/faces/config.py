@@ -15,10 +15,10 @@ from deepspeed.faces.getters import KEYS
 from mizzen.comm import groups
 from mizzen.comm.mesh import layout_from_mpu
 from mizzen.config.elasticity import compute_elastic
-from mizzen.config.load import ConfigSource, load, read_source
+from mizzen.config.load import ConfigSource, load, load_section, read_source
 from mizzen.config.migrate import drop_ignored
 from mizzen.config.optimizer import OptimizerConfig, SchedulerConfig
-from mizzen.config.resolve import TRIAD, Resolved, resolve
+from mizzen.config.resolve import TRIAD, Resolved, resolve, split_degree
 from mizzen.config.schema import Config
 from mizzen.config.section import Section
 from mizzen.config.zero import ZeroConfig
@@ -88,19 +88,18 @@ def without_hints(config: ConfigSource) -> ConfigSource:
     return flagged if ignored or repr(flagged) != repr(given) else config
 
 
-def counted_once(config: ConfigSource, world: int) -> ConfigSource:
+def counted_once(config: ConfigSource, world: int, defaults: Mapping[str, Any] | None = None) -> ConfigSource:
     """The configuration with a train_batch_size that has each sample once, where all three sizes of a batch are given.
 
-    DeepSpeed and its clients multiply by all ranks, also by those that share a matrix and see the same samples.
+    DeepSpeed and its clients multiply by all ranks, also by those that share a matrix and see the same samples. How
+    many these are stands in the configuration, in any of its spellings, or in `defaults`, the keys for one without.
     """
     given = read_source(config)
-    section = given.get("tensor_parallel")
-    ranks = section.get("autotp_size", 1) if isinstance(section, Mapping) else 1
     sizes: list[Any] = [given.get(key) for key in TRIAD]
-    if not all(type(each) is int for each in (ranks, *sizes)) or ranks < 2 or world % ranks:
+    if not all(type(each) is int for each in sizes) or sizes[0] != sizes[1] * sizes[2] * world:
         return config
-    is_repeated = sizes[0] == sizes[1] * sizes[2] * world
-    return {**given, TRIAD[0]: sizes[0] // ranks} if is_repeated else config
+    ranks = split_degree(load_section({**(defaults or {}), **given}, "tensor_parallel"))
+    return config if ranks < 2 or world % ranks else {**given, TRIAD[0]: sizes[0] // ranks}
 
 
 def with_flags(given: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
@@ -127,16 +126,23 @@ def _kinds(annotation: Any) -> set[Any]:
     return {each for part in parts for each in _kinds(part)} if parts else {annotation}
 
 
-def arguments_without_hints(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with the configuration as mizzen takes it, wherever it was given."""
+def arguments_without_hints(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The arguments of a call, with the configuration as mizzen takes it, wherever it was given.
+
+    `defaults` are the keys that the call adds to a configuration without them.
+    """
     found = {name: value for name, value in given.items() if name not in SOURCES or value is not None}
     world = groups.get_world_size() if groups.is_initialized() else World.detect(environ()).size
-    found |= {name: counted_once(without_hints(found[name]), world) for name in SOURCES if name in found}
+
+    def taken(config: ConfigSource) -> ConfigSource:
+        return counted_once(without_hints(config), world, defaults)
+
+    found |= {name: taken(found[name]) for name in SOURCES if name in found}
     paths = [path for name in FLAGS if (path := getattr(found.get("args"), name, None)) is not None]
     if len(paths) > 1:
         raise ConfigError("", "--deepscale_config is an old name of --deepspeed_config: give one of them, not both")
     if paths:
-        found["args"] = Namespace(deepspeed_config=without_hints(paths[0]))
+        found["args"] = Namespace(deepspeed_config=taken(paths[0]))
     return found
 
 

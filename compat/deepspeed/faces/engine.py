@@ -73,7 +73,8 @@ class DeepSpeedEngine(Engine):
         if config is None and config_class is not None:
             config = config_class.given
         leaf.read_flags(model)
-        given = arguments_without_hints({**others, "args": args, "config": config})
+        defaults = DEFAULTS | (vars(model).get(TENSOR_PARALLEL, {}) if model is not None else {})
+        given = arguments_without_hints({**others, "args": args, "config": config}, defaults)
         api.initialize(
             model=model,
             optimizer=optimizer,
@@ -84,7 +85,7 @@ class DeepSpeedEngine(Engine):
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
             make_engine=self._begin,
-            defaults=DEFAULTS | (vars(model).get(TENSOR_PARALLEL, {}) if model is not None else {}),
+            defaults=defaults,
             **given,
         )
         self.mpu, self.client_optimizer, self.client_lr_scheduler = mpu, optimizer, lr_scheduler

@@ -3,8 +3,8 @@
 The parameters stay the objects that they are, and say what they are a part of: an engine leaves them as they are.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
 from importlib import import_module
 from typing import Any, Final
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepspeed.faces import shard_sizes
 from mizzen.errors import NotBuilt, UsageError
 from mizzen.parallel.tensor.cuts import runs_in
 from mizzen.parallel.tensor.exchange import copy_in, gather_along, split_along, sum_out
@@ -242,6 +243,12 @@ class FusedModuleWrapper:
 
 RUNS_OF_KINDS: Final = {"glmtype": 3, "qwentype": 3, "bloomtype": 1}
 """How Q, K and V lie in one matrix, by the words for it: three matrices, or three rows for each head."""
+QUERY_HEADS: Final = ("num_attention_heads", "num_attention_heads_per_partition", "num_heads", "n_heads", "n_head")
+KEY_HEADS: Final = (
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "n_head_kv"),
+    *("multi_query_group_num", "num_multi_query_groups_per_partition"),
+)
+"""Under these names a module or its configuration says how many heads of keys there are, as many as of values."""
 
 
 class fused_LinearLayer(LinearLayer):  # noqa: N801  the name is theirs
@@ -256,14 +263,61 @@ class fused_LinearLayer(LinearLayer):  # noqa: N801  the name is theirs
                 "SubParamLinearLayer(shape=((q, k, v), -1)), or let tensor_parallel.autotp_size find it"
             )
         count, size = RUNS_OF_KINDS[kind], module.weight.shape[0]
+        if count > 1 and not skip_partition:
+            _refuse_unequal(block, module.weight.shape, count)
         runs = (size // count,) * count if count > 1 else ()
         super().__init__(module, mp_group, skip_partition, runs=runs, **kwargs)
+
+
+def _refuse_unequal(block: Any, shape: Sequence[int], count: int) -> None:
+    """Refuse a matrix of Q, K and V that are not of one size: its rows, the block or the process says so."""
+    size, inputs = shape
+    known = list(_head_counts(block))
+    fewer = next(((queries, keys) for queries, keys in known if keys < queries), None)
+    if size % count:
+        reason = f"{size} rows are not {count} equal runs"
+    elif fewer is not None:
+        reason = f"there are {fewer[0]} heads of queries and {fewer[1]} of keys"
+    elif not known and size < count * inputs:
+        reason = f"{size} rows are fewer than {count} * {inputs}, as with fewer heads of keys than of queries"
+    else:
+        return
+    raise NotBuilt(
+        f"fused_LinearLayer of {size} output and {inputs} input features, whose Q, K and V differ in size: {reason}. "
+        "Use SubParamLinearLayer(shape=((q, k, v), -1)), or let tensor_parallel.autotp_size find it"
+    )
+
+
+def _head_counts(block: Any) -> Iterator[tuple[int, int]]:
+    """(heads of queries, heads of keys), wherever both are said: in the process, in a block or in its configuration."""
+    set_ones = shard_sizes.get_num_attention_heads(), shard_sizes.get_num_kv_heads()
+    found: list[tuple[Any, Any]] = [set_ones]
+    for facts in _facts_of(_unwrapped(block)):
+        if facts.get("multi_query_attention", True):  # without it a configuration of ChatGLM2 has a number nobody reads
+            queries, keys = (
+                next((facts[name] for name in names if name in facts), None) for names in (QUERY_HEADS, KEY_HEADS)
+            )
+            found.append((queries, keys))
+    yield from ((queries, keys) for queries, keys in found if isinstance(queries, int) and isinstance(keys, int))
+
+
+def _facts_of(block: Any) -> Iterator[Mapping[str, Any]]:
+    """The attributes of the modules of a block, and those of their configurations."""
+    for module in block.modules() if isinstance(block, nn.Module) else ():
+        yield vars(module)
+        config = vars(module).get("config")
+        with suppress(TypeError):  # it may be an object without attributes
+            yield config if isinstance(config, Mapping) else vars(config)
+
+
+def _unwrapped(module: Any) -> Any:
+    return module.fused_module if isinstance(module, FusedModuleWrapper) else module
 
 
 def get_fused_qkv_type(module: Any) -> str | None:
     """How Q, K and V lie in one matrix of a block, by the name of its class; None where that is not known."""
     kinds = import_module("deepspeed.module_inject.fusedqkv_utils").FUSED_QKV_TYPE_DICT
-    block = module.fused_module if isinstance(module, FusedModuleWrapper) else module
+    block = _unwrapped(module)
     return next((kind for name, kind in kinds.items() if name in str(type(block))), None)
 
 

@@ -5,7 +5,7 @@ the form that has no layout either, which `checkpoint.load_universal` reads ther
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,15 @@ from mizzen.checkpoint.convert import LazyTensor, OnBytes, Precision, lazy_weigh
 from mizzen.checkpoint.source import Entry, Source
 from mizzen.checkpoint.tagged_json import decode
 from mizzen.errors import CheckpointError
-from mizzen.files import commit_text, fsync_folder, list_folder, make_folder, remove, remove_folder
+from mizzen.files import commit_text, fsync_folder, list_folder, make_folder, read_head, remove, remove_folder
 from mizzen.wording import and_more
 
 LAYER_FILE: Final = re.compile(r"layer_\d+-model_states\.pt")
 HEAD: Final = "mp_rank_00_model_states.pt"
 STATES: Final = "zero"
 """The folder of optimizer states inside of that of a tag."""
+UNIVERSAL: Final = "latest_universal"
+"""The file that names the newest tag with such a folder."""
 LAYOUT: Final = "0.19.8"
 """The version of DeepSpeed whose layout this is; its readers look at it."""
 
@@ -39,14 +41,19 @@ def export_layers(
     """Write `global_stepN` with a file for each layer, and `latest` with its name; returns the files of the tag.
 
     A module that several layers share is written for each of them. Optimizer states go along where there are any, with
-    weights in fp32 beside them, unless `has_states` is false.
+    weights in fp32 beside them, unless `has_states` is false. Their folders and files have the names of parameters and
+    of states; a name that leads elsewhere is refused.
     """
     tensors = lazy_weights(source, precision)
     paths = _layer_paths(source, tensors)
     counters = _counters(source)
+    groups = _groups(source, tensors)
+    states = states_of(source) if has_states else []
+    if states:
+        _refuse_paths(name for group in groups for name in group.shapes)
+        _refuse_paths(entry.kind for entry in states)
     place = folder / f"global_step{counters['global_steps']}"
     make_folder(place)
-    groups = _groups(source, tensors)
     written = [place / HEAD]
     save_torch(_head(source, tensors, counters, groups), written[0])
     for number, path in paths.items():
@@ -56,12 +63,11 @@ def export_layers(
     for stale in list_folder(place):
         if LAYER_FILE.fullmatch(stale.name) and stale not in written:
             remove(stale, missing_ok=True)
-    if (place / STATES).is_dir():  # a reader would take the states of an earlier export for those of this one
-        remove_folder(place / STATES)
+    _remove_states(place)
     latest = ["latest"]
-    if has_states and (states := states_of(source)):
+    if states:
         written += _write_states(source, states, groups, place / STATES, on_bytes)
-        latest.append("latest_universal")
+        latest.append(UNIVERSAL)
     fsync_folder(place)
     for name in latest:
         commit_text(folder / name, place.name)
@@ -71,6 +77,25 @@ def export_layers(
 def states_of(source: Source) -> list[Entry]:
     """The optimizer states of a checkpoint."""
     return [entry for entry in source.names() if entry.kind not in ("model", "master")]
+
+
+def _remove_states(place: Path) -> None:
+    """Remove the states of an earlier export, which a reader would take for those of this one, and what names them."""
+    latest = place.parent / UNIVERSAL
+    if latest.is_file() and read_head(latest, len(place.name) + 2).strip() == place.name.encode():
+        remove(latest, missing_ok=True)
+    if (place / STATES).is_dir():
+        remove_folder(place / STATES)
+
+
+def _refuse_paths(names: Iterable[str]) -> None:
+    """Refuse names that are not those of a file or a folder right inside of another folder."""
+    for name in names:
+        if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+            raise CheckpointError(
+                f"{name[:120]!r}: the checkpoint has a parameter or a state of this name, and files of states are "
+                "written under it: it would lead elsewhere, or nowhere. Export without states, with --no-states"
+            )
 
 
 @dataclass(frozen=True, slots=True)

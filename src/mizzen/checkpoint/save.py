@@ -234,10 +234,11 @@ def commit(
     *,
     own: Mapping[str, Any] | None = None,
 ) -> Manifest | None:
-    """Contribution, and make the checkpoint exist if all is well; returns its manifest on the rank that commits.
+    """Hear from every rank what it has written, and make the checkpoint exist if all is well.
 
-    `facts` are those of the rank that commits. `own` is what each rank knows of the model, whose parts may be on
-    different ranks: dicts and lists that are merged. The weights in its list `names` have to have been written.
+    Returns its manifest on the rank that commits. `facts` are those of that rank. `own` is what each rank knows of the
+    model, whose parts may be on different ranks: dicts and lists that are merged. The weights in its list `names` have
+    to have been written.
     """
     vote = Contribution(written, failure, pack_facts(own or {}))
     votes = (group.all_gather if pending.nodes else group.gather)(vote, CALL)

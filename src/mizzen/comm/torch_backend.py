@@ -184,7 +184,10 @@ class Waiters:
 
     def run(self, call: Callable[[], None]) -> None:
         """Make a call in a thread that has nothing to do."""
-        jobs = self._idle.pop() if self._idle else self._start()
+        try:
+            jobs = self._idle.pop()
+        except IndexError:  # asked for rather than looked at: another thread may take the last one in between
+            jobs = self._start()
         jobs.put(call)
 
     def _start(self) -> Jobs:

@@ -97,7 +97,8 @@ class OffloadConfig(Section):
     what is free there, shared among the ranks of the machine."""
     streamed_ratio: NumberOrAuto = "auto"
     """Share of what rests in host memory that is stepped on the device, through which it passes; the host steps the
-    others at the same time. "auto" is measured in the first steps, and none where `deterministic` is set."""
+    others at the same time. "auto" is measured in the first steps, and none with `deterministic` or
+    `step_in_backward`."""
     threads: CountOrAuto = "auto"
     """Threads of the step on the host; "auto" shares the cores of the machine among its ranks."""
     step_in_backward: Flag = False

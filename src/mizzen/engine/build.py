@@ -14,9 +14,7 @@ from mizzen.checkpoint.save import SaveThread
 from mizzen.config.schema import Config
 from mizzen.config.zero import OffloadConfig, ZenFlowConfig
 from mizzen.engine.access import Owner, trained_name
-from mizzen.engine.early_step import EarlyStep
 from mizzen.engine.engine import Engine, EngineComponents
-from mizzen.engine.late_step import LateStep
 from mizzen.engine.model_changes import ModelChanges
 from mizzen.engine.offloaded_step import OffloadedStep
 from mizzen.engine.optimizer import use_masters
@@ -25,10 +23,12 @@ from mizzen.engine.run_state import RunState
 from mizzen.engine.runner import Accumulate, RunnerContext
 from mizzen.engine.saving import Saving, folder_of, preflight, rank_group_of
 from mizzen.engine.status import RunContext
+from mizzen.engine.step_in_backward import StepInBackward
 from mizzen.engine.stopping import Stopping
 from mizzen.engine.streamed_share import StreamedShare
 from mizzen.engine.update import Updater
 from mizzen.engine.vote import Vote
+from mizzen.engine.zenflow import ZenFlowStep
 from mizzen.errors import UsageError
 from mizzen.monitor.report import Observer
 from mizzen.monitor.sinks import monitor_of
@@ -120,7 +120,8 @@ def _offloaded(
     is_away = any(lot.rest.place != DEVICE for lot in lots)
     asked = config.offload or OffloadConfig()
     share, zenflow = None, config.zero_optimization.zenflow
-    is_fixed = config.deterministic or zenflow is not None
+    in_backward = OffloadSettings.of(config).in_backward
+    is_fixed = config.deterministic or zenflow is not None or in_backward
     if asked.streamed_ratio == "auto" and get_accelerator().has_streams and not is_fixed:
         share = StreamedShare(context.mesh.everyone, context.device, context.resolved.batch.accumulation)
         if OffloadSettings.of(config).is_on:  # whoever measures does so together with all ranks
@@ -137,13 +138,13 @@ def _offloaded(
     cores = near if asked.threads == "auto" and numa_nodes() > 1 else ()
     if zenflow is not None:
         stepping: OffloadedStep = _late(run, optimizer, zenflow, context.device, threads, cores)
-    elif OffloadSettings.of(config).in_backward:
+    elif in_backward:
         if not is_elementwise(optimizer):
             raise UsageError(
                 f"offload.step_in_backward needs a rule that works element by element, and {type(optimizer).__name__} "
                 "is not known to: leave the key out"
             )
-        stepping = EarlyStep(optimizer, context.device, expected=expected, threads=threads, share=share, cores=cores)
+        stepping = StepInBackward(optimizer, context.device, expected=expected, threads=threads, cores=cores)
     else:
         stepping = OffloadedStep(optimizer, context.device, threads=threads, share=share, cores=cores)
     stepping.begin(lots, None if asked.streamed_ratio == "auto" else min(1.0, asked.streamed_ratio))
@@ -166,7 +167,7 @@ def _late(
     device: torch.device,
     threads: int,
     cores: Sequence[int],
-) -> LateStep:
+) -> ZenFlowStep:
     """What steps important columns on the device, and the others on the host every few steps."""
     asked = run.settings.offload or OffloadConfig()
     if not is_adam(optimizer):
@@ -175,7 +176,7 @@ def _late(
         )
     if section.overlap_step and asked.threads == "auto":
         threads = max(1, round(threads * (1 - section.pt_reserved_cores_perc)))
-    return LateStep(
+    return ZenFlowStep(
         optimizer,
         device,
         section=section,

@@ -23,6 +23,7 @@ from mizzen.errors import StepError, UsageError
 from mizzen.log import warn_once
 from mizzen.monitor.report import ACCUMULATING, Meter, Observer, StepReport
 from mizzen.monitor.sinks import monitor_of
+from mizzen.optim.guard import ParameterGuard
 from mizzen.optim.schedules import Stepper
 from mizzen.plan.losses import LossFunction
 from mizzen.precision.scaler import LossScaler
@@ -198,12 +199,16 @@ class Engine(EngineInterface):
 
     def destroy(self) -> None:
         """Give everything back: hooks, buffers, loaders, observers. The module stays usable, with its values."""
+        if self.updater is not None and self.updater.offloaded is not None:
+            self.updater.offloaded.close()  # a thread that still steps needs what the stores give back
         try:
             super().destroy()
         finally:
-            if self.updater is not None and self.updater.offloaded is not None:
-                self.updater.offloaded.close()
             self.updater, self.meters = None, ()
+            # Who keeps the engine is not to keep masters and states, which an optimizer has as long as it is there.
+            self._stepper.forget()
+            changes = self.run_state.changes
+            changes.members = ParameterGuard(None, changes.members.model)
 
     # What both end with
 

@@ -156,7 +156,12 @@ def _group_of(topology: ProcessTopology, rank: int, stages: list[int]) -> Any:
 
 
 def sum_tied_gradients(weights: list[tuple[nn.Parameter, Any]]) -> None:
-    """Add the gradients of shared weights up over the stages that have them; an engine does so itself."""
+    """Add the gradients of shared weights up over the stages that have them; an engine does so itself.
+
+    A stage whose copy has no gradient brings zeros, since the others wait for it.
+    """
     for weight, group in weights:
-        if weight.grad is not None:
-            collectives.all_reduce(weight.grad, group=group)
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        collectives.all_reduce(gradient, group=group)
+        if weight.requires_grad:
+            weight.grad = gradient

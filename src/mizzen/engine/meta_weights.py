@@ -20,7 +20,7 @@ from mizzen.config.schema import Config
 from mizzen.errors import CheckpointError
 from mizzen.log import get_logger
 from mizzen.model.home import Site
-from mizzen.offload.early import keep_on
+from mizzen.offload.built_shards import keep_on
 from mizzen.parallel.zero.full.init import Bench, adopt_shard
 from mizzen.parallel.zero.full.sharded_parameter import chunk, shard_dim
 from mizzen.plan.build import Plan

@@ -56,15 +56,11 @@ class OffloadedStep:
         self.cores = tuple(cores)
         """Those that the thread of the host may run on; none leaves that to the system."""
         index = get_accelerator().current_device()
-        self._thread = ThreadPoolExecutor(1, "mizzen-host-step", initializer=self._begin_thread, initargs=(index,))
+        # The thread's own function does not know the step: each would keep the other, and the states, in memory.
+        self._thread = ThreadPoolExecutor(1, "mizzen-host-step", _begin_thread, (index, self.cores, threads))
         self._measures: dict[str, float] = {}
         self._failure: BaseException | None = None
-
-    def _begin_thread(self, index: int) -> None:
-        """Each thread has a current device and a number of threads of its own."""
-        get_accelerator().set_device(index)
-        bind_thread(self.cores)
-        torch.set_num_threads(self.threads)
+        """What has ended a step half-way, or an update on the host that a step has left to it."""
 
     def begin(self, lots: Sequence[Lot], ratio: float | None) -> None:
         """Let a share of what rests in host memory pass through the device: this one, or one that is measured."""
@@ -183,8 +179,16 @@ class OffloadedStep:
         return found if report.applied else {}
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, once it has done what it was given to do."""
         self._thread.shutdown()
+        self._failure = None  # its traceback has the step, and so masters and states
+
+
+def _begin_thread(index: int, cores: Sequence[int], threads: int) -> None:
+    """Let this thread have a current device, cores and a number of threads of its own."""
+    get_accelerator().set_device(index)
+    bind_thread(cores)
+    torch.set_num_threads(threads)
 
 
 def _tensors(lots: LotFactors) -> Iterator[torch.Tensor]:

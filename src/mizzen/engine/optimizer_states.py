@@ -21,7 +21,7 @@ from mizzen.engine.weights import HeldItem, holders_of, saved
 from mizzen.errors import CheckpointError, UsageError
 from mizzen.log import warn_once
 from mizzen.model.piece import piece_of_whole
-from mizzen.offload.late import CHANGE, GRADIENT, LATE_STATES
+from mizzen.offload.zenflow import CHANGE, GRADIENT, LATE_STATES
 from mizzen.optim.rules import view_of
 from mizzen.plan.parts import Store
 from mizzen.wording import and_more

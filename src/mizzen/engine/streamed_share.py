@@ -2,7 +2,8 @@
 
 The host and the device step at the same time. Copies take time too, of which a part is hidden behind the last backward
 before the step. The best share is the one at which both are through together. How fast the host and copies are is tried
-out at the start; then two of the first steps show how long both sides really take.
+out at the start; then three of the first steps show how long both sides really take. Where the host is to step during
+backward nothing is measured, and nothing passes through the device unless a share is given (`step_in_backward.py`).
 """
 
 import time

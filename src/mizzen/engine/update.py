@@ -105,7 +105,7 @@ class Updater:
         return self.goes_ahead and may_repeat and decides(self.optimizer)
 
     def _launch(self, pending: PendingDecision, *, is_ahead: bool) -> LaunchedStep:
-        """LaunchedStep the step before the host knows of its norm.
+        """Launch the step before the host knows of its norm.
 
         The device leaves it out where the norm is not finite or no gradient came, where ranks have seen different
         things, and where gradients turn out to need a factor that the last ones did not: its kernel would write to all

@@ -99,14 +99,12 @@ class HostCopies:
 
     def bring(self, copies: Sequence[Tensor], *, non_blocking: bool = False) -> list[Tensor]:
         """What `copy` gave, in new memory of the device; what lay in one storage does so again."""
-        found: dict[int, Tensor] = {}
-        moves: list[DeviceCopy] = []
+        device = self._tier.accelerator.device()
         addresses = [copy.untyped_storage().data_ptr() for copy in copies]
-        for address in addresses:
-            place = self._places.pop(address, None)
-            if place is not None:
-                found[address] = torch.empty_like(place, device=self._tier.accelerator.device())
-                moves.append(self._tier.copy_in(found[address], place))
+        here = dict.fromkeys(address for address in addresses if address in self._places)
+        # All memory first: a device without room leaves everything as it is, for another try.
+        found = {address: torch.empty_like(self._places[address], device=device) for address in here}
+        moves = [self._tier.copy_in(new, self._places.pop(address)) for address, new in found.items()]
         self._wait(moves, non_blocking=non_blocking)
         pairs = zip(addresses, copies, strict=True)
         return [_same_view(found[address], copy) if address in found else copy for address, copy in pairs]
@@ -114,10 +112,11 @@ class HostCopies:
     def bring_back(self, *, non_blocking: bool = False) -> None:
         """Give every storage that was emptied its memory again, with the bits that it had."""
         copies = []
-        for content, place in self._held:
+        while self._held:
+            content, place = self._held[-1]
             content.untyped_storage().resize_(place.numel())
             copies.append(self._tier.copy_in(content, place))
-        self._held.clear()
+            self._held.pop()  # not before: a device without room may have some for another try
         self._wait(copies, non_blocking=non_blocking)
         if not self.pin:
             self.close()

@@ -86,12 +86,13 @@ class DirectFile:
 
     def check(self) -> None:
         """Raise where somebody has removed the file or cut it off: what was written to it may be lost."""
+        expected = self.size  # before the question: another thread may let the file grow meanwhile
         status = perform("stat", self.path, os.fstat, self._any())
         if not status.st_nlink:
             raise FileError(f"stat {self.path}: it was removed while it was in use; what it held cannot be relied on")
-        if status.st_size < self.size:
+        if status.st_size < expected:
             raise FileError(
-                f"stat {self.path}: it ends at byte {status.st_size:,}, not at {self.size:,}: somebody has cut it off"
+                f"stat {self.path}: it ends at byte {status.st_size:,}, not at {expected:,}: somebody has cut it off"
             )
 
     def read_into(self, view: memoryview, offset: int) -> None:

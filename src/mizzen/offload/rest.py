@@ -13,12 +13,12 @@ from torch import Tensor
 from mizzen.accelerator import get_accelerator
 from mizzen.kernels.masters import keep_writes
 from mizzen.offload.away import is_away
-from mizzen.offload.late import OnHostLate
 from mizzen.offload.nvme import NvmeTier
 from mizzen.offload.places import DEVICE, OffloadSettings
 from mizzen.offload.rest_host import GradientInHost, InMemory, OnHost, Pairs
 from mizzen.offload.rest_nvme import OnNvme, Passage
 from mizzen.offload.tier import HostTier
+from mizzen.offload.zenflow import OnHostLate
 
 
 class OnDevice(InMemory):
@@ -35,7 +35,7 @@ class OnDevice(InMemory):
     def leave(self, gradient: Callable[[], Tensor]) -> None:
         """It is where it should be."""
 
-    def step_early(self) -> None:
+    def step_in_backward(self) -> None:
         """The device steps after the vote."""
 
     def keep_writes(self, values: Tensor, master: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mizzen.kernels.masters import keep_writes
 from mizzen.model.piece import Piece, Readers, Unread
-from mizzen.offload.early_copies import EarlyCopies
+from mizzen.offload.backward_copies import BackwardCopies
 from mizzen.offload.paced import PacedCopy
 from mizzen.offload.tier import DeviceCopy, HostTier, device_room
 
@@ -116,7 +116,7 @@ class OnHost(InMemory):
         self._is_compared = False
         self._homes: dict[str, Tensor] = {}
         """The masters and states as they rest."""
-        self.early = EarlyCopies(title, tier, self._homes)
+        self.copies = BackwardCopies(title, tier, self._homes)
         """A step that the host takes before it is voted on."""
         self._ahead: dict[int, tuple[Tensor, int, DeviceCopy]] = {}
         """Copies on the device that were started ahead of the step, with the version of what was copied."""
@@ -145,11 +145,11 @@ class OnHost(InMemory):
             for home in self._homes.values():
                 self._ahead[id(home)] = self._copied(home)
 
-    def step_early(self) -> None:
+    def step_in_backward(self) -> None:
         """Step with the gradient that has left, into copies, where that is asked for."""
         if not self.is_streamed:
             resting = self.resting_gradient
-            self.early.begin(self._left[2] if self._left is not None else resting.arrival if resting else None)
+            self.copies.begin(self._left[2] if self._left is not None else resting.arrival if resting else None)
 
     @property
     def is_gradient_changed(self) -> bool:
@@ -163,7 +163,7 @@ class OnHost(InMemory):
 
     def write_gradient(self, gradient: Tensor) -> DeviceCopy:
         """Start to copy a gradient to host memory."""
-        self.early.end()
+        self.copies.end()
         if self._sent is not None:  # the last values came through the same memory
             self._sent.wait_on_stream()
         return self.tier.write(f"{self.title} gradient", gradient)
@@ -272,7 +272,7 @@ class OnHost(InMemory):
         self._drop_copies()
 
     def _drop_copies(self) -> None:
-        self.early.end()
+        self.copies.end()
         self._left, self._is_compared = None, False
         self._ahead.clear()
 
@@ -283,12 +283,12 @@ class OnHost(InMemory):
         self.is_streamed = is_streamed
         if not self._is_prepared:  # states and the gradient are as large as masters
             count = self.states if is_streamed else self.states + 1
-            if self.early.start is not None and not is_streamed:
+            if self.copies.start is not None and not is_streamed:
                 count += 1 + self.states
             self.tier.prepare([home.nbytes for home in self._homes.values()] * count)
             self._is_prepared = True
         if is_streamed:
-            self.early.drop()
+            self.copies.drop()
         is_empty = self.resting_gradient is None or not self.resting_gradient.is_here
         if is_streamed and is_empty:  # its gradient comes to the host only where the device has no room
             if self._sent is not None:
@@ -371,7 +371,7 @@ def mark_of(values: Tensor) -> Tensor:
     bits, rest = _as_integers(values.detach().reshape(-1))
     table = bits[: bits.numel() // MARK_WIDTH * MARK_WIDTH].view(-1, MARK_WIDTH)
     columns, rows = bits.new_zeros(MARK_WIDTH), bits.new_empty(len(table))
-    for part, sums in zip(table.split(MARK_ROWS), rows.split(MARK_ROWS), strict=True):
+    for part, sums in zip(torch.split(table, MARK_ROWS), torch.split(rows, MARK_ROWS), strict=True):
         mixed = (part >> 29).bitwise_and_((1 << 35) - 1).bitwise_xor_(part)
         columns += mixed.sum(0)
         torch.sum(mixed, 1, out=sums)

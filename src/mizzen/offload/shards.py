@@ -8,6 +8,9 @@ A copy on the device is allocated on the stream that computes, and filled on ano
 whoever had that memory before is done with it. The stream that computes waits for the copy before it uses it, or lets
 go of it. The host writes to host memory only after it has waited for the last copy that was made of it; the stream that
 brings values from the device waits for that copy, too, and the one that fetches waits for these values.
+
+A save beside training reads shards that nobody trains where they rest, in its own thread, as one of their readers.
+Whoever has other values for them waits until no reader is left.
 """
 
 from collections import deque
@@ -20,10 +23,10 @@ import torch
 from torch import Tensor
 
 from mizzen.accelerator import get_accelerator
-from mizzen.model.piece import Piece, Unread
+from mizzen.model.piece import Piece, Readers, Unread
 from mizzen.offload.nvme import NvmeTier
 from mizzen.offload.places import ParameterSettings
-from mizzen.offload.tier import DeviceCopy, HostTier, Transfer
+from mizzen.offload.tier import DeviceCopy, HostTier, Transfer, host_memory
 
 
 class Shards(Protocol):
@@ -34,12 +37,15 @@ class Shards(Protocol):
     let_go()        what was fetched is not used, or is old
     change(write)   after a step, or when somebody has written to them: `write(host memory)` sets new values
     look()          outside of a step: their values in host memory, until others are looked at
+    readable(piece) outside of a step: a piece of them, for whoever reads or writes it, and for a save beside training
     """
 
     place: str
     """host or nvme."""
     stand: Tensor
     """What stands for them."""
+    readers: Readers
+    """Saves beside training that read them."""
 
     def fetch(self) -> None:
         """Start to bring them to the device, where there is room on the way."""
@@ -57,13 +63,16 @@ class Shards(Protocol):
         """Keep new values, which are on the device."""
 
     def look(self) -> Tensor:
-        """Their values in host memory; what is written there is kept if the caller says so with `changed`."""
+        """Their values in host memory, once no save reads them.
+
+        What is written there is kept if the caller says so with `changed`.
+        """
 
     def changed(self) -> None:
         """Something was written to what `look` has returned last."""
 
     def readable(self, piece: Piece) -> Piece:
-        """A piece of them that is read from where they rest."""
+        """A piece of them that is read from where they rest, beside training too."""
 
 
 class ShardsOnHost:
@@ -79,6 +88,7 @@ class ShardsOnHost:
         """The last copy that was made of them."""
         self._coming: DeviceCopy | None = None
         """New values on their way from the device."""
+        self.readers = Readers()
         self.take(values)
 
     def fetch(self) -> None:
@@ -119,6 +129,7 @@ class ShardsOnHost:
 
         That stream may go on with rounded ones, which are the copy's own; others it might change before they have left.
         """
+        self.readers.wait()
         self.let_go()
         if self._read is not None:
             self._read.wait_on_stream(self.tier.outward)
@@ -128,6 +139,11 @@ class ShardsOnHost:
         self._coming.forget()
 
     def look(self) -> Tensor:
+        """The memory itself, once no save reads it and nothing is on its way from there or to it."""
+        self.readers.wait()
+        return self._at_rest()
+
+    def _at_rest(self) -> Tensor:
         """The memory itself, once nothing is on its way from there or to it."""
         for copy in (self._read, self._coming):
             if copy is not None:
@@ -136,13 +152,25 @@ class ShardsOnHost:
         return self.stand
 
     def changed(self) -> None:
-        """What was fetched is old. `look` has waited for its copy."""
+        """What was fetched is old. Who looked at the memory has waited for its copy."""
         self._fetched = None
 
     def readable(self, piece: Piece) -> Piece:
-        """In place, once nothing is on its way."""
-        self.look()
-        return piece
+        """In place, once nothing is on its way. What is of other memory, as shards in blocks are, stays as it is."""
+        source, memory = piece.source, self._at_rest().untyped_storage()
+        if type(source) is not Tensor or source.untyped_storage().data_ptr() != memory.data_ptr():
+            return piece
+
+        def load() -> Tensor:
+            self._at_rest()
+            return source
+
+        def load_beside() -> Tensor:
+            return source  # nothing is on its way to it while somebody reads
+
+        shape, keep = tuple(source.shape), self.changed
+        unread = Unread(shape, source.dtype, load, keep, load_beside=load_beside, readers=self.readers)
+        return replace(piece, source=unread)
 
 
 class Buffers:
@@ -190,6 +218,8 @@ class ShardFiles:
         self._seen: tuple[str, Tensor, int] | None = None
         """What is looked at: its name, the buffer that it is in, and its bytes."""
         self._is_changed = False
+        self._seen_beside: tuple[str, Tensor] | None = None
+        """What a save beside training reads, by its own thread alone, in memory of its own."""
         self.lock = RLock()
         """The engine's thread and that of the host's step take turns."""
 
@@ -201,6 +231,19 @@ class ShardFiles:
             self.files.read(name, memory[:size]).wait()
             self._seen = name, memory, size
         return self._seen[1][:size]
+
+    def look_beside(self, name: str, size: int) -> Tensor:
+        """The bytes that rest under a name, for the thread of a save, until it looks at something else."""
+        if self._seen_beside is None or self._seen_beside[0] != name:
+            before, self._seen_beside = self._seen_beside, None  # what is read over an older content is neither
+            memory = before[1] if before is not None and before[1].numel() == size else host_memory(size)
+            self.files.read(name, memory).wait()
+            self._seen_beside = name, memory
+        return self._seen_beside[1]
+
+    def forget_beside(self) -> None:
+        """A save beside training has read all of some shards."""
+        self._seen_beside = None
 
     def change(self) -> None:
         """Somebody has written to what is looked at."""
@@ -235,6 +278,7 @@ class ShardsOnNvme:
         self.stand = torch.empty_like(values, device="meta")
         self.size = values.numel() * values.element_size()
         self._fetched: tuple[Tensor, Transfer] | None = None
+        self.readers = Readers(before=files.keep_changes, after=files.forget_beside)
         self.take(values)
 
     def fetch(self) -> None:
@@ -272,6 +316,7 @@ class ShardsOnNvme:
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """Write to a buffer, then from there to the files."""
+        self.readers.wait()
         with self.files.lock:
             self.let_go()
             self.files.keep_changes()
@@ -284,7 +329,8 @@ class ShardsOnNvme:
         self.change(lambda memory: memory.copy_(values))
 
     def look(self) -> Tensor:
-        """In a buffer, until something else is looked at."""
+        """In a buffer, until something else is looked at; once no save reads the files."""
+        self.readers.wait()
         return self._values(self.files.look(self.title, self.size))
 
     def changed(self) -> None:
@@ -299,9 +345,17 @@ class ShardsOnNvme:
             return piece
 
         def load() -> Tensor:
-            return self.look().as_strided(source.shape, source.stride(), source.storage_offset())
+            return self._part(self.files.look(self.title, self.size), source)
 
-        return replace(piece, source=Unread(tuple(source.shape), source.dtype, load, keep=self.changed))
+        def load_beside() -> Tensor:
+            return self._part(self.files.look_beside(self.title, self.size), source)
+
+        shape, keep = tuple(source.shape), self.changed
+        unread = Unread(shape, source.dtype, load, keep, load_beside=load_beside, readers=self.readers)
+        return replace(piece, source=unread)
+
+    def _part(self, memory: Tensor, stand: Tensor) -> Tensor:
+        return self._values(memory).as_strided(stand.shape, stand.stride(), stand.storage_offset())
 
 
 class ShardPlaces:
@@ -315,21 +369,27 @@ class ShardPlaces:
         """Bytes of the largest shards that do, which a buffer has to hold."""
         self._host: HostTier | None = None
         self._files: ShardFiles | None = None
+        self._resting: list[Shards] = []
 
     def shards(self, place: str, title: str, values: Tensor) -> Shards:
         """Bring shards to their resting place."""
         if self._host is None:
             self._host = HostTier(get_accelerator(), pin=self.settings.pin)
         if place == "host":
-            return ShardsOnHost(title, self._host, values)
+            self._resting.append(ShardsOnHost(title, self._host, values))
+            return self._resting[-1]
         if self._files is None:
             files = NvmeTier(self.settings.paths, self.settings.aio)
             files.reserve([self.nvme_bytes])
             self._files = ShardFiles(files, Buffers(self._host, self.settings.buffers, self.largest))
-        return ShardsOnNvme(title, self._files, values)
+        self._resting.append(ShardsOnNvme(title, self._files, values))
+        return self._resting[-1]
 
     def close(self) -> None:
-        """Give all memory and files back."""
+        """Give all memory and files back, once nobody reads them for a save."""
+        for each in self._resting:
+            each.readers.wait()
+        self._resting.clear()
         if self._files is not None:  # first, since threads use the buffers
             self._files.files.close()
         if self._host is not None:

@@ -7,9 +7,9 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from threading import Lock
+from threading import Lock, current_thread
 from typing import Any, Final, Protocol
 
 import torch
@@ -29,6 +29,7 @@ RESERVE: Final = 8
 
 LOCKING: Final = 4
 """Threads that lock pages ahead."""
+LOCKING_THREAD: Final = "mizzen-lock"
 
 Locked = tuple[Tensor, Callable[[], None]]
 """Memory, and what unlocks it."""
@@ -144,7 +145,7 @@ class LockedAhead:
         for size in sizes:
             if self._threads is None:
                 index = self._accelerator.current_device()
-                self._threads = ThreadPoolExecutor(LOCKING, "mizzen-lock", self._accelerator.set_device, (index,))
+                self._threads = ThreadPoolExecutor(LOCKING, LOCKING_THREAD, self._accelerator.set_device, (index,))
             self._coming.setdefault(size, deque()).append(self._threads.submit(self._make, size))
 
     def take(self, size: int) -> Locked:
@@ -152,7 +153,10 @@ class LockedAhead:
         with self._taking:
             found = self._coming.get(size)
             future = found.popleft() if found else None
-        return self._make(size) if future is None else future.result()
+        try:
+            return self._make(size) if future is None else future.result()
+        except CancelledError:  # another thread has closed this meanwhile
+            return self._make(size)
 
     def _make(self, size: int) -> Locked:
         if self._accelerator.lock_pages is None:
@@ -166,13 +170,19 @@ class LockedAhead:
         threads, self._threads = self._threads, None
         if threads is None:
             return
-        threads.shutdown(cancel_futures=True)
+        # The collector of garbage may come here in one of the threads: what that one makes is unlocked when it is made.
+        threads.shutdown(wait=not current_thread().name.startswith(LOCKING_THREAD), cancel_futures=True)
         with self._taking:
             left = [future for futures in self._coming.values() for future in futures]
             self._coming.clear()
         for future in left:
-            if not future.cancelled() and future.exception() is None:
-                future.result()[1]()
+            future.add_done_callback(_unlock_unused)
+
+
+def _unlock_unused(future: Future[Locked]) -> None:
+    """Unlock memory that was made ahead and that nobody has taken."""
+    if not future.cancelled() and future.exception() is None:
+        future.result()[1]()
 
 
 class HostTier:

@@ -54,7 +54,7 @@ class Rest(Protocol):
 
     keep(master, values)       once: the masters from now on, with these values
     leave(gradient)            in backward, as soon as the gradient is complete
-    step_early()               after it, or after the last `keep` of its gradient
+    step_in_backward()               after it, or after the last `keep` of its gradient
     keep_writes(values, m)     before a step and whenever the model was changed
     gradient(g), values(m)     the gradient and the values to step, in the same memory
     put(pairs), send(...)      after the step: to the masters, and to the values that the model computes with
@@ -85,7 +85,7 @@ class Rest(Protocol):
     def leave(self, gradient: Callable[[], Tensor]) -> None:
         """The gradient is complete, and no other comes before the step: what can be moved ahead of it, is."""
 
-    def step_early(self) -> None:
+    def step_in_backward(self) -> None:
         """The gradient that a step may follow is on its way: the host may take that step, for nobody to see yet."""
 
     def keep_writes(self, values: Tensor, master: Tensor) -> None:

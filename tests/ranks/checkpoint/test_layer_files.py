@@ -12,6 +12,7 @@ from mizzen.checkpoint import foreign
 from mizzen.checkpoint.convert import convert
 from mizzen.checkpoint.layer_files import export_layers
 from mizzen.checkpoint.open import open_source, weights_of
+from mizzen.checkpoint.source import Entry
 from mizzen.errors import CheckpointError
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "deepspeed" / "pipeline"
@@ -155,8 +156,46 @@ def test_layers_and_states_of_an_earlier_export_are_gone(tmp_path):
         path.write_bytes(b"old")
     export_layers(source, tmp_path)
     assert not any(path.exists() for path in stale) and (place / "zero" / "3.bias" / "exp_avg.pt").exists()
+    assert (tmp_path / "latest_universal").read_text() == "global_step3"
     export_layers(source, tmp_path, has_states=False)
-    assert not (place / "zero").exists()
+    assert not (place / "zero").exists() and not (tmp_path / "latest_universal").exists()
+    (tmp_path / "latest_universal").write_text("global_step30")  # of another step, whose states are there
+    export_layers(source, tmp_path, has_states=False)
+    assert (tmp_path / "latest_universal").read_text() == "global_step30"
+
+
+class Named:
+    """A source of one layer whose parameter and state have given names."""
+
+    def __init__(self, layer, kind="exp_avg"):
+        self.layer, self.kind = layer, kind
+
+    def names(self):
+        return [Entry(kind, f"{self.layer}.weight", (2,), torch.float32) for kind in ("model", self.kind)]
+
+    def read(self, entry):
+        return torch.zeros(entry.shape)
+
+    def facts(self):
+        return {"layers": [self.layer], "counters": {"global_steps": 1}}
+
+
+@pytest.mark.parametrize("kind", ["../../../up", "/up", "a/b", "..", ".", "", "a\\b", "a\0b"])
+def test_states_whose_names_lead_out_of_the_folder_are_refused(tmp_path, kind):
+    with pytest.raises(CheckpointError, match="would lead elsewhere, or nowhere.*--no-states"):
+        export_layers(Named("0", kind), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_parameters_whose_names_lead_out_of_the_folder_are_refused(tmp_path, is_absolute):
+    source = Named(str(tmp_path / "elsewhere") if is_absolute else "../../../elsewhere")
+    with pytest.raises(CheckpointError, match=r"elsewhere\.weight.*would lead elsewhere, or nowhere.*--no-states"):
+        export_layers(source, tmp_path / "out")
+    export_layers(source, tmp_path / "out", has_states=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    inside = {path.name for path in (tmp_path / "out" / "global_step1").iterdir()}
+    assert inside == {"layer_00-model_states.pt", "mp_rank_00_model_states.pt"}
 
 
 def test_a_model_that_is_no_list_of_layers_has_no_files_of_layers(tmp_path):

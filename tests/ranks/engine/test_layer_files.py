@@ -80,6 +80,29 @@ def test_a_stage_writes_its_layers_and_says_where_it_is(world, tmp_path):
     assert torch.load(tmp_path / names[0]).keys() == {"weight", "bias"}
 
 
+def gradient_of_one_stage(is_frozen):
+    """Gradients of a shared weight of which the last stage has used its copy, and no other."""
+    model = model_of()
+    ((weight, _),) = model.get_tied_weights_and_groups()
+    weight.requires_grad_(not is_frozen)
+    if comm.get_rank() and not is_frozen:
+        weight.grad = torch.full_like(weight, 5.0)
+    model.allreduce_tied_weight_gradients()
+    return None if weight.grad is None else weight.grad.unique().tolist()
+
+
+@pytest.mark.parametrize(("is_frozen", "found"), [(False, [5.0]), (True, None)])
+def test_a_stage_without_a_gradient_of_a_shared_weight_brings_zeros(world, is_frozen, found):
+    assert world(2).run(gradient_of_one_stage, is_frozen) == [found] * 2
+
+
+def test_a_model_for_more_ranks_than_there_are_says_where_its_stages_are():
+    model = model_of()
+    assert (model.stage_id, model.num_stages) == (0, 2)
+    assert model.topology().dims == [2, 1]
+    assert model.ckpt_prefix("folder", "tag") == "folder/tag/pipe_00"
+
+
 def into_an_engine(folder, stage):
     """Values of an engine that has read layers of another model, and of a step later."""
     source = model_of()

@@ -14,7 +14,7 @@ from behind import use_behind
 from mizzen import zero
 from mizzen.errors import FileError
 from mizzen.files import watched
-from mizzen.parallel.zero.full.init import EarlyShard
+from mizzen.parallel.zero.full.init import BuiltShard
 from mizzen.parallel.zero.full.sharded_parameter import record_of
 from ranks.offload.test_parameters import FAR, HOST, Model, start, train_model, wholes
 
@@ -30,7 +30,7 @@ def built(remote, param, folder):
     with zero.Init(remote_device=remote, config_dict_or_path=keys):
         model = Model()
     early = [record_of(p) for p in model.parameters()]
-    assert all(isinstance(each, EarlyShard) for each in early)
+    assert all(isinstance(each, BuiltShard) for each in early)
     places = {each.shard.untyped_storage().resizable() for each in early}
     plain = Model()
     differ = [

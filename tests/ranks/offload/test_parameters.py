@@ -2,6 +2,7 @@
 
 import gc
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 import mizzen
 from behind import use_behind
 from breadth import choice
+from mizzen.checkpoint import save as protocol
+from mizzen.model.piece import Readers
 from ranks.offload.test_step import HELD, PRECISION, STEPS, left_of
 from ranks.parallel.zero.full.models import config, train
 
@@ -294,6 +297,63 @@ def test_a_checkpoint_does_not_know_where_parameters_rested(world, tmp_path):
     for ranks in (1, 2):
         for found in world(ranks).run(resumed, str(tmp_path / str(ranks))):
             assert found == [(True, [])] * 3
+
+
+def saved_beside(param, folder):
+    """Two saves of which the first writes nothing before somebody who changes a frozen parameter waits for it."""
+    use_behind()
+    engine = start("bf16", offload_param={"nvme_path": f"{folder}/swap", **param}, offload_optimizer={"device": "cpu"})
+    train_model(engine, "bf16", steps=2)
+    frozen = engine.module.layers[2].weight
+    gate, copied = threading.Event(), []
+    wait, write, copy = Readers.wait, protocol.write_items, protocol.Staging._copied
+
+    def wait_and_tell(readers):
+        if readers._count:
+            gate.set()
+        wait(readers)
+
+    def write_late(*args, **kwargs):
+        gate.wait()
+        return write(*args, **kwargs)
+
+    def copy_and_tell(staging, number, item, *rest):
+        copied.append(item.piece.name)
+        return copy(staging, number, item, *rest)
+
+    Readers.wait, protocol.write_items, protocol.Staging._copied = wait_and_tell, write_late, copy_and_tell
+    before = wholes(engine)
+    engine.save_checkpoint(folder, tag="beside", async_save=True)
+    seen = mizzen.zero.safe_get_full_fp32_param(frozen)  # to read it needs nobody to wait
+    with torch.no_grad():
+        engine(torch.ones(2, 8, dtype=torch.bfloat16))
+    is_early = gate.is_set()
+    with mizzen.zero.GatheredParameters(frozen, modifier_rank=0), torch.no_grad():
+        frozen.fill_(0.5)
+    has_waited = gate.is_set()
+    gate.set()
+    engine.finish_saving()
+    after = wholes(engine)
+    engine.save_checkpoint(folder, tag="last", async_save=True)
+    engine.destroy()
+    different = []
+    for tag, values in (("beside", before), ("last", after)):
+        other = start("bf16")
+        other.load_checkpoint(folder, tag=tag)
+        found = wholes(other)
+        different += [(tag, name) for name in values if not torch.equal(found[name], values[name])]
+        other.destroy()
+    held = torch.equal(seen, before["layers.2.weight"]), after["layers.2.weight"].unique().tolist()
+    return is_early, has_waited, different, sorted(name for name in copied if "layers.2" in name), held
+
+
+@pytest.mark.parametrize("param", [HOST, FAR], ids=["host", "nvme"])
+def test_a_save_beside_training_reads_frozen_parameters_where_they_rest(world, tmp_path, param):
+    for is_early, has_waited, different, copied, held in world(2).run(saved_beside, param, str(tmp_path)):
+        assert copied == []
+        assert (is_early, has_waited) == (False, True)
+        assert different == []
+        assert held == (True, [0.5])
 
 
 def put_away(sections):

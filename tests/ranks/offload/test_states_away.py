@@ -2,13 +2,20 @@
 
 import time
 import weakref
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import mizzen
 from behind import use_behind
 from breadth import choice
+from mizzen.engine.states_away import KINDS, StatesAway
+from mizzen.offload.away import is_away
+from mizzen.offload.tier import HostTier
+from mizzen.plan.parts import StoreMemory
 from ranks.offload.test_parameters import start as start_with_parameters
 from ranks.offload.test_step import HELD, left_of, start
 
@@ -183,6 +190,114 @@ def test_whoever_needs_what_is_away_is_told(world, stage, tmp_path):
     for said in world(2).run(refusals, stage, str(tmp_path)):
         assert [name for name, text in said.items() if "engine.reload_states() first" not in text] == []
         assert said["forward"].startswith("forward() while lp_params of this engine is away in host memory")
+
+
+def inside_gathered():
+    """A refusal by a store after which everything goes on, with some kinds away from before."""
+    use_behind()
+    engine = start(3, "bf16")
+    train(engine, "bf16", steps=1)
+    weight = engine.module.layers[0].weight
+    said = []
+    for before in ([], ["optim_states"]):
+        engine.offload_states(include=before)
+        with mizzen.zero.GatheredParameters(weight), pytest.raises(mizzen.errors.UsageError) as caught:
+            engine.offload_states()
+        said.append(str(caught.value))
+        micro(engine, "bf16", 3)  # what it needs is here
+        engine.reload_states()
+        assert all(applied for applied, *_ in train(engine, "bf16", steps=2))
+    return said
+
+
+def test_a_refused_call_leaves_everything_as_it_is(world):
+    for said in world(2).run(inside_gathered):
+        assert said == ["offload_states() inside GatheredParameters: leave the context first"] * 2
+
+
+@contextmanager
+def host_memory_for(count):
+    """Room in host memory for so many tensors; gives what is left of it."""
+    place, left = HostTier.place, [count]
+
+    def place_few(tier, *args, **kwargs):
+        if not left[0]:
+            raise MemoryError("no host memory is left")
+        left[0] -= 1
+        return place(tier, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostTier, "place", place_few)
+        yield left
+
+
+def out_of_memory(stage):
+    """What has left when host memory ends at one place after another, and whether training goes on as without it."""
+    expected = start(stage, "bf16")
+    told = train(expected, "bf16", steps=14)
+    expected.destroy()
+    use_behind()
+    engine = start(stage, "bf16")
+    away, found = engine.run_state.away, []
+    said = train(engine, "bf16", steps=1)
+    for number in range(1, 14):
+        engine.backward(micro(engine, "bf16", number))
+        if number == 1:
+            with host_memory_for(1000) as left:
+                engine.offload_states()
+            needed = 1000 - left[0]
+            engine.reload_states()
+        here = device_bytes(engine)
+        with host_memory_for(needed * (number - 1) // 12), suppress(MemoryError):
+            engine.offload_states()
+        found.append(away.kinds)
+        if "lp_params" not in away.kinds:
+            micro(engine, "bf16", 3)
+        assert (device_bytes(engine) == here) == (not away.kinds)
+        engine.reload_states()
+        assert device_bytes(engine) == here
+        report = engine.step()
+        said.append((report.applied, str(report.grad_norm), str(report.loss)))
+    engine.destroy()
+    return found, said == told
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_host_memory_that_ends_half_way_leaves_whole_kinds_here(world, stage):
+    for found, is_same in world(2).run(out_of_memory, stage):
+        assert is_same
+        assert found == sorted(found, key=len) and (found[0], found[-1]) == ((), KINDS)
+        assert all(kinds == KINDS[: len(kinds)] for kinds in found) and len(set(found)) >= 4
+
+
+class HeldStore:
+    """A store of one tensor that a frozen one is used beside."""
+
+    def __init__(self):
+        self.value = torch.ones(4)
+        self.status = SimpleNamespace(memory=lambda: StoreMemory([self.value], [], [], returned=lambda: None))
+        self.contents = SimpleNamespace(lots=(), held={})
+
+
+def of_two_parts():
+    """What has left of two stores where host memory is enough for one, then of two modules that share a tensor."""
+    use_behind()
+    stores, away = [HeldStore(), HeldStore()], StatesAway()
+    shared = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    modules = [nn.Sequential(shared), nn.Sequential(shared)]
+    with host_memory_for(1), pytest.raises(MemoryError):
+        away.leave(KINDS, stores, modules, None, pin=False, non_blocking=False)
+    found = [away.kinds, [is_away(store.value) for store in stores], len(away._moved)]
+    away.leave(KINDS, stores, modules, None, pin=False, non_blocking=False)
+    found += [away.kinds, [is_away(store.value) for store in stores], len(away._moved)]
+    away.come_back(non_blocking=False)
+    return found, [store.value.tolist() for store in stores], away.kinds
+
+
+def test_a_kind_leaves_all_stores_or_none_and_a_shared_tensor_leaves_once(world):
+    ((found, values, kinds),) = world(1).run(of_two_parts)
+    assert found == [(), [False, False], 0, KINDS, [True, True], 1]
+    assert values == [[1.0] * 4] * 2 and kinds == ()
 
 
 def read_and_written():

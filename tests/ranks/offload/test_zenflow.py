@@ -1,6 +1,8 @@
 """Important columns are stepped at once and the others late, as the section says; nothing of a gradient is lost."""
 
+import gc
 import math
+import time
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ import mizzen
 from behind import use_behind
 from breadth import choice
 from mizzen.ambient import AMBIENT
-from mizzen.offload.late import OnHostLate
+from mizzen.errors import UsageError
+from mizzen.offload.tier import HostTier
+from mizzen.offload.zenflow import LateUpdates, OnHostLate
 from ranks.offload.test_step import Model, left_of, start, train
+from ranks.offload.test_step_in_backward import count_mappings
 
 HOST = {"device": "cpu"}
 LATE = {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 8, "update_interval": 4}
@@ -456,6 +461,126 @@ def epochs():
 def test_columns_are_chosen_anew_after_an_epoch(world):
     for found in world(2).run(epochs):
         assert found == [{1}, {2}, {3}, {4}, {1}, {2}, {3}, {4}]
+
+
+def unequal(stage, lengths):
+    """The steps since columns were chosen, and which were, where the ranks' own loaders have different lengths."""
+    use_behind()
+    engine = engine_of({"topk_ratio": 0.25, "update_interval": 2}, stage)
+    length, found = lengths[engine.global_rank], []
+    if length is not None:
+        engine.set_dataloader([torch.zeros(1)] * length)
+    for number in range(9):
+        if number == 6 and engine.global_rank == 1:  # one rank alone takes another
+            engine.set_dataloader([torch.zeros(1)] * 2)
+        stepped(engine, [number])
+        found.append({int(state["chosen_steps"]) for state in engine.basic_optimizer.state.values()})
+    weight = engine.module.layers[1].weight
+    return found, mizzen.zero.safe_get_full_optimizer_state(weight, "is_important")
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("lengths", [(4, 6), (6, 4), (None, 4)], ids=str)
+def test_ranks_choose_in_the_same_step_whatever_their_loaders_say(world, stage, lengths):
+    (found, important), (others, same) = world(2).run(unequal, stage, lengths)
+    assert found == others == [{1}, {2}, {3}, {4}, {1}, {2}, {1}, {2}, {1}]
+    assert torch.equal(important, same)
+
+
+def failed(name, folder):
+    """An update beside training fails for one lot, which somebody is told; then what comes of steps and saves."""
+    use_behind()
+    alive = count_mappings()
+    engine = engine_of(LATE | {"overlap_step": True, "update_interval": 2}, 1)
+    stepped(engine, range(3))
+    work, calls = vars(LateUpdates)[name], []
+
+    def broken(self, *given, **keys):
+        calls.append(name)
+        if len(calls) == 2:
+            raise OSError("no way")
+        work(self, *given, **keys)
+
+    setattr(LateUpdates, name, broken)
+    stepped(engine, [3])
+    with pytest.raises(OSError, match="no way"):
+        left_of(engine)
+    setattr(LateUpdates, name, work)
+    said = []
+    for call in (lambda: engine.save_checkpoint(folder), lambda: engine.save_checkpoint(folder), engine.step):
+        if call is engine.step:
+            engine.backward(engine(inputs_of(4)))
+        with pytest.raises(UsageError) as caught:
+            call()
+        said.append(str(caught.value))
+        del caught
+    gc.collect()
+    gc.disable()
+    engine.destroy()
+    return said, len(alive)
+
+
+@pytest.mark.parametrize("name", ["update", "add"])
+def test_after_an_update_that_has_failed_nothing_is_saved_or_stepped(world, tmp_path, name):
+    ((first, second, third), left) = world(1).run(failed, name, str(tmp_path))[0]
+    assert left == 0  # of host memory
+    assert first == second
+    assert first.startswith("save_checkpoint() after a step that has failed half-way")
+    assert third.startswith("step() after a step that has failed half-way")
+    assert first.endswith("failed with: no way")
+    assert not list(tmp_path.iterdir())
+
+
+def destroyed(stage):
+    """An engine is destroyed beside an update: the order of what happens, and host memory before and after it."""
+    use_behind()
+    alive = count_mappings()
+    engine = engine_of(LATE | {"overlap_step": True, "update_interval": 1}, stage)
+    stepped(engine, [0])
+    left_of(engine)
+    order, update, close = [], LateUpdates.update, HostTier.close
+
+    def slow(self, *given, **keys):
+        time.sleep(0.05)
+        update(self, *given, **keys)
+        order.append("update")
+
+    LateUpdates.update = slow
+    HostTier.close = lambda self: (order.append("close"), close(self))
+    lots = sum(len(store.contents.lots) for store in engine.stores)
+    stepped(engine, [1])
+    gc.collect()
+    gc.disable()
+    before = len(alive)
+    engine.destroy()
+    return order, lots, before, len(alive)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_is_given_back_once_the_host_has_ended_its_update(world, stage):
+    """All of it, although no garbage is collected and the engine is still there."""
+    for order, lots, before, after in world(2).run(destroyed, stage):
+        assert order == ["update"] * lots + ["close"]
+        assert before > 5
+        assert after == 0
+
+
+def hooks_left():
+    """The hooks on the state dict of a client's optimizer with an engine, and after it."""
+    use_behind()
+    model = Model()
+    zero = {"stage": 1, "offload_optimizer": HOST, "zenflow": LATE}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "progress": {"enabled": False}}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    engine = mizzen.initialize(model=model, optimizer=optimizer, config=config)[0]
+    stepped(engine, range(2))
+    before = len(optimizer._optimizer_state_dict_pre_hooks)
+    engine.destroy()
+    return before, len(optimizer._optimizer_state_dict_pre_hooks)
+
+
+def test_the_optimizer_of_a_client_is_left_without_hooks(world):
+    assert world(1).run(hooks_left) == [(1, 0)]
 
 
 def given(kind):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 
 import pytest
@@ -198,6 +199,20 @@ def test_a_thread_that_is_free_waits_for_the_next_call_and_one_that_is_stuck_is_
     del waiters, stuck
     seen[-1].join(5.0)
     assert not seen[-1].is_alive()
+
+
+class TakenMeanwhile(deque):
+    """Threads of which another caller takes the last one right after somebody has looked."""
+
+    def __bool__(self):
+        self.clear()
+        return True
+
+
+def test_a_free_thread_that_another_caller_takes_first_is_no_error():
+    waiters = Waiters()
+    waiters._idle = TakenMeanwhile()
+    assert Threaded(lambda: None, object(), waiters=waiters).poll(5.0) is True
 
 
 def test_the_error_of_the_other_thread_is_raised_here():

@@ -177,6 +177,23 @@ def test_a_file_that_was_removed_or_cut_off_is_an_error(tmp_path):
             file.check()
 
 
+def test_a_file_that_grows_while_it_is_looked_at_is_whole(tmp_path, monkeypatch):
+    asked = os.fstat
+    with DirectFile(tmp_path / "a") as file:
+        file.allocate(ALIGNMENT)
+
+        def grow(descriptor):
+            found = asked(descriptor)
+            if file.size == ALIGNMENT:
+                monkeypatch.setattr(os, "fstat", asked)
+                file.allocate(2 * ALIGNMENT)  # as another thread does, between the answer and its use
+            return found
+
+        monkeypatch.setattr(os, "fstat", grow)
+        file.check()
+        assert file.size == 2 * ALIGNMENT
+
+
 def test_what_is_not_there_is_not_made_by_a_reader(tmp_path):
     with pytest.raises(FileError, match="open .*/f: No such file"):
         DirectFile(tmp_path / "f", write=False)

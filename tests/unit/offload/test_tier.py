@@ -2,6 +2,9 @@
 
 import gc
 import mmap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from mizzen.accelerator.cpu import Cpu
 from mizzen.errors import UsageError
-from mizzen.offload.tier import HostTier, host_memory
+from mizzen.offload.tier import LOCKING, LOCKING_THREAD, HostTier, host_memory
 
 
 class Locking(Cpu):
@@ -130,3 +133,54 @@ def test_nothing_is_made_ahead_that_is_not_locked():
     tier.prepare([400])
     tier.place("a", torch.zeros(100))
     assert tier.locked == 0 and not tier.accelerator.locked
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_who_waits_for_memory_that_nobody_will_make_makes_it():
+    """One thread asks for memory that waits for its turn, while another lets go of all that was made ahead."""
+    accelerator, is_free = Locking(), threading.Event()
+    lock = accelerator.lock_pages
+
+    def wait(tensor):
+        if threading.current_thread().name.startswith(LOCKING_THREAD):
+            assert is_free.wait(30)
+        return lock(tensor)
+
+    accelerator.lock_pages = wait
+    tier = HostTier(accelerator)
+    tier.prepare([400] * LOCKING + [800])
+    with ThreadPoolExecutor(2) as threads:
+        taken = threads.submit(tier.place, "a", torch.zeros(200))
+        until(lambda: not tier._ahead._coming[800])
+        closed = threads.submit(tier.drop_unused)
+        assert taken.result(30).shape == (200,)
+        assert not closed.done()
+        is_free.set()
+        closed.result(30)
+    assert list(accelerator.locked.values()) == [800]
+    tier.close()
+    assert not accelerator.locked
+
+
+def test_the_collector_may_let_go_of_memory_in_a_thread_that_makes_it():
+    accelerator, said = Locking(), []
+    tier = HostTier(accelerator)
+    lock = accelerator.lock_pages
+
+    def closing(tensor):
+        tier.close()
+        said.append("closed")
+        unlock = lock(tensor)
+        return lambda: (unlock(), said.append("unlocked"))
+
+    accelerator.lock_pages = closing
+    tier.prepare([400])
+    until(lambda: "unlocked" in said)
+    assert said == ["closed", "unlocked"]
+    assert not accelerator.locked

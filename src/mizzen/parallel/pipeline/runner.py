@@ -231,14 +231,14 @@ class BatchRun:
             if chunk == runner.last_chunk:
                 self._end(chunk, micro, stage, output, batch, inputs)
                 return
-        description, tensors = describe(output)
-        outputs = [tensor for tensor in tensors if tensor.requires_grad]
-        if torch.is_grad_enabled():
-            self.kept[chunk, micro] = Kept(inputs, outputs, description)
-        if (transfer := output_of(one, runner.placement)) is not None:
-            runner.link.send(transfer, description, tensors)
-        else:
-            self.handed[chunk + 1, micro] = description, [tensor.detach() for tensor in tensors]
+            description, tensors = describe(output)
+            outputs = [tensor for tensor in tensors if tensor.requires_grad]
+            if torch.is_grad_enabled():
+                self.kept[chunk, micro] = Kept(inputs, outputs, description)
+            if (transfer := output_of(one, runner.placement)) is not None:
+                runner.link.send(transfer, description, tensors)
+            else:
+                self.handed[chunk + 1, micro] = description, [tensor.detach() for tensor in tensors]
 
     def _input(self, chunk: int, micro: int, one: Instruction) -> tuple[Any, list[Tensor]]:
         """What comes from the chunk before, and the tensors of it whose gradients go back there."""

@@ -144,7 +144,7 @@ class LiveBucket:
         self.is_complete = True
         if self.targets:
             self.rest.leave(lambda: self.gradient)
-            self.rest.step_early()
+            self.rest.step_in_backward()
 
     @property
     def gradient(self) -> Tensor:

@@ -12,7 +12,7 @@ from mizzen.offload.places import DEVICE, OffloadSettings, ParameterSettings
 from mizzen.offload.rest import RestingPlaces
 from mizzen.offload.shards import ShardPlaces, Shards
 from mizzen.parallel.zero.full.division import Division, Owners, Unit
-from mizzen.parallel.zero.full.init import EarlyShard, early_shard
+from mizzen.parallel.zero.full.init import BuiltShard, early_shard
 from mizzen.parallel.zero.full.quantized import Packed, Quantizing, gather_quantized, gather_rows, is_packed
 from mizzen.parallel.zero.full.sharded_parameter import (
     RECORD,
@@ -261,7 +261,7 @@ def _cut(
 def _values(parameter: nn.Parameter, made: UnitParameter, ranks: UnitRanks, dtype: torch.dtype) -> Tensor:
     """This rank's part of a parameter, as the first rank has it."""
     early = find_record(parameter)
-    if isinstance(early, EarlyShard):
+    if isinstance(early, BuiltShard):
         return early_shard(early, ranks.mesh)
     is_alone = groups.get_world_size(ranks.everyone) == 1
     whole = parameter.detach().to(made.memory.device, dtype, copy=not is_alone).contiguous()

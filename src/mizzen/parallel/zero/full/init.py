@@ -37,7 +37,7 @@ from mizzen.config.load import ConfigSource, load, read_source
 from mizzen.errors import UsageError, expect
 from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in
-from mizzen.offload.early import keep_on
+from mizzen.offload.built_shards import keep_on
 from mizzen.parallel.zero.full.sharded_parameter import (
     PROPERTIES,
     RECORD,
@@ -52,7 +52,7 @@ from mizzen.parallel.zero.full.sharded_parameter import (
 
 
 @dataclass(slots=True, eq=False)
-class EarlyShard:
+class BuiltShard:
     """The record of a parameter that no engine has yet."""
 
     name: str
@@ -102,9 +102,9 @@ class EarlyShard:
         return next((early.parameter for early in wanted if found is bench.whole(early)), found)
 
 
-def _early(parameter: Tensor) -> EarlyShard:
+def _early(parameter: Tensor) -> BuiltShard:
     record = record_of(parameter)
-    if not isinstance(record, EarlyShard):
+    if not isinstance(record, BuiltShard):
         raise UsageError(
             f"'{record.name}' belongs to an engine, and cannot be used together with parameters that zero.Init has cut"
         )
@@ -137,8 +137,8 @@ class Bench:
         self.keep = keep
         """Brings a shard to where it rests until an engine has it."""
         self.group = mesh.get_group()
-        self.open: dict[int, tuple[EarlyShard, Tensor]] = {}
-        self.held: dict[int, tuple[EarlyShard, Tensor]] = {}
+        self.open: dict[int, tuple[BuiltShard, Tensor]] = {}
+        self.held: dict[int, tuple[BuiltShard, Tensor]] = {}
         """What is whole until a context ends, and may be touched by one rank alone meanwhile."""
 
     def cut(self, parameter: nn.Parameter, name: str) -> None:
@@ -148,7 +148,7 @@ class Bench:
         collectives.broadcast(whole, group=self.group, group_src=0)
         shard_parameter(parameter, name, whole, self)
 
-    def whole(self, early: EarlyShard) -> Tensor:
+    def whole(self, early: BuiltShard) -> Tensor:
         """All of a parameter, until another one is touched."""
         if id(early) in self.held:
             return self.held[id(early)][1]
@@ -156,7 +156,7 @@ class Bench:
             self.open[id(early)] = early, gathered(early)
         return self.open[id(early)][1]
 
-    def replace(self, early: EarlyShard, value: Tensor) -> None:
+    def replace(self, early: BuiltShard, value: Tensor) -> None:
         """Set the data of a parameter, which keeps its shape and dtype."""
         if value.shape != early.shape:
             raise UsageError(
@@ -172,7 +172,7 @@ class Bench:
         """The whole one for a sharded one."""
         return self.whole(_early(tensor)) if isinstance(tensor, ShardedParameter) else tensor
 
-    def clear_but(self, kept: Sequence[EarlyShard] = ()) -> None:
+    def clear_but(self, kept: Sequence[BuiltShard] = ()) -> None:
         """Cut again what is whole, with the first rank's values."""
         keys = {id(early) for early in kept}
         with torch.no_grad():
@@ -182,7 +182,7 @@ class Bench:
                 early.shard.copy_(part_of(value, early.dim, self.mesh))
 
     @contextmanager
-    def hold(self, wanted: Sequence[EarlyShard], source: int | None) -> Iterator[None]:
+    def hold(self, wanted: Sequence[BuiltShard], source: int | None) -> Iterator[None]:
         """Keep parameters whole; at the end they are cut with the values of the rank `source`, or left as they were."""
         self.clear_but()
         asked = {id(early): early for early in wanted}
@@ -213,7 +213,7 @@ def adopt_shard(parameter: nn.Parameter, name: str, shard: Tensor, shape: torch.
     parameter.grad = None
     parameter.data = empty
     dim = shard_dim(shape, bench.mesh.size())
-    vars(parameter)[RECORD] = EarlyShard(name, parameter, shape, dim, bench.mesh, shard, bench)
+    vars(parameter)[RECORD] = BuiltShard(name, parameter, shape, dim, bench.mesh, shard, bench)
     parameter.__class__ = ShardedParameter
 
 
@@ -296,7 +296,7 @@ def can_be_cut(parameter: Tensor) -> bool:
 @contextmanager
 def held(parameters: Sequence[Tensor], source: int | None) -> Iterator[None]:
     """Keep those of some parameters whole that no engine has yet; all ranks enter and leave."""
-    early = [record for each in parameters if isinstance(record := find_record(each), EarlyShard)]
+    early = [record for each in parameters if isinstance(record := find_record(each), BuiltShard)]
     benches = {id(record.bench): record.bench for record in early}
     with ExitStack() as stack:
         for bench in benches.values():
@@ -304,7 +304,7 @@ def held(parameters: Sequence[Tensor], source: int | None) -> Iterator[None]:
         yield
 
 
-def gathered(early: EarlyShard) -> Tensor:
+def gathered(early: BuiltShard) -> Tensor:
     """All of a parameter, in a new tensor that wants no gradient."""
     with torch.no_grad():
         shard = early.shard.to(early.bench.device)
@@ -321,7 +321,7 @@ def make_whole(model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
 def make_parameter_whole(parameter: nn.Parameter) -> None:
     """Let a parameter be whole, if `zero.Init` has cut it."""
     early = find_record(parameter)
-    if isinstance(early, EarlyShard):
+    if isinstance(early, BuiltShard):
         whole = gathered(early)
         parameter.__class__ = nn.Parameter
         parameter.data = whole
@@ -334,7 +334,7 @@ def part_of(whole: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return whole.narrow(dim, first, last - first)
 
 
-def early_shard(early: EarlyShard, mesh: DeviceMesh) -> Tensor:
+def early_shard(early: BuiltShard, mesh: DeviceMesh) -> Tensor:
     """This rank's part of a parameter as it is cut over a mesh: its shard, where the ranks are the same."""
     ranks = [value.mesh.flatten().tolist() for value in (early.mesh, mesh)]
     if ranks[0] == ranks[1]:

@@ -107,6 +107,15 @@ class UnitRuntime:
         for unit in units:
             unit.reduce = partial(gradients.reduce_unit, unit)
 
+    def remove(self, units: Sequence[LiveUnit], gradients: Reduces) -> None:
+        """Run these units no more, and forget them, so that nothing of theirs stays in memory."""
+        self.units = tuple(unit for unit in self.units if unit not in units)
+        self.gradients = [each for each in self.gradients if each is not gradients]
+        self.previous = self.earlier = ()
+        for unit in units:
+            del self.following[id(unit)], self.beyond[id(unit)]
+            unit.reduce = _reduce_nothing
+
     # Calls of the model
 
     def enter(self, units: Sequence[LiveUnit]) -> None:
@@ -243,6 +252,10 @@ class UnitRuntime:
     def _some_arrive(self) -> bool:
         """Whether the backward that runs will add to the gradient of some parameter."""
         return any(_arrives(each.parameter) for unit in self.units for each in unit.trained)
+
+
+def _reduce_nothing() -> None:
+    """What a unit without a runtime does with its gradients."""
 
 
 def is_transformed() -> bool:

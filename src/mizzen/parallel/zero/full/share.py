@@ -165,7 +165,7 @@ class UnitSums(Sums):
         for share, place in self._places():
             place.keep(share.gradient(self))
             if is_last:
-                share.rest.step_early()
+                share.rest.step_in_backward()
         self.stock.give(flat)
         self.tensor, self.is_away = None, True
 

@@ -26,7 +26,7 @@ from mizzen.parallel.zero.full.gradients import UnitGradients, UseOutside
 from mizzen.parallel.zero.full.owned import Wholes
 from mizzen.parallel.zero.full.quantized import Packed, QuantizedReducer
 from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, check_places, explained
-from mizzen.parallel.zero.full.sharded_parameter import RECORD, gather_shards
+from mizzen.parallel.zero.full.sharded_parameter import RECORD, gather_shards, use_refusal
 from mizzen.parallel.zero.full.share import Share
 from mizzen.parallel.zero.full.unit import LiveUnit, ShareLot, UnitRanks
 from mizzen.parallel.zero.full.unit_parameter import UnitParameter
@@ -75,8 +75,9 @@ class FullStore:
         self.device = self.units[0].device
         reducer = Reducer(holding.reduction, ranks.sharers, self.stock)
         if holding.quantizing.gradients:
+            position = self.position  # without the store, which has the reducer
             reducer = QuantizedReducer(
-                holding.reduction, ranks.sharers, self.stock, holding.quantizing, lambda: self.position.step
+                holding.reduction, ranks.sharers, self.stock, holding.quantizing, lambda: position.step
             )
         copies = Reducer(holding.between, ranks.copies, self.stock)
         self.wholes = Wholes(self.units, holding.owners, ranks.sharers)
@@ -318,7 +319,7 @@ class FullStore:
             self.runtime.free()
             _give_back(self.units, self.position.step)
         finally:  # also where what rests on a disk cannot be read any more
-            self.runtime.units = tuple(unit for unit in self.runtime.units if unit not in self.units)
+            _take_apart(self.units, self.runtime, self.gradients)
             self.units = self.gradients.units = self.shares = self.wholes.rounds = ()
             self.contents = StoreContents()
             self.stock.clear()
@@ -373,7 +374,31 @@ def _give_back(units: Sequence[LiveUnit], step: int) -> None:
             each.parameter.__class__ = each.kind
             each.parameter.data = whole.to(held) if each.shards is None else whole.to("cpu", held)
             del vars(each.parameter)[RECORD]
+
+
+def _take_apart(units: Sequence[LiveUnit], runtime: UnitRuntime, gradients: UnitGradients) -> None:
+    """Part units, which nobody runs any more, from those that they tell of calls and gradients.
+
+    These know the units, too: each would keep the others in memory until the collector of garbage comes by.
+    """
+    runtime.remove(units, gradients)
+    gradients.finish_backward = _nothing
+    for unit in units:
         let_go(unit.module)
+        unit.sums.count_squares = _no_squares
+        for each in unit.parameters.values():
+            each.touch = _refuse_use
+
+
+def _nothing() -> None: ...
+
+
+def _no_squares() -> Tensor:
+    return torch.zeros(0)
+
+
+def _refuse_use(one: UnitParameter, operation: str) -> Tensor:
+    raise use_refusal(one.name, operation)
 
 
 def _squares_of(store: FullStore, *units: LiveUnit) -> Tensor:

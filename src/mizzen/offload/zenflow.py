@@ -3,13 +3,14 @@
 What is important is stepped on the device in every step. The gradients of everything else add up in host memory, and a
 step on the host takes their mean every few steps. While columns are important, the device has the only true values of
 them. Whoever reads what rests here, or writes to it, finds all of it in host memory: the columns come home first, and
-go to the device again with the next step. Who decides when is `engine/late_step.py`.
+go to the device again with the next step. Who decides when is `engine/zenflow.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -57,8 +58,8 @@ class LateUpdates:
     def __init__(self, homes: Mapping[str, Tensor], rounded: Callable[[Tensor], Tensor]) -> None:
         self.homes = homes
         """Masters and states as they rest."""
-        self.rounded = rounded
-        """Makes values of masters, in host memory, for the model."""
+        self._rounded = WeakMethod(rounded)
+        """A method of the resting place, which has this object: neither is to keep the other in memory."""
         self.shown: Tensor | None = None
         """New values that the model is to have now."""
         self.has_change = False
@@ -72,10 +73,20 @@ class LateUpdates:
         self._job = job
 
     def settle(self) -> None:
-        """Wait for what the host still does."""
+        """Wait for what the host still does; raises, once, what went wrong there. The step knows of it by itself."""
         job, self._job = self._job, None
-        if job is not None:
-            job.result()
+        try:
+            if job is not None:
+                job.result()
+        finally:
+            del job  # it has the error, whose traceback has this call, and so the lot
+
+    def rounded(self, masters: Tensor) -> Tensor:
+        """Values of masters, in host memory, for the model."""
+        found = self._rounded()
+        if found is None:
+            raise AssertionError("an update on the host outlives the resting place of its lot")
+        return found(masters)
 
     def target(self, *, is_beside: bool) -> Tensor:
         """What an update steps: the masters or, beside training, a copy of them."""

@@ -1,6 +1,11 @@
 """The host's step during backward gives the bits of a step after it, and one that is not taken leaves no trace."""
 
+import copy
+import gc
 import math
+import mmap
+from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -8,7 +13,9 @@ import torch
 import mizzen
 from behind import use_behind
 from breadth import choice
-from mizzen.offload.early_copies import EarlyCopies
+from mizzen.engine.streamed_share import StreamedShare
+from mizzen.offload import tier
+from mizzen.offload.backward_copies import BackwardCopies
 from ranks.offload.test_step import HELD, left_of, places, start, train
 
 CPU = {"device": "cpu"}
@@ -79,8 +86,8 @@ def skipped(stage, dtype, offload_states):
     engine = start(stage, dtype, "AdamW", 1, CPU, EARLY, **FREE)
     armed = {"on": False}
     engine.module.layers[1].weight.register_hook(lambda g: g * math.nan if armed["on"] else g)
-    begun, begin = [], EarlyCopies.begin
-    EarlyCopies.begin = lambda copies, arrival: (begin(copies, arrival), begun.append(copies.result() is not None))
+    begun, begin = [], BackwardCopies.begin
+    BackwardCopies.begin = lambda copies, arrival: (begin(copies, arrival), begun.append(copies.result() is not None))
     found = []
     for number in range(5):
         armed["on"] = number == 3
@@ -95,7 +102,7 @@ def skipped(stage, dtype, offload_states):
         after = left_of(engine)
         found.append((applied, same(before, between), same(before, after), sum(begun)))
         begun.clear()
-    EarlyCopies.begin = begin
+    BackwardCopies.begin = begin
     engine.destroy()
     return found
 
@@ -118,31 +125,45 @@ def test_a_step_that_is_skipped_changes_nothing(world, stage, dtype, offload_sta
         assert all(begun > 0 for *_, begun in found[1:])
 
 
+def change(engine, kind, inputs, older):
+    """What somebody does between backward and step."""
+    weight, half = engine.module.layers[2].weight, torch.full((8, 8), 0.5)
+    if kind == "rate":
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.3
+    elif kind == "gradient":
+        mizzen.zero.safe_set_full_grad(weight, half)
+    elif kind == "master":
+        mizzen.zero.safe_set_full_fp32_param(weight, half)
+    elif kind in ("state", "loaded before"):
+        mizzen.zero.safe_set_full_optimizer_state(weight, half, "exp_avg_sq")
+    elif kind == "loaded":
+        engine.optimizer.load_state_dict(older)
+    elif kind == "count":
+        for state in engine.optimizer.state.values():
+            state["step"].fill_(9.0)
+    elif kind == "values" and engine.settings.zero_optimization.stage < 3:
+        weight.data.mul_(3)
+    elif kind == "zero_grad":
+        engine.zero_grad()
+        engine.backward(engine(inputs * 2))
+
+
 def changed(stage, kind):
     """Somebody changes, between backward and step, what the host has stepped with."""
-    left = []
+    left, older = [], None
     for is_early in (False, True):
         use_behind()
         engine = start(stage, "fp32", "AdamW", 1, CPU, EARLY if is_early else None, **FREE, scheduler=None)
         for number in range(4):
             inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number + 10 * engine.global_rank))
+            if number == 2 and kind == "loaded before":
+                engine.optimizer.load_state_dict(older)
             engine.backward(engine(inputs))
-            weight = engine.module.layers[2].weight
-            if number == 2 and kind == "rate":
-                for group in engine.optimizer.param_groups:
-                    group["lr"] = 0.3
-            elif number == 2 and kind == "gradient":
-                mizzen.zero.safe_set_full_grad(weight, torch.full((8, 8), 0.5))
-            elif number == 2 and kind == "master":
-                mizzen.zero.safe_set_full_fp32_param(weight, torch.full((8, 8), 0.5))
-            elif number == 2 and kind == "state":
-                mizzen.zero.safe_set_full_optimizer_state(weight, torch.full((8, 8), 0.5), "exp_avg_sq")
-            elif number == 2 and kind == "values" and stage < 3:
-                weight.data.mul_(3)
-            elif number == 2 and kind == "zero_grad":
-                engine.zero_grad()
-                engine.backward(engine(inputs * 2))
+            if number == 2:
+                change(engine, kind, inputs, older)
             report = engine.step()
+            older = copy.deepcopy(engine.optimizer.state_dict()) if number == 0 else older
         left.append(left_of(engine))
         taken = report.measures.get("offload_lots_taken", 0)
         engine.destroy()
@@ -150,25 +171,42 @@ def changed(stage, kind):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("kind", ["rate", "gradient", "master", "state", "values", "zero_grad"])
+@pytest.mark.parametrize(
+    "kind", ["rate", "gradient", "master", "state", "values", "zero_grad", "loaded", "loaded before", "count"]
+)
 def test_what_somebody_changes_before_the_step_counts(world, stage, kind):
     for is_same, taken in world(2).run(changed, stage, kind):
         assert is_same
         assert taken > 0
 
 
-def twice():
-    """Losses as (sum, count), whose factor only the vote knows, and a checkpoint beside training."""
-    use_behind()
-    engine = start(1, "bf16", "AdamW", 1, CPU, EARLY, **FREE)
-    taken = []
-    for number in range(4):
-        inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number)).bfloat16()
-        loss = engine(inputs)
-        engine.backward((loss * 3, torch.tensor(3.0)) if number % 2 else loss)
-        taken.append(engine.step().measures["offload_lots_taken"])
-    engine.destroy()
-    return taken
+def counted_loss(loss, count):
+    return loss * count, count
+
+
+def counted(stage):
+    """Some losses come as (sum, count), whose factor only the vote knows: what differs, and lots by their fate."""
+    left, fates = [], []
+    for is_early in (False, True):
+        use_behind()
+        engine = start(stage, "bf16", "AdamW", 1, CPU, EARLY if is_early else None, **FREE)
+        for number in range(6):
+            seed = torch.Generator().manual_seed(number + 10 * engine.global_rank)
+            batch = torch.randn(2, 8, generator=seed).bfloat16(), torch.tensor(3.0)
+            is_counted = number in (2, 3)
+            report = engine.train_batch(iter([batch]), counted_loss if is_counted else lambda loss, count: loss)
+            fates.append(tuple(report.measures.get(f"offload_lots_{fate}") for fate in ("taken", "repeated")))
+        left.append(left_of(engine))
+        lots = places(engine).count("host")
+        engine.destroy()
+    return same(*left), fates[6:], lots
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_with_counts_are_stepped_once_their_sum_is_known(world, stage):
+    for is_same, fates, lots in world(2).run(counted, stage):
+        assert is_same
+        assert fates == [(0, 0), (lots, 0), (0, lots), (0, 0), (0, 0), (lots, 0)]
 
 
 def saved_beside(stage, folder):
@@ -197,3 +235,70 @@ def test_a_save_beside_training_has_the_values_of_its_step(world, tmp_path, stag
     for found, taken in world(2).run(saved_beside, stage, str(tmp_path)):
         assert all(found)
         assert taken > 0
+
+
+def measured():
+    """The share that is measured would be everything: lots that pass through the device, and those stepped early."""
+    use_behind().has_streams = True
+    StreamedShare.at_start = lambda *_: 1.0
+    StreamedShare.after_step = lambda *_, **__: 1.0
+    engine = start(1, "bf16", "AdamW", 1, CPU, EARLY, **FREE)
+    taken = []
+    for number in range(9):  # the share is looked at in the third, the fifth and the seventh
+        inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number)).bfloat16()
+        engine.backward(engine(inputs))
+        taken.append(engine.step().measures["offload_lots_taken"])
+    streamed = sum(not lot.rest.is_stepped_on_host for store in engine.stores for lot in store.contents.lots)
+    lots = places(engine).count("host")
+    engine.destroy()
+    return streamed, taken, lots
+
+
+def test_nothing_passes_through_the_device_unless_a_share_is_given(world):
+    for streamed, taken, lots in world(2).run(measured):
+        assert streamed == 0
+        assert taken == [0, *[lots] * 8]
+
+
+def count_mappings():
+    """Host memory that was made from now on, and that somebody still has."""
+
+    class Counted(mmap.mmap):
+        alive = WeakSet()
+
+        def __new__(cls, *given):
+            found = super().__new__(cls, *given)
+            cls.alive.add(found)
+            return found
+
+    tier.mmap = SimpleNamespace(**vars(mmap) | {"mmap": Counted})
+    return Counted.alive
+
+
+def given_back(stage, budgets, parameters):
+    """The host memory that is there before destroy(), and after it while no garbage is collected."""
+    use_behind()
+    alive = count_mappings()
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": CPU}
+    keys = {"zero_optimization": zero | ({"offload_param": CPU} if parameters else {})}
+    engine = start(stage, "bf16", "AdamW", 1, CPU, budgets, **keys)
+    for number in range(3):
+        inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number)).bfloat16()
+        engine.backward(engine(inputs))
+        engine.step()
+    gc.collect()
+    gc.disable()
+    before = len(alive)
+    engine.destroy()
+    return before, len(alive)
+
+
+@pytest.mark.parametrize("budgets", [None, EARLY], ids=["after", "during"])
+@pytest.mark.parametrize(
+    ("stage", "parameters"), [(1, False), (3, False), (3, True)], ids=["1", "3", "3 with parameters"]
+)
+def test_host_memory_is_free_when_an_engine_is_destroyed(world, stage, parameters, budgets):
+    """The engine may still be there, and nobody waits for the collector of garbage."""
+    for before, after in world(2).run(given_back, stage, budgets, parameters):
+        assert before > 5
+        assert after == 0

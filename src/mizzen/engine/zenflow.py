@@ -14,19 +14,22 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
-from mizzen.comm import collectives
+from mizzen.comm import collectives, groups
 from mizzen.config.zero import ZenFlowConfig
 from mizzen.engine.offloaded_step import LotFactors, OffloadedStep
 from mizzen.log import warn_once
 from mizzen.model.box import Box
-from mizzen.offload.late import CHOSEN, IMPORTANT, LATE_STATES, WAITED, LateUpdates, OnHostLate
+from mizzen.offload.zenflow import CHOSEN, IMPORTANT, LATE_STATES, WAITED, LateUpdates, OnHostLate
 from mizzen.optim.rules import stand_ins
 from mizzen.plan.parts import Lot, Store
 
 LONGEST: Final = 32
 """Steps that gradients wait at most where the interval is found by itself."""
+UNKNOWN: Final = 1 << 62
+"""The steps in an epoch of a rank that does not know them: more than any other has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Counts:
         return not self.chosen or (interval is not None and self.chosen >= interval)
 
 
-class LateStep(OffloadedStep):
+class ZenFlowStep(OffloadedStep):
     """Steps all lots of an engine, those in host memory in two parts."""
 
     def __init__(
@@ -84,8 +87,13 @@ class LateStep(OffloadedStep):
         self.section = section
         self.stores = tuple(stores)
         self.epoch_steps = epoch_steps
-        """Optimizer steps in an epoch, if that is known."""
-        optimizer.register_state_dict_pre_hook(lambda _: self._bring_home())
+        """Optimizer steps in an epoch of this rank, if that is known."""
+        self._hook = optimizer.register_state_dict_pre_hook(lambda _: self._bring_home())
+
+    def close(self) -> None:
+        """End the thread, and let the optimizer, which may be a client's, give its state dict by itself again."""
+        super().close()
+        self._hook.remove()
 
     def _bring_home(self) -> None:
         for lot in (lot for store in self.stores for lot in store.contents.lots):
@@ -151,7 +159,7 @@ class LateStep(OffloadedStep):
             step = self._host_step(each, counts.taken, is_beside=is_beside) if is_due else None
             gradient = each.tensor.grad
             each.rest.late.begin(
-                self._thread.submit(_on_host, each.rest.late, gradient, factor, waited, step, is_beside)
+                self._thread.submit(self._update_late, each.rest.late, gradient, factor, waited, step, is_beside)
             )
         self._step_important(late)
         for each in late:
@@ -165,6 +173,29 @@ class LateStep(OffloadedStep):
             if section.offload:
                 each.rest.rest_important()
         return 0 if is_due else waited
+
+    def _update_late(
+        self,
+        late: LateUpdates,
+        gradient: Tensor | None,
+        factor: float,
+        count: int,
+        step: Callable[[Tensor], None] | None,
+        is_beside: bool,
+    ) -> None:
+        """What the thread of the host does for a lot in one step.
+
+        Where it fails, whoever waits for the lot is told, and every step and save after that is refused.
+        """
+        try:
+            with torch.no_grad():
+                if gradient is not None:
+                    late.add(gradient, factor)
+                if step is not None:
+                    late.update(step, count, is_beside=is_beside)
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def _step_important(self, late: Sequence[LateLot]) -> None:
         """Step what is on the device of all lots in one call."""
@@ -229,13 +260,28 @@ class LateStep(OffloadedStep):
         if section.select_strategy == "step" and section.select_interval != "auto":
             return section.select_interval
         epochs = 1 if section.select_interval == "auto" else section.select_interval
-        steps = section.steps_per_epoch or self.epoch_steps()
+        steps = section.steps_per_epoch or (self._fewest_epoch_steps() if counts.chosen else None)
         if steps is None and counts.chosen:
             warn_once(
                 "zenflow: important columns are chosen once, since nobody says how many steps an epoch has: set "
                 'zenflow.steps_per_epoch, or select_strategy "step" with a select_interval'
             )
         return None if steps is None else epochs * steps
+
+    def _fewest_epoch_steps(self) -> int | None:
+        """Optimizer steps in the shortest epoch of any rank; None where no rank knows its own.
+
+        Loaders of two ranks may have different lengths, and may be replaced at any time; but columns have to be chosen
+        in the same step by all. So the ranks ask each other whenever a round is over, by the counts that all have.
+        """
+        own = self.epoch_steps()
+        fewest = UNKNOWN if own is None else own
+        for group in (store.ranks.reduce_group for store in self.stores):
+            if group is not None:
+                least = torch.tensor(fewest, device=groups.exchange_device(group))
+                collectives.all_reduce(least, ReduceOp.MIN, group=group)
+                fewest = int(least)
+        return None if fewest == UNKNOWN else fewest
 
     # Which
 
@@ -268,22 +314,6 @@ class LateStep(OffloadedStep):
         found = torch.zeros(len(sums), dtype=torch.bool)
         found[sums.topk(count).indices.cpu()] = True
         return found
-
-
-def _on_host(
-    late: LateUpdates,
-    gradient: Tensor | None,
-    factor: float,
-    count: int,
-    step: Callable[[Tensor], None] | None,
-    is_beside: bool,
-) -> None:
-    """What the thread of the host does for a lot in one step."""
-    with torch.no_grad():
-        if gradient is not None:
-            late.add(gradient, factor)
-        if step is not None:
-            late.update(step, count, is_beside=is_beside)
 
 
 def _sums(late: Sequence[LateLot], store: Store, names: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
