@@ -9,7 +9,8 @@ import mizzen
 from breadth import choice, chosen, covering
 from parity import transformers_models as models
 from parity.decoders import MODELS, Decoder
-from parity.test_tensor import check, config, values_of, walk
+from parity.test_tensor import STEPS, batch, check, config, values_of, walk
+from unit.parallel.tensor.odd_models import SECTIONS, STACKS, adapted
 
 SECTION = {"sequence_parallel": True}
 RECOMPUTE = {"activation_checkpointing": {"mode": "full"}}
@@ -119,6 +120,112 @@ def train_own(kind: str, tp: int, stage: int) -> tuple:
 @pytest.mark.parametrize("kind", choice(MODELS, ["adapted", "uneven"]))
 def test_models_of_ones_own_train_as_in_one_process(world, kind):
     check(world(2).run(train_own, kind, 2, 1), kind, "SGD", 0.0)
+
+
+def train_stack(kind: str, stage: int, more: dict) -> tuple:
+    section = {"tensor_parallel": {"autotp_size": 2, **SECTION, **SECTIONS.get(kind, {})}}
+    engine, *_ = mizzen.initialize(model=STACKS[kind][0](), config=config(2, stage, **section, **more))
+    return *walk(engine), values_of(engine)
+
+
+def plain_steps(model: torch.nn.Module) -> tuple[list, list, dict]:
+    """One process, plain torch: losses, norms and how far each parameter has moved."""
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    rule, losses, norms = torch.optim.SGD(model.parameters(), lr=0.1), [], []
+    for step in range(STEPS):
+        rule.zero_grad()
+        loss = model(batch(step))
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+        rule.step()
+        losses.append(loss.item())
+    return losses, norms, {name: value.detach() - before[name] for name, value in model.named_parameters()}
+
+
+STACK_CASES = [(kind, at % 3, RECOMPUTE if at % 2 else {}) for at, kind in enumerate(STACKS)]
+
+
+def test_what_stands_between_blocks_gets_whole_sequences(world):
+    for (kind, *_), found in zip(STACK_CASES, world(2).each(train_stack, STACK_CASES), strict=True):
+        losses, norms, moves = plain_steps(STACKS[kind][0]())
+        before = dict(STACKS[kind][0]().named_parameters())
+        for ours, measured, values in found:
+            assert ours == pytest.approx(losses, rel=1e-5), kind
+            assert measured == pytest.approx(norms, rel=1e-5), kind
+            for name, value in values.items():
+                assert (value - before[name] - moves[name]).norm() <= 2e-3 * moves[name].norm(), (kind, name)
+
+
+def train_adapted(kind: str, pattern: str, dropout: float, tp: int, more: dict, sequence: bool = True) -> tuple:
+    """Losses, and the values of adapters by the names of the whole model."""
+    model = adapted(models.built(kind), pattern, dropout)
+    chosen = settings(tp, 0, more, sequence_parallel=sequence and tp > 1)
+    engine, *_ = mizzen.initialize(model=model, config=chosen)
+    losses = []
+    for step in range(models.STEPS):
+        tokens = models.batch(step, 8)
+        losses.append(engine.train_batch(iter([{"input_ids": tokens, "labels": tokens}])).loss)
+    values = values_of(engine)
+    engine.destroy()
+    return losses, values
+
+
+ADAPTED = [
+    ("gpt2", "c_attn|c_proj|c_fc", 0.0, 2, {}),
+    ("gpt2", r"attn\.c_attn", 0.1, 2, RECOMPUTE),
+    ("bert", "dense", 0.0, 2, {}),
+    ("llama", "_proj", 0.0, 2, RECOMPUTE),
+    ("llama", "[qv]_proj", 0.1, 2, {}),
+    ("neox", "query_key_value", 0.0, 2, {}),
+    ("gpt2", "c_attn|c_proj|c_fc", 0.0, 2, {}, False),
+    ("llama", "[qv]_proj", 0.1, 2, RECOMPUTE, False),
+]
+"""Where adapters draw, it is for whole sequences alone: ranks draw what one process draws."""
+
+
+def test_adapters_train_as_in_one_process(world):
+    alone = world(1).each(train_adapted, [(*case[:3], 1, *case[4:]) for case in ADAPTED])
+    for case, found, ((losses, wanted),) in zip(ADAPTED, world(2).each(train_adapted, ADAPTED), alone, strict=True):
+        before = dict(adapted(models.built(case[0]), case[1]).named_parameters())
+        for ours, values in found:
+            assert ours == pytest.approx(losses, rel=1e-5), case
+            assert values.keys() == wanted.keys(), case
+            for name, value in values.items():
+                move = wanted[name] - before[name]
+                assert (value - wanted[name]).norm() <= 2e-3 * move.norm() or move.norm() < 1e-7, (case, name)
+
+
+def drawn(sequence: bool) -> tuple:
+    """What dropout of adapters leaves of ones before attention and behind it, and this rank's copy of a whole one."""
+    model = models.built("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model = adapted(model, "[qvo]_proj|up_proj", 0.5)
+    engine, *_ = mizzen.initialize(model=model, config=settings(2, 0, {}, sequence_parallel=sequence))
+    seen: dict[str, torch.Tensor] = {}
+    attention = engine.module.model.layers[1].self_attn
+    for name in ("q_proj", "v_proj", "o_proj"):
+        module = attention.get_submodule(f"{name}.lora_dropout.default")
+        module.register_forward_hook(lambda _, args, found, name=name: seen.update({name: found == 0}), prepend=True)
+    for step in range(models.STEPS):
+        tokens = models.batch(step, 8)
+        engine.train_batch(iter([{"input_ids": tokens, "labels": tokens}]))
+    copies = {
+        n: p.detach().clone() for n, p in engine.module.named_parameters() if n.endswith("q_proj.lora_A.default.weight")
+    }
+    engine.destroy()
+    return seen, copies, float(torch.rand(()))
+
+
+def test_dropout_of_adapters_is_alike_where_ranks_have_the_same_activations(world):
+    for (masks, copies, after), (others, their, later) in world(2).each(drawn, [(False,), (True,)]):
+        for name in ("q_proj", "v_proj"):
+            assert torch.equal(masks[name], others[name]) and 0.2 < masks[name].float().mean() < 0.8, name
+        assert masks["o_proj"].shape == others["o_proj"].shape
+        assert not torch.equal(masks["o_proj"], others["o_proj"])
+        for name, value in copies.items():
+            assert torch.equal(value, their[name]), name
+        assert after == later
 
 
 def kept(sequence: bool) -> tuple[int, int]:

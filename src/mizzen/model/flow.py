@@ -38,8 +38,6 @@ class Way:
     """The size of a head of values, where it is among what attention adds up."""
     is_random: bool = False
     """Whether dropout was applied."""
-    mixed: str = ""
-    """Where tokens first met each other, or their order changed, in words; empty where each went alone."""
     features: frozenset[tuple[int, int]] = frozenset()
     """Which outputs of a layer go this way, as ranges from one to another."""
 
@@ -49,7 +47,6 @@ class Way:
             self.head or other.head,
             self.value or other.value,
             self.is_random or other.is_random,
-            self.mixed or other.mixed,
             self.features | other.features,
         )
 
@@ -94,6 +91,42 @@ class ModuleCall:
     """How often it was called."""
 
 
+CallPath = tuple[str, ...]
+"""The modules in whose forward something happens, from the outermost to the innermost."""
+
+
+def innermost(place: CallPath) -> str:
+    """The module in whose forward something happens, for a sentence."""
+    return f"'{place[-1]}'" if place and place[-1] else "the model itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An operation on a parameter, or on an activation that was made in another place."""
+
+    parameter: str
+    """The first name of the parameter; empty where it is an activation."""
+    made: CallPath
+    """Where the activation was made; nowhere for a parameter."""
+    used: CallPath
+    passed: frozenset[str] = frozenset()
+    """The modules, until then, that had the activation as an argument or returned it, just as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOperation:
+    """An operation beside layers that draws random numbers, or in which tokens meet or change their order."""
+
+    name: str
+    place: CallPath
+    reads: frozenset[str]
+    """The layers and parameters whose values it works on."""
+    after: str
+    """The layer that was called last before it."""
+    draws: bool
+    mixes: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Flow:
     """All layers of a model that were called, and what reaches its result."""
@@ -104,6 +137,10 @@ class Flow:
     """Why nothing is known: the forward could not be run without values."""
     calls: Mapping[str, ModuleCall] = field(default_factory=dict)
     """The other modules that were given activations, by path, in the order in which they were called."""
+    uses: tuple[Use, ...] = ()
+    """Where parameters are used, and activations elsewhere than where they are made; what is alike is there once."""
+    operations: tuple[TracedOperation, ...] = ()
+    """In the order of their calls; what is alike is there once."""
 
     def by_path(self) -> dict[str, Layer]:
         """Each layer under its path."""

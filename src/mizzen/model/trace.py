@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mizzen.model.flow import Argument, Flow, Layer, ModuleCall, Way, layer_kind
+from mizzen.model.flow import Argument, CallPath, Flow, Layer, ModuleCall, TracedOperation, Use, Way, layer_kind
 from mizzen.model.inputs import tensors_in
 
 LENGTHS: Final = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -85,7 +85,7 @@ def _first_that_runs(
 def _unmistakable(model: nn.Module) -> int:
     """A length of sequences that is no number of features, nor divides one."""
     widths = [size for parameter in model.parameters() for size in parameter.shape]
-    return next((n for n in LENGTHS if all(width % n for width in widths if width > n)), LENGTHS[0])
+    return next((n for n in LENGTHS if all(width % n for width in widths if width >= n)), LENGTHS[0])
 
 
 def _guesses(model: nn.Module, samples: int, length: int) -> Iterator[Arguments]:
@@ -130,6 +130,7 @@ def _run(model: nn.Module, arguments: Arguments) -> Flow:
     layers = [(path, kind, module) for path, module in model.named_modules() if (kind := layer_kind(module))]
     owned = {f"{path}.{name}" for path, _, module in layers for name, _ in module.named_parameters(recurse=False)}
     for name, _ in model.named_parameters():
+        tracer.follow_parameter(name, values[name])
         if name not in owned:
             tracer.remember(values[name], {name: Way()})
     with ExitStack() as stack:
@@ -142,7 +143,13 @@ def _run(model: nn.Module, arguments: Arguments) -> Flow:
                 tracer.watch(stack, path, module)
         result = _call(model, values, arguments, tracer, stack)
     found = [tracer.ways(each) for each in tensors_in(result)]
-    return Flow(tuple(tracer.layers.values()), _union(found), calls=tracer.calls)
+    return Flow(
+        tuple(tracer.layers.values()),
+        _union(found),
+        calls=tracer.calls,
+        uses=tuple(tracer.uses),
+        operations=tuple(tracer.operations),
+    )
 
 
 def _train(model: nn.Module, stack: ExitStack) -> None:
@@ -164,22 +171,37 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.layers: dict[str, Layer] = {}
         self.calls: dict[str, ModuleCall] = {}
-        self._inside: list[str] = []
+        self.uses: dict[Use, None] = {}
+        self.operations: dict[TracedOperation, None] = {}
+        self._place: CallPath = ()
+        self._last = ""
         self._ways: dict[int, dict[str, Way]] = {}
-        self._outputs: dict[int, str] = {}
+        self._parameter_names: dict[int, str] = {}
+        self._learned: set[int] = set()
+        self._made: dict[int, CallPath] = {}
+        self._passed: dict[int, frozenset[str]] = {}
+        self._outputs: dict[int, tuple[str, ...]] = {}
         self._kept: list[Tensor] = []  # so that no number is given twice
 
     def remember(self, tensor: Tensor, ways: dict[str, Way]) -> None:
         self._ways[id(tensor)] = ways
+        self._made[id(tensor)] = self._place
+        self._passed.pop(id(tensor), None)
         self._kept.append(tensor)
 
     def ways(self, tensor: Tensor) -> dict[str, Way]:
         return self._ways.get(id(tensor), {})
 
+    def follow_parameter(self, name: str, value: Tensor) -> None:
+        """Look at where a parameter is used, and what it is in."""
+        self._parameter_names[id(value)] = name
+        self._learned.add(id(value))
+
     def follow(self, stack: ExitStack, path: str, kind: str, module: nn.Module) -> None:
         """Look at each call of a layer."""
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._place, self._last = (*self._place, path), path
             given = tensors_in((args, kwargs))[0]
             self._kept.append(given)
             known = self.layers.get(path)
@@ -192,7 +214,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if isinstance(output, Tensor):
                 self.remember(output, {path: Way(features=frozenset({(0, output.shape[-1])}))})
-                self._outputs[id(output)] = path
+                self._outputs[id(output)] = (path,)
+            self._place = self._place[:-1]
 
         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after, prepend=True).remove)
@@ -202,7 +225,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = tuple(inspect.signature(module.forward).parameters)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inside.append(path)
+            self._place = (*self._place, path)
+            self._pass(path, tensors_in((args, kwargs)))
             known = self.calls.get(path, ModuleCall(path))
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             takes = tuple(
@@ -215,8 +239,9 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.calls[path] = replace(known, takes=takes, times=known.times + 1)
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._inside.pop()
+            self._place = self._place[:-1]
             found = tensors_in(output)
+            self._pass(path, found)
             count = sum(map(self._is_activation, found))
             sources = _union(map(self.ways, found))
             gives = count if found and self._is_activation(found[0]) else -1
@@ -224,6 +249,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after).remove)
+
+    def _pass(self, path: str, tensors: Iterable[Tensor]) -> None:
+        """Note that a module was given activations, or returns them."""
+        for each in filter(self._is_activation, tensors):
+            self._passed[id(each)] = self._passed.get(id(each), frozenset()) | {path}
 
     def _is_activation(self, tensor: Tensor) -> bool:
         return tensor.dim() == 3 and tensor.is_floating_point() and bool(self.ways(tensor))
@@ -233,37 +263,68 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_local_scalar_dense":  # a question about values: they are not packed, all are there
             return True if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
         result = _product_of_groups(*args[:2]) if name == "_grouped_mm" else func(*args, **(kwargs or {}))
-        tensors = tensors_in((args, kwargs or {}))
+        tensors, results = tensors_in((args, kwargs or {})), tensors_in(result)
         ways = [self.ways(each) for each in tensors]
+        plain = name.strip("_")
+        draws = any(word in plain for word in DRAWING) or float((kwargs or {}).get("dropout_p", 0) or 0) > 0
+        self._notice_uses(tensors)
+        self._notice_operation(name, args, kwargs or {}, list(zip(tensors, ways, strict=True)), results, draws=draws)
         if any(ways):
-            found = self._changed(name, args, kwargs or {}, tensors, ways)
-            if _mixes(name.strip("_"), args, kwargs or {}, list(zip(tensors, ways, strict=True)), tensors_in(result)):
-                where = f"{name} in '{self._inside[-1]}'" if self._inside else name
-                found = {source: replace(way, mixed=way.mixed or where) for source, way in found.items()}
-            for each in tensors_in(result):
+            found = self._changed(plain, args, kwargs or {}, tensors, ways, draws=draws)
+            for each in results:
                 self.remember(each, found)
             if name.endswith("_"):
                 self._notice_write(result, found)
-            self._notice_runs(name, args, tensors_in(result))
+            self._notice_runs(name, args, results)
             self._notice_factors(name, args, result)
+            self._notice_sum(plain, tensors, results)
         return result
 
+    def _notice_uses(self, tensors: list[Tensor]) -> None:
+        """Where parameters are worked on, and activations elsewhere than where they were made."""
+        for each in tensors:
+            made = self._made.get(id(each), self._place)
+            if name := self._parameter_names.get(id(each)):
+                self.uses[Use(name, (), self._place)] = None
+            elif made != self._place and self.ways(each):
+                self.uses[Use("", made, self._place, self._passed.get(id(each), frozenset()))] = None
+
+    def _notice_operation(
+        self,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        given: list[tuple[Tensor, dict[str, Way]]],
+        results: list[Tensor],
+        *,
+        draws: bool,
+    ) -> None:
+        """Whether random numbers are drawn for something that parameters are in, or tokens of activations meet."""
+        if not any(id(tensor) in self._learned for tensor, _ in given):
+            return
+        self._learned.update(map(id, results))
+        self._kept.extend(results)
+        if self._place[-1] in self.layers:
+            return
+        mixes = any(_is_of_layers(ways) for _, ways in given) and _mixes(name.strip("_"), args, kwargs, given, results)
+        if draws or mixes:
+            reads = frozenset(source for _, ways in given for source in ways)
+            self.operations[TracedOperation(name, self._place, reads, self._last, draws, mixes)] = None
+
     def _changed(
-        self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], ways: list[dict[str, Way]]
+        self, plain: str, args: Any, kwargs: Any, tensors: list[Tensor], ways: list[dict[str, Way]], *, draws: bool
     ) -> dict[str, Way]:
         """What an operation makes of what is known of its arguments."""
-        plain = name.strip("_")
         if _is_attention(plain, ways):
             ways = _with_heads(plain, tensors, ways)
         found = _union(ways)
         sizes = _reduced_sizes(plain, args, kwargs)
         if plain in PRODUCTS and not all(map(_is_of_layers, _factors(plain, ways))):
             sizes |= {_factors(plain, tensors)[0].shape[-1]}
-        is_random = any(word in plain for word in DRAWING) or float(kwargs.get("dropout_p", 0) or 0) > 0
-        if not sizes and not is_random:
+        if not sizes and not draws:
             return found
         return {
-            source: replace(way, reduced=way.reduced | sizes, is_random=way.is_random or is_random)
+            source: replace(way, reduced=way.reduced | sizes, is_random=way.is_random or draws)
             for source, way in found.items()
         }
 
@@ -274,42 +335,55 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.remember(whole, _union([self.ways(whole), found]))
 
     def _notice_runs(self, name: str, args: Any, results: list[Tensor]) -> None:
-        """Whether the output of a layer is taken apart along its features, and which of these each part has."""
-        path = self._outputs.get(id(args[0])) if args and isinstance(args[0], Tensor) else None
-        if path is None or name not in ("split", "split_with_sizes", "slice", "chunk"):
+        """Whether the output of layers is taken apart along its features, and which of these each part has."""
+        paths = self._outputs.get(id(args[0]), ()) if args and isinstance(args[0], Tensor) else ()
+        if not paths or name not in ("split", "split_with_sizes", "slice", "chunk"):
             return
         tensor = args[0]
         dim = args[1] if name == "slice" and len(args) > 1 else args[2] if len(args) > 2 else 0
         if dim not in (-1, tensor.dim() - 1):
             return
-        layer, size = self.layers[path], tensor.shape[-1]
+        known, size = self.layers[paths[0]].runs, tensor.shape[-1]
         if name == "slice":
             start, stop, _ = slice(*(*args[2:5], None, None, None)[:3]).indices(size)
             ranges = [(start, stop)]
-            known = sorted({0, size, start, stop} | _edges(layer.runs))
-            runs = tuple(b - a for a, b in zip(known, known[1:], strict=False) if b > a)
+            edges = sorted({0, size, start, stop} | _edges(known))
+            runs = tuple(b - a for a, b in zip(edges, edges[1:], strict=False) if b > a)
         else:
             runs = tuple(each.shape[-1] for each in results)
             ranges = list(itertools.pairwise(itertools.accumulate(runs, initial=0)))
-        self.layers[path] = replace(layer, runs=runs if len(runs) > 1 else layer.runs)
+        for path in paths:
+            self.layers[path] = replace(self.layers[path], runs=runs if len(runs) > 1 else known)
         for each, where in zip(results, ranges, strict=True):
-            ways = self.ways(each)
-            self.remember(each, {**ways, path: replace(ways[path], features=frozenset({where}))})
+            part = {path: replace(self.ways(each)[path], features=frozenset({where})) for path in paths}
+            self.remember(each, {**self.ways(each), **part})
 
     def _notice_factors(self, name: str, args: Any, result: Any) -> None:
-        """Whether the features of a layer's output are seen as several dimensions."""
-        path = self._outputs.get(id(args[0])) if args and isinstance(args[0], Tensor) else None
-        if path is None or name not in ("view", "_unsafe_view", "reshape") or not isinstance(result, Tensor):
+        """Whether the features of the output of layers are seen as several dimensions."""
+        paths = self._outputs.get(id(args[0]), ()) if args and isinstance(args[0], Tensor) else ()
+        if not paths or name not in ("view", "_unsafe_view", "reshape") or not isinstance(result, Tensor):
             return
         if result.shape[-1] == args[0].shape[-1]:  # the same features, of tokens that are counted otherwise
-            self._outputs[id(result)] = path
+            self._outputs[id(result)] = paths
             return
         factors: list[int] = []
         for size in reversed(result.shape):
             factors.insert(0, size)
             if math.prod(factors) >= args[0].shape[-1]:
                 break
-        self.layers[path] = replace(self.layers[path], factors=tuple(factors))
+        for path in paths:
+            self.layers[path] = replace(self.layers[path], factors=tuple(factors))
+
+    def _notice_sum(self, plain: str, tensors: list[Tensor], results: list[Tensor]) -> None:
+        """Whether outputs of layers are added up, as those of a layer and of its adapter are, or one is scaled."""
+        terms = [each for each in tensors if each.dim()]
+        if plain != "add" and (plain not in ("mul", "to_copy") or len(terms) != 1):
+            return
+        added = [self._outputs.get(id(each), ()) for each in terms]
+        paths = tuple(dict.fromkeys(path for outputs in added for path in outputs))
+        is_alike = {each.shape for each in terms} == {results[0].shape}
+        if is_alike and all(added) and all(self.layers[path].kind != "embedding" for path in paths):
+            self._outputs[id(results[0])] = paths
 
 
 def _product_of_groups(rows: Tensor, matrices: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from mizzen.parallel.pipeline.schedule import StageMessage
 from mizzen.parallel.pipeline.wire import ALIGNED, Description, TensorFacts, pack, size_of, unpack, up
 
 LEAD: Final = ALIGNED
-"""Bytes of a lead: two 64-bit numbers."""
+"""Bytes of a lead: two 64-bit numbers, and zeros up to where a tensor may begin."""
 KINDS: Final = 4
 """Messages that one transfer may be made of, each with a number of its own."""
 
@@ -96,7 +96,7 @@ class Link:
         """Wait for an input that was posted."""
         edge = self._edge(transfer, is_sent=False)
         receipt = self._taken(transfer)
-        length, size = receipt.lead.view(torch.int64).tolist()
+        length, size, *_ = receipt.lead.view(torch.int64).tolist()
         data = receipt.data
         if length:
             data = self._empty(up(length) + size)
@@ -155,7 +155,7 @@ class Link:
     ) -> list[PeerMessage]:
         """A lead with tensors, or with nothing, in a message of the size that the receiver expects."""
         whole = self._empty((LEAD if self._is_on_host else 0) + size)
-        numbers = torch.tensor(lead, dtype=torch.int64).view(torch.uint8)
+        numbers = torch.tensor([*lead, *[0] * (LEAD // 8 - 2)], dtype=torch.int64).view(torch.uint8)
         if self._is_on_host:
             whole[:LEAD].copy_(numbers)
         pack(tensors, whole[LEAD:] if self._is_on_host else whole)

@@ -32,6 +32,8 @@ class LayerCut:
     """Whether its inputs come whole."""
     summed_tail: int = 0
     """Of a layer that stays whole, how many of its last outputs go where activations are cut."""
+    is_last: bool = True
+    """Whether it is called after all others of its region that are cut as it is, by outputs or by inputs."""
 
     @property
     def dim(self) -> int:

@@ -28,7 +28,11 @@ CHUNKS: Final = 4
 
 
 class CutRegion:
-    """Between the first layers of a region and the last: activations are cut, and random numbers differ by rank."""
+    """Between the first layers of a region and the last: activations are cut, and random numbers differ by rank.
+
+    They begin to differ with the last of the layers that bring something in: until then, what is drawn may be for
+    something that all ranks have alike, such as the dropout of an adapter.
+    """
 
     def __init__(self, group: ProcessGroup, *, is_random: bool, sequence: SequenceParts | None = None) -> None:
         self.group, self._is_random, self._sequence = group, is_random, sequence
@@ -38,15 +42,15 @@ class CutRegion:
         self._inside: Tensor | None = None
         self._apart: AbstractContextManager[None] | None = None
 
-    def enter(self, given: Tensor) -> Tensor:
+    def enter(self, given: Tensor, *, is_last: bool) -> Tensor:
         """Bring a tensor in that all ranks have alike."""
         if given is not self._given:
             self.gathered = None if self._sequence is None else self._sequence.read(given)
             self._inside = copy_in(given, self.group) if self.gathered is None else self.gathered.whole
             self._given = given
-            if self._is_random and self._apart is None:
-                self._apart = differing(self.group)
-                self._apart.__enter__()
+        if is_last and self._is_random and self._apart is None:
+            self._apart = differing(self.group)
+            self._apart.__enter__()
         inside = self._inside
         return given if inside is None else inside
 
@@ -80,7 +84,7 @@ class CutForward:
         self.__wrapped__ = layer.forward  # where inspect.signature looks
         self.layer: Any = layer
         self.region, self.gathers, self.splits = region, cut.gathers, cut.splits
-        self.runs = cut.runs
+        self.runs, self.is_last = cut.runs, cut.is_last
         self.is_transposed = cut.is_transposed
 
     def product(self, given: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,7 +109,7 @@ class ColumnForward(CutForward):
     def __call__(self, input: Tensor) -> Tensor:
         """This rank's outputs, or all of them where they are gathered."""
         region = self.region
-        entered, gathered = region.enter(input), region.gathered
+        entered, gathered = region.enter(input, is_last=self.is_last), region.gathered
         if not self.gathers:
             return self._own(entered, gathered)
         try:
@@ -136,10 +140,13 @@ class RowForward(CutForward):
         """The outputs, which all ranks have alike."""
         if self.splits:
             input = split_along(input, -1, self.region.group, self.runs[0])
+        is_over = True
         try:
             found = self._summed(input)
+            is_over = self.is_last
         finally:  # a block that is computed again ends by an exception, here, once all that backward needs is there
-            self.region.leave()
+            if is_over:
+                self.region.leave()
         bias = self.layer.bias
         return found if bias is None else found + bias
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from mizzen.config.parallel import LayerSpecConfig, TensorParallelConfig
 from mizzen.errors import PlanError
-from mizzen.model.flow import Flow, Layer, Way
+from mizzen.model.flow import Flow, Layer, Way, innermost
 from mizzen.model.sketch import ModuleSketch, Sketch, ancestors_of, parent_of
 from mizzen.parallel.tensor.cuts import LayerCut, ParameterCut, Runs, SizeChange, Style, TensorChoice, balanced, runs_in
 from mizzen.parallel.tensor.regions import Region, RegionParts, RunsSaid, find_regions, parts_of
@@ -86,6 +86,7 @@ class _Decider:
         self.modules = {module.path: module for module in sketch.modules if module.same_as is None}
         self.shapes = {name: p.shape for name, p in sketch.by_name().items()}
         self.layers = self._layers()
+        self.called = {layer.path: at for at, layer in enumerate(self.flow.layers)}
         config = section.partition_config
         self.is_users_alone = config is not None and not config.use_default_specs
         self.found = _Taken()
@@ -110,6 +111,7 @@ class _Decider:
         left = tuple(path for path, layer in self.layers.items() if path not in self.found.layers and _is_large(layer))
         users = {path for path, words in said.items() if words.is_users}
         self._check([path for path in left if path not in users], users)
+        _check_draws(self.found, self.flow, self.called)
         order = {path: at for at, path in enumerate(self.layers)}
         sequence = None
         if self.section.sequence_parallel:
@@ -184,23 +186,25 @@ class _Decider:
         rows = [said.get(layer.path) for layer in region.sinks]
         if self.is_users_alone and not any((*columns, *rows)):
             return
-        cut = [words is None or (words.style == "column" and not words.gathers) for words in columns]
-        cut += [words is None or (words.style == "row" and not words.splits) for words in rows]
-        if not all(cut):
-            if any(cut) and any(words is not None and words.style in ("column", "row") for words in (*columns, *rows)):
+        fits = [words is None or (words.style == "column" and not words.gathers) for words in columns]
+        fits += [words is None or (words.style == "row" and not words.splits) for words in rows]
+        if not all(fits):
+            if any(fits) and any(words is not None and words.style in ("column", "row") for words in (*columns, *rows)):
                 self._check_apart(region, said)
             return
         if not region.head and region.features < self.ranks:
             return
         parts = parts_of(region, self.ranks)
         summed = list(self._parameter_cuts(region, parts))
-        name = region.name
+        name, last = region.name, {_last_called(each, self.called) for each in (region.sources, region.sinks)}
         for layer in region.sources:
-            self._add(LayerCut(layer.path, "column", parts.runs[layer.path], layer.kind == "transposed", name))
+            cut = LayerCut(layer.path, "column", parts.runs[layer.path], layer.kind == "transposed", name)
+            self._add(replace(cut, is_last=layer.path in last))
         for layer in region.tables:
             self._add(LayerCut(layer.path, "columns of a table", parts.runs[layer.path], region=name))
         for layer in region.sinks:
-            self._add(LayerCut(layer.path, "row", parts.inputs, layer.kind == "transposed", name))
+            row = LayerCut(layer.path, "row", parts.inputs, layer.kind == "transposed", name)
+            self._add(replace(row, is_last=layer.path in last))
         for path, size in region.tails.items():
             self._add(self._with_tail(self.layers[path], size, said.get(path)))
         self.found.parameters |= {each.name: each for each in summed}
@@ -372,6 +376,27 @@ class _Decider:
             for pattern, is_large in kinds.items()
         ]
         return json.dumps(known | {"layer_specs": [*specs, *known.get("layer_specs", ())]})
+
+
+def _last_called(layers: Sequence[Layer], called: Mapping[str, int]) -> str:
+    return max(reversed(layers), key=lambda layer: called.get(layer.path, -1)).path
+
+
+def _check_draws(found: _Taken, flow: Flow, called: Mapping[str, int]) -> None:
+    """Refuse what is drawn for something that ranks have alike, while random numbers differ by rank."""
+    inside = [cut for cut in found.layers.values() if cut.is_last and cut.region in found.random]
+    opens = {cut.region: called.get(cut.path, -1) for cut in inside if cut.style == "column"}
+    closes = {cut.region: called.get(cut.path, -1) for cut in inside if cut.style == "row"}
+    cut = {path for path, each in found.layers.items() if each.style.startswith("column") and not each.gathers}
+    for draw in (each for each in flow.operations if each.draws and not each.reads & cut):
+        at = called.get(draw.after, -1)
+        for region, start in opens.items():
+            if start <= at < closes.get(region, -1):
+                raise PlanError(
+                    f"tensor_parallel: dropout in {innermost(draw.place)} is applied to what all ranks have alike, "
+                    f"while they work on parts of what '{region}' gives, where random numbers differ by rank; set this "
+                    "dropout to 0, or say 'skip' of these layers in tensor_parallel.partition_config"
+                )
 
 
 def _value_on_ranks(

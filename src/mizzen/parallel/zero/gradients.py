@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from mizzen.errors import UsageError
 from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
-from mizzen.parallel.zero.live import LiveBucket, add_to_first, set_first_aside, show
+from mizzen.parallel.zero.live import LiveBucket, show
 from mizzen.parallel.zero.reduce import Finish, Reducer
 from mizzen.parallel.zero.twins import GradientHook
 
@@ -254,12 +254,10 @@ class WholeGradients(Gradients):
 
     def begin_backward(self, last: bool | None) -> None:
         """Let full buckets leave; where gradients stay, let autograd add them to their places: nothing is copied."""
-        for bucket in self.buckets:
-            set_first_aside(bucket)
         super().begin_backward(last)
         for bucket in self.buckets if not self.may_send else ():
             is_untouched = not bucket.shown and all(parameter.grad is None for parameter in bucket.parameters)
-            if is_untouched and bucket.adds_in_place and not self._keeps_first(bucket):
+            if is_untouched and bucket.adds_in_place and not bucket.stock.is_kept:
                 bucket.filled()
                 show(bucket, range(len(bucket.parameters)))
         # What arrives is noted once; then nobody has to hear of gradients that autograd adds to their places, nor of
@@ -267,17 +265,8 @@ class WholeGradients(Gradients):
         is_added = all(len(bucket.shown) == len(bucket.parameters) for bucket in self.buckets)
         self.switch.is_off = self.has_arrived and (not self.overlaps if self.may_send else is_added)
 
-    def _keeps_first(self, bucket: LiveBucket) -> bool:
-        """Whether the first gradients stay as they come until the second do, and no zeros are made to add them to.
-
-        On a device the memory that this takes is worth more than the time.
-        """
-        return bucket.stock.is_kept and bucket.adds_in_place and bucket.whole is None
-
     def end_backward(self) -> None:
         """Send the rest, and wait."""
-        for bucket in self.buckets if not self.may_send else ():
-            add_to_first(bucket, list(bucket.first))
         super().end_backward()
         self.switch.is_off = False
         for bucket in self.buckets:
@@ -307,18 +296,12 @@ class WholeGradients(Gradients):
         """Add it to its place, and show that; where its place was shown, autograd has added to it already."""
         if position in bucket.shown and bucket.parameters[position].grad is bucket.views[position]:
             return
-        if position in bucket.first:
-            add_to_first(bucket, (position,))
-        elif self.in_backward and self._keeps_first(bucket) and _is_plain(bucket.parameters[position].grad, bucket):
-            bucket.loose.add(position)
-        else:
-            bucket.put(self._new(bucket, (position,)))
-            show(bucket, (position,))
+        bucket.put(self._new(bucket, (position,)))
+        show(bucket, (position,))
 
     def leave(self, bucket: LiveBucket) -> Finish:
         """Sum the bucket where it lies, or into the owner's chunk."""
         positions = range(len(bucket.parameters))
-        add_to_first(bucket, list(bucket.first))
         bucket.put(self._new(bucket, positions), self.factor)
         whole = bucket.filled()
         show(bucket, positions)
@@ -334,8 +317,6 @@ class WholeGradients(Gradients):
     def _new(self, bucket: LiveBucket, positions: Iterable[int]) -> dict[int, Tensor]:
         """What autograd or the user has put on parameters; to one that is shown already it was added in place."""
         parameters = bucket.parameters
-        if bucket.loose:
-            bucket.filled()
         if not bucket.shown:
             return {at: gradient for at in positions if (gradient := parameters[at].grad) is not None}
         found = {}
@@ -422,11 +403,6 @@ class PassingGradients(Gradients):
         """Nothing is left on any rank."""
         super().clear()
         self._has_sum = False
-
-
-def _is_plain(gradient: Tensor | None, bucket: LiveBucket) -> bool:
-    """Whether a gradient is dense and has the dtype in which those of a bucket add up."""
-    return gradient is not None and gradient.dtype == bucket.accumulation and not gradient.is_sparse
 
 
 def tell_edit(stage: int, name: str | None) -> None:

@@ -71,10 +71,6 @@ class LiveBucket:
     """The slots to which nothing has come yet."""
     shown: set[int] = field(default_factory=set)
     """The slots whose place is at present the `grad` of its parameter."""
-    loose: set[int] = field(default_factory=set)
-    """The slots whose `grad` is still the first that autograd has made, in memory of its own."""
-    first: dict[int, Tensor] = field(default_factory=dict)
-    """Those of the backward before, while the second ones come: their sums are what goes to the places."""
     seen: int = 0
     """The version of `whole` when it was complete: another one means that somebody has written to it."""
     finite: Tensor | None = None
@@ -195,8 +191,6 @@ class LiveBucket:
             parts[number].zero_()
         self.views = [part.view(slot.shape) for part, slot in zip(parts[1::2], self.plan.slots, strict=True)]
         self.empty = set(range(len(self.parameters)))
-        if self.loose:
-            _take_loose(self)
         return self.whole
 
     def hand_over(self) -> Tensor:
@@ -215,8 +209,6 @@ class LiveBucket:
         self.whole = self.finite = None
         self.is_complete = False
         self.views, self.empty, self.shown = [], set(), set()
-        self.loose.clear()
-        self.first.clear()
 
     def places(self, flat: Tensor) -> list[Tensor]:
         """The place of each parameter in a tensor that holds the whole bucket."""
@@ -240,39 +232,6 @@ def show(bucket: LiveBucket, positions: Iterable[int]) -> None:
     for position in positions:
         bucket.parameters[position].grad = bucket.views[position]
     bucket.shown.update(positions)
-
-
-def set_first_aside(bucket: LiveBucket) -> None:
-    """A second backward begins: let parameters be without a gradient, so that autograd adds nothing itself."""
-    for at in bucket.loose:
-        if (gradient := bucket.parameters[at].grad) is not None:
-            bucket.first[at] = gradient
-            bucket.parameters[at].grad = None
-    bucket.loose.clear()
-
-
-def add_to_first(bucket: LiveBucket, positions: Iterable[int]) -> None:
-    """Let places have the sum of the first gradient and the one that has come since, and show them."""
-    if bucket.whole is None and bucket.first:
-        bucket.open()
-    for at in positions:
-        first, second = bucket.first.pop(at), bucket.parameters[at].grad
-        if second is None or second.is_sparse:
-            bucket.put({at: first})
-        if second is not None and second.is_sparse:
-            bucket.put({at: second})
-        elif second is not None:
-            torch.add(first.detach(), second.detach(), out=bucket.views[at])
-            bucket.empty.discard(at)
-        show(bucket, (at,))
-
-
-def _take_loose(bucket: LiveBucket) -> None:
-    """Somebody asks for the gradient before a second backward: the first ones go to their places alone."""
-    found = {at: gradient for at in bucket.loose if (gradient := bucket.parameters[at].grad) is not None}
-    bucket.loose.clear()
-    bucket.put(found)
-    show(bucket, found)
 
 
 def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:

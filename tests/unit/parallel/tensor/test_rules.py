@@ -16,7 +16,9 @@ from mizzen.parallel.tensor.cuts import runs_in
 from mizzen.parallel.tensor.rules import decide
 from mizzen.plan.build import build
 from mizzen.plan.explain import explain
+from parity import transformers_models as models
 from parity.decoders import MODELS, Attention, Block, Decoder, LatentAttention
+from unit.parallel.tensor.odd_models import adapted
 
 
 def choice(model: nn.Module, tp: int, **section):
@@ -323,6 +325,39 @@ def test_a_module_that_is_called_twice_is_read_by_both():
     found = styles(choice(Twice(), 2))
     assert found["block.attention.q"] == "column"
     assert found["block.mlp.down"] == "row"
+
+
+def test_random_numbers_differ_from_the_last_layer_that_brings_something_in_to_the_last_that_sums_up():
+    found = choice(adapted(models.built("llama"), "[qo]_proj", 0.1), 2)
+    region = [cut for cut in found.layers if cut.region == "model.layers.0.self_attn.q_proj.base_layer"]
+    assert region[0].region in found.random
+    assert [cut.path.removeprefix("model.layers.0.self_attn.") for cut in region if cut.is_last] == [
+        "v_proj",
+        "o_proj.lora_A.default",
+    ]
+
+
+class Beside(nn.Module):
+    """Dropout of what ranks have alike, an activation or a table, before the layer that sums up is called."""
+
+    def __init__(self, inner: float, *, of_table: bool = False) -> None:
+        super().__init__()
+        self.of_table, self.table = of_table, nn.Embedding(1, 16)
+        self.embed, self.up, self.down = nn.Embedding(37, 16), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.inner, self.beside = nn.Dropout(inner), nn.Dropout(0.1)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        found = self.inner(self.up(hidden).relu())
+        beside = self.beside(self.table.weight if self.of_table else hidden)
+        return self.down(found) + beside
+
+
+@pytest.mark.parametrize("of_table", [False, True])
+def test_dropout_of_what_ranks_have_alike_is_refused_where_random_numbers_differ(of_table):
+    with pytest.raises(PlanError, match=r"in 'beside' is applied to what all ranks have alike, .* 'up' gives"):
+        choice(Beside(0.1, of_table=of_table), 2)
+    assert styles(choice(Beside(0.0, of_table=of_table), 2))["up"] == "column"
 
 
 @pytest.mark.parametrize(
