@@ -301,6 +301,16 @@ def _watch(job: Job, ranks: list[Rank], parent: Connection) -> None:
             rank.look()
         if reason == "Timeout" and any(rank.outcome and rank.outcome.error_type for rank in ranks):
             deadline, reason = min(deadline, time.monotonic() + job.grace), "Stopped"
+        if reason == "Stopped" and all(_is_suspended(rank.pid) for rank in running if rank.outcome is None):
+            deadline = time.monotonic()  # nobody is left who could end by himself
+
+
+def _is_suspended(pid: int) -> bool:
+    """Whether SIGSTOP has stopped a process that has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _fork(job: Job, number: int, port: int, parent: Connection, others: list[Connection]) -> Rank:

@@ -143,8 +143,10 @@ def plain_steps(model: torch.nn.Module) -> tuple[list, list, dict]:
 
 
 STACK_CASES = [(kind, at % 3, RECOMPUTE if at % 2 else {}) for at, kind in enumerate(STACKS)]
+STACK_CASES = chosen(STACK_CASES, STACK_CASES[::3])
 
 
+@pytest.mark.in_parts
 def test_what_stands_between_blocks_gets_whole_sequences(world):
     for (kind, *_), found in zip(STACK_CASES, world(2).each(train_stack, STACK_CASES), strict=True):
         losses, norms, moves = plain_steps(STACKS[kind][0]())
@@ -181,8 +183,10 @@ ADAPTED = [
     ("llama", "[qv]_proj", 0.1, 2, RECOMPUTE, False),
 ]
 """Where adapters draw, it is for whole sequences alone: ranks draw what one process draws."""
+ADAPTED = chosen(ADAPTED, [ADAPTED[0], ADAPTED[4], ADAPTED[7]])
 
 
+@pytest.mark.in_parts
 def test_adapters_train_as_in_one_process(world):
     alone = world(1).each(train_adapted, [(*case[:3], 1, *case[4:]) for case in ADAPTED])
     for case, found, ((losses, wanted),) in zip(ADAPTED, world(2).each(train_adapted, ADAPTED), alone, strict=True):

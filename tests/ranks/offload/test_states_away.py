@@ -352,8 +352,9 @@ def by_turns(rounds):
     return same, rest, most, least
 
 
-def test_two_engines_share_a_device_by_turns(world):
-    for same, rest, most, alone in world(2).run(by_turns, 50):
+@pytest.mark.parametrize("rounds", choice([6, 50], [6]))
+def test_two_engines_share_a_device_by_turns(world, rounds):
+    for same, rest, most, alone in world(2).run(by_turns, rounds):
         assert same == [True, True]
         assert rest == 0 < most < 3 * alone  # never both
 
