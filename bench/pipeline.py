@@ -2,9 +2,10 @@
 
 Both train the same blocks with SGD. They take turns of one step, in another order each round. torch is not asked for
 the outputs of the last stage, which nobody looks at. Then mizzen alone takes as many steps again, of which each forward
-and backward is timed on both ranks, sending included: the share of time in which they wait, which is the bubble, beside
-what the table says for these times, and for their means. The table is given one time for all messages: the median, over
-all of these steps, of those for which somebody stood waiting, from the call that sent one to the call that had it.
+and backward is timed on both ranks, with all that belongs to it but waiting. The share of time in which ranks wait is
+the bubble; beside it stands what the table says for these times, and for their means. The table is given one time for
+all messages: the median, over all of these steps, of those for which somebody stood waiting, from the call that sent
+one to the call that had it.
 
 One thread is OMP_NUM_THREADS=1: `torch.set_num_threads` does not reach the products of oneDNN on an ARM processor, and
 the ranks would compute on each other's cores.
@@ -16,8 +17,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,28 +39,39 @@ class Block(nn.Module):
 
 
 class Recorder:
-    """Stands in the place of a runner's phases, and notes when each begins and ends."""
+    """Notes what each forward and backward of a stage takes, waiting left out, and when messages are sent and there.
 
-    def __init__(self, phases: Any) -> None:
-        self.phases = phases
-        self.spans: list[tuple[str, float, float]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """What the runner calls around a forward or a backward; waiting for another stage is outside."""
-        with self.phases.phase(name):
-            started = time.perf_counter()
-            yield
-            self.spans.append((name, started, time.perf_counter()))
-
-
-class RecordedLink:
-    """Stands in the place of a runner's link, and notes when messages are sent, asked for and there."""
+    It stands in the place of the runner's link, and around the runner's actions. To ask for a message counts for the
+    forward or backward that comes next.
+    """
 
     def __init__(self, link: Any) -> None:
         self.link = link
+        self.clear()
+
+    def clear(self) -> None:
+        self.work: dict[str, list[float]] = {"forward": [], "backward": []}
+        self.began = self.ended = 0.0
         self.sent: dict[str, float] = {}
         self.taken: dict[str, tuple[float, float]] = {}
+        self.waited = self.asked = 0.0
+
+    def around(self, do: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        """The runner's way to carry out an action, timed."""
+        from mizzen.parallel.pipeline.schedule import Instruction
+
+        def timed(batch: Any, action: Any) -> None:
+            started, self.waited = time.perf_counter(), 0.0
+            do(batch, action)
+            self.ended = time.perf_counter()
+            self.began = self.began or started
+            work = self.ended - started - self.waited
+            if isinstance(action, Instruction):
+                self.work[action.kind.name.lower()].append(work + self.asked)
+                work = -self.asked
+            self.asked += work
+
+        return timed
 
     def send(self, transfer: Any, *rest: Any) -> None:
         self.sent[str(transfer)] = time.perf_counter()
@@ -71,15 +82,17 @@ class RecordedLink:
         self.link.send_gradients(transfer, gradients)
 
     def receive(self, transfer: Any) -> Any:
-        started = time.perf_counter()
-        found = self.link.receive(transfer)
-        self.taken[str(transfer)] = started, time.perf_counter()
-        return found
+        return self._received(transfer, self.link.receive, transfer)
 
     def receive_gradients(self, transfer: Any, facts: Any) -> Any:
+        return self._received(transfer, self.link.receive_gradients, transfer, facts)
+
+    def _received(self, transfer: Any, receive: Callable[..., Any], *given: Any) -> Any:
         started = time.perf_counter()
-        found = self.link.receive_gradients(transfer, facts)
-        self.taken[str(transfer)] = started, time.perf_counter()
+        found = receive(*given)
+        ended = time.perf_counter()
+        self.taken[str(transfer)] = started, ended
+        self.waited += ended - started
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -107,33 +120,29 @@ def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> tuple[lis
 
     Beside these what a message takes, on whose ends the clock of one machine is read.
     """
+    from mizzen.parallel.pipeline.runner import BatchRun
     from mizzen.parallel.pipeline.timeline import Times, timeline
     from mizzen.pipe import make_schedule
 
-    recorder = engine.runner.phases = Recorder(engine.runner.phases)
-    link = engine.runner.link = RecordedLink(engine.runner.link)
+    recorder = engine.runner.link = Recorder(engine.runner.link)
+    BatchRun.do = recorder.around(BatchRun.do)
     table, steps, waits = make_schedule("1f1b", 2, options.micros), [], []
     for _ in range(options.rounds):
-        recorder.spans.clear()
+        recorder.clear()
         dist.barrier()
         engine.train_batch(iter(micros))
         stages: list = [None, None]
-        dist.all_gather_object(stages, (recorder.spans, link.sent, link.taken))
-        steps.append([spans for spans, *_ in stages])
-        sent = {name: when for _, of_stage, _ in stages for name, when in of_stage.items()}
-        taken = [pair for *_, of_stage in stages for pair in of_stage.items()]
-        waits += [ended - sent[name] for name, (started, ended) in taken if started < sent[name]]
+        dist.all_gather_object(stages, (recorder.work, recorder.began, recorder.ended, recorder.sent, recorder.taken))
+        work, began, ended, sent, taken = zip(*stages, strict=True)
+        steps.append((work, max(ended) - min(began)))
+        when = sent[0] | sent[1]
+        waits += [there - when[name] for name, (asked, there) in (taken[0] | taken[1]).items() if asked < when[name]]
     transfer = statistics.median(waits)
     found = []
-    for stages in steps:
-        spans = [span for stage in stages for span in stage]
-        length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
-        seconds = {
-            name: [[end - start for each, start, end in stage if each == name] for stage in stages]
-            for name in ("forward", "backward")
-        }
-        busy = sum(sum(stage) for work in seconds.values() for stage in work)
-        means = {name: [statistics.fmean(stage) for stage in work] for name, work in seconds.items()}
+    for work, length in steps:
+        seconds = {name: [stage[name] for stage in work] for name in work[0]}
+        busy = sum(sum(stage) for each in seconds.values() for stage in each)
+        means = {name: [statistics.fmean(stage) for stage in each] for name, each in seconds.items()}
         found.append(
             (
                 1 - busy / (2 * length),
