@@ -253,7 +253,10 @@ class WholeGradients(Gradients):
                 bucket.shown.clear()
 
     def begin_backward(self, last: bool | None) -> None:
-        """Let full buckets leave; where gradients stay, let autograd add them to their places: nothing is copied."""
+        """Let full buckets leave; where gradients stay, let autograd add them to their places.
+
+        On a CPU the first are copied there as they come, out of its cache; zeros to add them to would cost more.
+        """
         super().begin_backward(last)
         for bucket in self.buckets if not self.may_send else ():
             is_untouched = not bucket.shown and all(parameter.grad is None for parameter in bucket.parameters)
