@@ -7,6 +7,9 @@ the bubble; beside it stands what the table says for these times, and for their 
 all messages: the median, over all of these steps, of those for which somebody stood waiting, from the call that sent
 one to the call that had it.
 
+A pair of ranks keeps for its life how its memory happens to lie, which is worth a few percent to either side. So there
+are several pairs, one after the other, and what is printed is the median over the rounds of all of them.
+
 One thread is OMP_NUM_THREADS=1: `torch.set_num_threads` does not reach the products of oneDNN on an ARM processor, and
 the ranks would compute on each other's cores.
 
@@ -230,15 +233,24 @@ def play(rank: int, options: argparse.Namespace, results: object) -> None:
 def main() -> None:
     """Run both, print the medians and their quotient."""
     parser = argparse.ArgumentParser(description=__doc__)
-    settings = {"width": 256, "blocks": 8, "length": 64, "samples": 4, "micros": 8, "rounds": 15, "port": 29555}
+    settings = {"width": 256, "blocks": 8, "length": 64, "samples": 4, "micros": 8}
+    settings |= {"rounds": 10, "processes": 5, "port": 29555}
     for name, value in settings.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
     options = parser.parse_args()
     os.putenv("OMP_NUM_THREADS", "1")  # for the ranks, which load torch themselves
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    multiprocessing.spawn(play, (options, results), nprocs=2, join=True)
-    seconds, processor, (found, message) = results.get()
+    seconds, processor, found, messages = {"mizzen": [], "torch": []}, {"mizzen": [], "torch": []}, [], []
+    for _ in range(options.processes):
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        multiprocessing.spawn(play, (options, results), nprocs=2, join=True)
+        took, used, (steps, message) = results.get()
+        for name in seconds:
+            seconds[name] += took[name]
+            processor[name] += used[name]
+        found += steps
+        messages.append(message)
+        print(f"a pair of ranks: {quotient(took):.3f} of torch's time, {quotient(used):.3f} of its processor time")
     for name, values in seconds.items():
         used = statistics.median(processor[name])
         print(f"{name:8} {1000 * statistics.median(values):8.1f} ms per step, {1000 * used:.1f} ms of the processor")
@@ -246,10 +258,16 @@ def main() -> None:
     apart = statistics.median(was / said for was, said, _ in found)
     print(f"bubble   {measured:8.1f} % measured, {by_table:.1f} % by the table, {even:.1f} % for even times (medians)")
     print(f"measured bubble over the table's of the same step: {apart:.3f} (median of {len(found)} steps)")
-    print(f"message  {1000 * message:8.2f} ms from a stage to the other, where somebody waits for it (median)")
+    message = 1000 * statistics.median(messages)
+    print(f"message  {message:8.2f} ms from a stage to the other, where somebody waits for it (median)")
     for what, values in (("time", seconds), ("processor time", processor)):
-        pairs = [a / b for a, b in zip(values["mizzen"], values["torch"], strict=True)]
-        print(f"mizzen takes {statistics.median(pairs):.3f} of torch's {what} (median of {len(pairs)} paired rounds)")
+        rounds = f"median of {len(values['torch'])} paired rounds"
+        print(f"mizzen takes {quotient(values):.3f} of torch's {what} ({rounds})")
+
+
+def quotient(values: dict[str, list[float]]) -> float:
+    """The median over rounds of what mizzen took, of what torch took in the same round."""
+    return statistics.median(a / b for a, b in zip(values["mizzen"], values["torch"], strict=True))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def seen(environment):
     return json.loads(environment.run("python", "-c", SEEN))
 
 
+@pytest.mark.wide  # tests/unit/cli/test_compat.py has what the command asks of pip
 def test_install_and_remove(environment):
     assert "no package deepspeed" in environment.run("mizzen", "compat", "status")
     text = environment.run("mizzen", "compat", "install")

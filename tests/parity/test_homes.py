@@ -258,7 +258,7 @@ if os.environ.get("FULL"):
 def test_heads_that_several_ranks_hold_train_as_one_process_does(world, stage, size, tp, kv):
     """Each rank brings another gradient of a head of keys that it shares: they are added up, and counted once."""
     check(world, size, stage, "SGD", 0.0, 2 - stage % 2, tp, 1, 1, kv)
-    if stage in (1, 3):
+    if stage == 1:
         check(world, size, stage, "AdamW", 0.5, 1, tp, 1, 1, kv)
 
 
@@ -365,7 +365,7 @@ def test_whole_values_and_gradients_are_read_and_written_on_any_homes(world):
     model = Toy()
     model(batch(0)).backward()
     expected = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
-    stages = chosen([0, 1, 2, 3], [2, 3])
+    stages = chosen([0, 1, 2, 3], [3])
     for stage, ranks in zip(stages, world(8).each(ask, [(s, "AdamW", 1.0, 1, 2, 2) for s in stages]), strict=True):
         for right, is_current, norms in ranks:
             assert right, stage

@@ -53,6 +53,7 @@ def tensors():
 
 def raise_on(rank):
     print(f"rank {dist.get_rank()} speaks")
+    dist.barrier()  # all have joined
     if dist.get_rank() == rank:
         raise ValueError(f"broken on purpose, rank {rank}")
     dist.barrier()
@@ -206,6 +207,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(world):
     assert "in hang_on" in str(failure.value)
 
 
+@pytest.mark.wide
 def test_a_rank_that_hangs_inside_a_collective_shows_where(world):
     with pytest.raises(RankFailed, match=r"in hang_in_a_collective"):
         world(2).run(hang_in_a_collective, timeout=5)
@@ -293,6 +295,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 def test_no_rank_outlives_the_tests(tmp_path):
     (tmp_path / "outside.py").write_text(OUTSIDE)
     marks = [tmp_path / "0", tmp_path / "1"]

@@ -43,7 +43,7 @@ class RankRecord(Observer):
         self._is_over = threading.Event()
         self._turn = threading.Lock()
         """Whoever writes of where the rank is: nothing may come after its end."""
-        folder = ranks_folder(Path(config.output_path) / f"{config.job_name}.jsonl")
+        folder = ranks_folder(Path(config.output_path).absolute() / f"{config.job_name}.jsonl")
         self._path = folder / f"rank-{world.rank}.jsonl"
         with self._guard:
             announce_run(folder)

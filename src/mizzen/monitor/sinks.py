@@ -190,7 +190,7 @@ class CsvSink:
     """`<output_path>/<job_name>/Train_Samples_lr.csv` for `Train/Samples/lr`, with the header `step,lr`."""
 
     def __init__(self, config: CsvConfig) -> None:
-        self._folder = Path(config.output_path or "csv_logs") / config.job_name
+        self._folder = Path(config.output_path or "csv_logs").absolute() / config.job_name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, LineFile] = {}
 

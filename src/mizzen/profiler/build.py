@@ -79,7 +79,7 @@ def _recordings(config: Config, rank: int, accelerator: Accelerator) -> Iterator
     trace, snapshot = config.profile.trace, config.profile.memory_snapshot
 
     def recorded(section: str, recorder: Recorder, folder: str, start: int, steps: int) -> RecordedSteps:
-        path = Path(folder) / f"rank{rank}.{recorder.ending}"
+        path = Path(folder).absolute() / f"rank{rank}.{recorder.ending}"
         return RecordedSteps(f"profile.{section}", recorder, path, start=start, steps=steps)
 
     if trace.enabled and rank in (trace.ranks or (rank,)):

@@ -93,7 +93,7 @@ OPERATIONS = {
         ("is killed", "objects", r"rank 2 was killed or has crashed"),
         ("vanishes", "async", r"rank 2 was killed or has crashed"),
         ("is stopped", "all_reduce", r"rank 2 has not been heard of for \d+ s: it is stopped, frozen or cut off"),
-        ("is stopped", "recv", r"rank 2 has not been heard of"),
+        pytest.param("is stopped", "recv", r"rank 2 has not been heard of", marks=pytest.mark.wide),
     ],
 )
 def test_a_peer_that_is_gone_is_named(world, fate, operation, reason, tmp_path):

@@ -61,7 +61,7 @@ CASES = {
     "3 fp16 half streamed": ((3, "fp16", "AdamW", 2, CPU, HALF), FREE),
     "3 bf16 budget": ((3, "bf16", "SGD", 1, None, EARLY | {"device_bytes": 300, "streamed_ratio": 0}), FREE),
 }
-SHORT = ("1 bf16 sometimes clipped", "2 fp16", "3 fp16 half streamed")
+SHORT = ("1 bf16 sometimes clipped", "3 fp16 half streamed")
 
 
 @pytest.mark.parametrize("name", choice(CASES, SHORT))
@@ -202,7 +202,7 @@ def counted(stage):
     return same(*left), fates[6:], lots
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", choice([1, 3], [3]))
 def test_losses_with_counts_are_stepped_once_their_sum_is_known(world, stage):
     for is_same, fates, lots in world(2).run(counted, stage):
         assert is_same
@@ -230,7 +230,7 @@ def saved_beside(stage, folder):
     return found, taken
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", choice([1, 3], [3]))
 def test_a_save_beside_training_has_the_values_of_its_step(world, tmp_path, stage):
     for found, taken in world(2).run(saved_beside, stage, str(tmp_path)):
         assert all(found)

@@ -33,7 +33,9 @@ def finished(tmp_path, monkeypatch, step, capsys):
         for observer in observers:
             observer.on_step(step(number, loss=1 / number))
     exec(compile(blocks("python")[1], "docs/monitoring.md", "exec"), {"engine": engine})
-    return engine
+    yield engine
+    for observer in observers:
+        observer.close()
 
 
 def test_the_configuration_writes_what_the_page_says(finished):

@@ -45,6 +45,16 @@ def test_other_ranks_leave_saves_to_rank_0(record, tmp_path):
     assert "plan" not in lines(tmp_path, 1)[0]
 
 
+def test_a_script_may_change_its_folder(tmp_path, memory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = RankRecord(JsonlConfig(output_path="logs", job_name="run.v1", heartbeat=0.0), World(), memory)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    record.close()
+    assert [line["kind"] for line in lines(tmp_path / "logs")] == ["start", "end"]
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
 def test_a_heart_beats_until_the_end(record, tmp_path):
     before = threading.active_count()
     beating = record(heartbeat=0.01)

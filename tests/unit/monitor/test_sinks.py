@@ -215,7 +215,9 @@ def test_a_name_with_a_comma_is_one_column(csv_sink, tmp_path):
 
 def test_without_a_path_the_files_are_in_csv_logs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    CsvSink(CsvConfig()).write([("lr", 1.0, 8)])
+    sink = CsvSink(CsvConfig())
+    monkeypatch.chdir("/")
+    sink.write([("lr", 1.0, 8)])
     assert (tmp_path / "csv_logs" / "DeepSpeedJobName" / "lr.csv").exists()
 
 
