@@ -154,10 +154,10 @@ class Rank:
     def interrupt(self, error_type: str) -> None:
         """Ask a running rank where it is, and record that as its end."""
         os.kill(self.pid, DUMP)
-        patience = time.monotonic() + 1.0
+        patience = time.monotonic() + 5.0
         before, now = None, ""
         while time.monotonic() < patience and (not now or now != before):
-            time.sleep(LOOK)
+            time.sleep(5 * LOOK)
             before, now = now, _text(self.stacks)
         self.end(error_type=error_type, traceback=now or "no stack: it takes no signals\n")
 

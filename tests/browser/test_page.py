@@ -68,7 +68,7 @@ def test_four_ranks_the_plan_and_what_happened(visit, finished):
 def test_it_follows_a_run_that_goes_on(visit, tmp_path):
     events = tmp_path / "run.jsonl"
     events.touch()
-    words = ["--num_gpus", "4", "--no_local_rank", str(TRAIN), str(tmp_path), "--steps", "60", "--pause", "0.1"]
+    words = ["--num_gpus", "4", "--no_local_rank", str(TRAIN), str(tmp_path), "--steps", "150", "--pause", "0.1"]
     job = subprocess.Popen([*COMMAND, *words], env=environment(**packages()), stderr=subprocess.DEVNULL)
     try:
         with serving(events) as server:
@@ -81,7 +81,7 @@ def test_it_follows_a_run_that_goes_on(visit, tmp_path):
             points = len(seen.drawn("loss")[0]["y"])
             assert job.wait(120) == 0
             seen.until("document.querySelector('.run .state').innerText === 'finished'")
-            assert points < len(seen.drawn("loss")[0]["y"]) == len(steps_of(events)) == 60
+            assert points < len(seen.drawn("loss")[0]["y"]) == len(steps_of(events)) == 150
             seen.check(server.address)
     finally:
         job.kill()
@@ -221,5 +221,9 @@ def test_an_inline_script_would_not_run(visit, finished):
         seen = first_run(visit, server.address)
         seen.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=alert(1)>')")
         seen.page.wait_for_timeout(300)
+        for _ in range(100):
+            if any("Content Security Policy" in each for each in seen.complaints):
+                break
+            seen.page.wait_for_timeout(100)
         assert any("Content Security Policy" in each for each in seen.complaints)
         assert not any(each.startswith("dialog") for each in seen.complaints)

@@ -19,6 +19,8 @@ INFO = next(DROP_IN.glob("*.dist-info"))
 PROJECT = tomllib.loads((ROOT / "compat" / "pyproject.toml").read_text())["project"]
 PIP = ("-m", "pip", "--disable-pip-version-check")
 OFFLINE = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+MADE = ("*.egg-info", "build", "__pycache__")
+"""What others make in the folders of the source, at any moment."""
 ANEW = (*OFFLINE, "--ignore-installed")
 """The packages beside an environment are not to be touched."""
 
@@ -74,7 +76,7 @@ def environment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("install")
     source = folder / "source"
     for name in ("src", "compat"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info", "build"))
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns(*MADE))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run([sys.executable, *PIP, "wheel", *OFFLINE, "-w", str(folder), str(source)], check=True)
@@ -135,7 +137,7 @@ def test_pip_sees_it_and_can_uninstall_it(environment):
 
 @pytest.mark.wide
 def test_pip_installs_it_from_its_folder(environment, tmp_path):
-    shutil.copytree(ROOT / "compat", tmp_path / "compat", ignore=shutil.ignore_patterns("*.egg-info", "build"))
+    shutil.copytree(ROOT / "compat", tmp_path / "compat", ignore=shutil.ignore_patterns(*MADE))
     environment.pip("install", *ANEW, tmp_path / "compat")
     assert seen(environment)[0] == "0.19.8+mizzen"
     installed = {path.relative_to(environment.packages) for path in (environment.packages / "deepspeed").rglob("*.py")}

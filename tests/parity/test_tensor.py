@@ -1,6 +1,5 @@
 """Unmodified models whose matrices are cut over ranks train as one process does."""
 
-
 import pytest
 import torch
 from safetensors.torch import load_file

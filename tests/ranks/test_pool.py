@@ -60,6 +60,7 @@ def raise_on(rank):
 
 
 def raise_and_let_the_others_wait(rank):
+    dist.barrier()  # all have joined
     if dist.get_rank() == rank:
         raise ValueError("alone")
     time.sleep(600)
@@ -94,6 +95,7 @@ def leave(status):
 
 
 def wait_for_a_dead_peer():
+    dist.barrier()  # all have joined
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1.5)
@@ -201,7 +203,7 @@ def test_a_failed_assertion_shows_its_values(world):
 
 def test_a_rank_that_hangs_is_named_with_its_stack(world):
     with pytest.raises(RankFailed, match=r"1 of 2 ranks") as failure:
-        world(2).run(hang_on, 1, timeout=5)
+        world(2).run(hang_on, 1, timeout=10)
     (hung,) = [outcome for outcome in failure.value.outcomes if outcome.error_type]
     assert (hung.rank, hung.error_type) == (1, "Timeout")
     assert "in hang_on" in str(failure.value)
@@ -210,7 +212,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(world):
 @pytest.mark.wide
 def test_a_rank_that_hangs_inside_a_collective_shows_where(world):
     with pytest.raises(RankFailed, match=r"in hang_in_a_collective"):
-        world(2).run(hang_in_a_collective, timeout=5)
+        world(2).run(hang_in_a_collective, timeout=10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV], ids=lambda number: number.name)
@@ -350,5 +352,5 @@ def test_a_program_ends_as_any_other(python, code, ended, said):
 def test_a_program_that_hangs_is_ended_with_what_it_has_started(python):
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     with pytest.raises(subprocess.TimeoutExpired) as raised:
-        python("-c", code, timeout=1)
+        python("-c", code, timeout=5)
     assert is_gone_soon(int(raised.value.output))

@@ -46,7 +46,7 @@ def forget(*names):
 def attempt(**options):
     """The error that joining ends with."""
     try:
-        init_distributed(timeout=timedelta(seconds=2), **options)
+        init_distributed(timeout=timedelta(seconds=4), **options)
     except CommError as error:
         return str(error)
     return ""
@@ -280,7 +280,7 @@ def no_rank_0():
 
 def test_a_missing_rank_0_is_named(world):
     text = world(2, init=False).run(no_rank_0)[1]
-    assert "rank 1 of 2 waited 2 s for rank 0 at" in text and "nothing answers there" in text
+    assert "rank 1 of 2 waited 4 s for rank 0 at" in text and "nothing answers there" in text
 
 
 @pytest.fixture

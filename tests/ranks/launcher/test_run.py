@@ -114,6 +114,9 @@ FAIL = """
 import os, sys, time
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 print("attempt", attempt, flush=True)
+open(f"said-{rank}-{attempt}", "w").close()
+while not os.path.exists(f"said-0-{attempt}"):  # whose words are shown speaks before another fails
+    time.sleep(0.01)
 if rank == "1" and attempt < int(sys.argv[2]):
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), 9)
@@ -231,7 +234,7 @@ def test_a_second_signal_ends_at_once(family):
     wait_until(lambda: "they get the signal" in running.text, "the first signal")
     running.signal(signal.SIGTERM)
     assert running.end() == 143
-    assert not running.left()
+    wait_until(lambda: not running.left(), "the end of all")
 
 
 ASKED = """
@@ -378,7 +381,7 @@ def test_a_job_that_needs_a_node_ends_with_it(pair, tmp_path, number, has_ended,
         (tmp_path / "go-0-2").touch()
     assert first.end(60) == 1, first.text
     assert first.text.splitlines()[-1] == f"mizzen: node 1 (node1) {last}"
-    assert not first.left()
+    wait_until(lambda: not first.left(), "the end of all")
 
 
 @pytest.mark.parametrize("number", choice([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]), ids=["lost", "left"])

@@ -173,10 +173,10 @@ def test_another_thread_waits_for_what_cannot_be_sliced():
     assert handle.is_completed()
 
 
-def wait_in(waiters, call):
+def wait_in(waiters, call, idle=1):
     assert Threaded(call, object(), waiters=waiters).poll(5.0) is True
     for _ in range(500):  # the thread comes back a moment after the call has ended
-        if waiters._idle:
+        if len(waiters._idle) == idle:
             return
         time.sleep(0.01)
 
@@ -195,7 +195,7 @@ def test_a_thread_that_is_free_waits_for_the_next_call_and_one_that_is_stuck_is_
     assert seen[0] is seen[1] is not seen[2]
     gate.set()
     assert stuck.poll(5.0) is True
-    wait_in(waiters, note)
+    wait_in(waiters, note, idle=2)
     del waiters, stuck
     seen[-1].join(5.0)
     assert not seen[-1].is_alive()

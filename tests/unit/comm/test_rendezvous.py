@@ -53,9 +53,10 @@ def test_a_restarted_rank_waits_for_the_new_meeting():
     assert after[0] == after[1] != before
 
 
-def test_a_restarted_rank_is_not_told_of_an_old_failure():
+def test_a_restarted_rank_is_not_told_of_an_old_failure(monkeypatch):
+    monkeypatch.setattr(rendezvous, "OUTWAIT", 20.0)
     store = HashStore()
-    failed = gather(store, *ranks(3)[:2], seconds=0.3)
+    failed = gather(store, *ranks(3)[:2], seconds=2.0)
     assert all("missing: rank 2" in text for text in failed)
     again = gather(store, *ranks(3), delay=0.4)
     assert isinstance(again[0], Members) and len(set(again)) == 1
@@ -67,8 +68,9 @@ def test_a_restart_with_fewer_ranks_is_no_contradiction():
     assert isinstance(gather(store, *ranks(2), delay=0.4)[1], Members)
 
 
-def test_everybody_names_the_missing():
-    texts = gather(HashStore(), *[world for world in ranks(5) if world.rank not in (2, 4)], seconds=0.3)
+def test_everybody_names_the_missing(monkeypatch):
+    monkeypatch.setattr(rendezvous, "OUTWAIT", 20.0)
+    texts = gather(HashStore(), *[world for world in ranks(5) if world.rank not in (2, 4)], seconds=2.0)
     assert len(set(texts)) == 1
     assert "5 ranks were waited for at here:1, and 3 have come in time" in texts[0]
     assert "missing: rank 2, 4" in texts[0] and "MIZZEN_TIMEOUT" in texts[0]
@@ -89,7 +91,7 @@ def test_different_sizes_are_named_at_once(odd):
 
 
 def test_of_two_processes_with_one_rank_one_is_told():
-    texts = gather(HashStore(), World(rank=0, size=2), World(rank=1, size=2), World(rank=1, size=2), seconds=0.5)
+    texts = gather(HashStore(), World(rank=0, size=2), World(rank=1, size=2), World(rank=1, size=2), seconds=2.0)
     rolls = [found for found in texts if isinstance(found, Members)]
     assert len(rolls) == 2
     (left_out,) = [found for found in texts if isinstance(found, str)]

@@ -49,6 +49,18 @@ class Handle:
         self.is_abandoned = True
 
 
+class Until(Handle):
+    """Done when something is so."""
+
+    def __init__(self, is_so):
+        super().__init__()
+        self.is_so = is_so
+
+    def poll(self, seconds):
+        time.sleep(seconds)
+        return self.is_so()
+
+
 class Store:
     """The store of a job in one process."""
 
@@ -153,7 +165,7 @@ def test_a_peer_that_ends_before_it_has_told_its_role_is_named_with_it(watch, st
 
 def test_a_record_of_an_earlier_attempt_is_no_news_until_it_changes(watch, store):
     say(store, written=1.0, beat=5, left="years ago")
-    watch.wait(watch.begin(Request("all_reduce"), ALL), Handle(20))
+    watch.wait(watch.begin(Request("all_reduce"), ALL), Until(lambda: bool(watch._status_thread._stale)))
     assert watch._status_thread.peer_statuses == {}
     handle = Handle()
 
@@ -187,6 +199,8 @@ def test_a_store_that_breaks_is_silence_too(watch, store):
 
 def test_the_limit_of_a_wait(watch, store):
     say(store, calls={"0": GroupCalls()}, phase="evaluate")
+    heard = Group("9", (0, 1), 0, "x")
+    watch.wait(watch.begin(Request("barrier"), heard), Until(lambda: 1 in watch._status_thread.peer_statuses))
     with pytest.raises(CommError, match=r"limit is 0\.3 s; 1 of 1 peers have not come: rank 1 \(phase 'evaluate'\)"):
         watch.wait(watch.begin(Request("all_reduce"), ALL), Handle(), timeout=0.3)
     limited = Group("2", (0, 3), 0, "limited", timeout=0.2)
@@ -207,6 +221,7 @@ LOST = (
 
 
 def test_a_lost_connection_is_explained_by_who_left(watch, store):
+    watch.patience = replace(QUICK, look=10.0)
     say(store, left="its process ended with KeyError: 'x'")
     call = watch.begin(Request("all_reduce"), ALL)
     with pytest.raises(CommError) as caught:
@@ -237,7 +252,7 @@ def test_a_call_that_is_refused_is_told_to_the_others(watch):
 
 
 def test_leaving_is_published(store):
-    made = Watchdog(0, 2, store, QUICK)
+    made = Watchdog(0, 2, store, replace(QUICK, beat=5.0))
     made.begin(Request("barrier"), ALL)
     made.leave("it was told to")
     assert RankStatus.unpack(store.values["status/0"]).left == "it was told to"

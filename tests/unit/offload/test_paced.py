@@ -37,8 +37,9 @@ class Log:
         self.sizes, self.streams, self.open = [], [], threading.Event()
 
     def copy(self, into, source):
+        landing = Landing(self, into, source)
         self.sizes.append(into.numel())
-        return Landing(self, into, source)
+        return landing
 
 
 @pytest.fixture
@@ -77,6 +78,7 @@ def test_few_pieces_are_under_way(pacer, log):
 def test_who_needs_a_copy_lets_those_before_it_start_too(pacer, log):
     places = [torch.zeros(30) for _ in range(4)]
     copies = [pacer.add(place, torch.full((30,), number + 1.0)) for number, place in enumerate(places)]
+    until(lambda: len(log.sizes) == paced.TOGETHER)
     copies[2].wait_on_stream()
     assert [place[-1].item() for place in places] == [1.0, 2.0, 3.0, 0.0]
     assert log.streams == [None]
@@ -93,14 +95,15 @@ def test_what_is_no_plain_memory_is_one_piece(pacer, log):
 
 def test_all_that_waits_has_started_at_the_end(log, monkeypatch):
     monkeypatch.setattr(paced, "PIECE", 40)
-    accelerator = Cpu()
+    accelerator, before = Cpu(), threading.enumerate()
     pacer = Pacer(accelerator, accelerator.stream(), log.copy)
     place = torch.zeros(200)
     pacer.add(place, torch.ones(200))
     log.open.set()
     pacer.close()
     assert place.all()
-    assert not any(thread.name.startswith("mizzen-copies") for thread in threading.enumerate())
+    new = set(threading.enumerate()) - set(before)
+    assert not any(thread.name.startswith("mizzen-copies") for thread in new)
 
 
 def test_what_fails_in_the_thread_is_raised_to_who_needs_it(monkeypatch):
@@ -112,3 +115,5 @@ def test_what_fails_in_the_thread_is_raised_to_who_needs_it(monkeypatch):
     copy = pacer.add(torch.zeros(3), torch.ones(3))
     with pytest.raises(OSError, match="no way"):
         copy.wait()
+    pacer._waiting.clear()
+    pacer.close()

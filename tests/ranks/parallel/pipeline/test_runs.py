@@ -183,8 +183,9 @@ class Fails(torch.nn.Module):
 
 
 def meet(fate, culprit):
-    comm.set_patience(look=0.5, beat=0.2, silence=5, timeout=3 if fate == "hang" else 60)
+    comm.set_patience(look=0.5, beat=0.2, silence=30, timeout=60)
     engine = start(3, micros=6)
+    comm.set_patience(timeout=6 if fate == "hang" else 60)
     Fails.fate = fate if comm.get_rank() == culprit else ""
     engine.module.register_forward_pre_hook(lambda _, inputs: (Fails()(inputs[0]),))
     engine.train_batch(iter(pipelines.batches(engine, 0)))
@@ -256,6 +257,7 @@ def test_the_plan_says_what_both_ways_of_stage_3_cost():
 
 
 def plan_of(**more):
+    comm.barrier()  # all have joined: none of them waits for another after this
     start(2, **more)
 
 
@@ -298,6 +300,7 @@ class Ticks(torch.nn.Linear):
 
 
 def profiled(times, example):
+    comm.barrier()  # as above
     profile.perf_counter = lambda: Ticks.now
     model = pipe.PipelineModule(
         [*(pipe.LayerSpec(Ticks, each) for each in times), torch.nn.ReLU(inplace=True)],
@@ -403,6 +406,7 @@ class Unguessed(TickingModel):
 
 
 def refused_profile():
+    comm.barrier()  # as above
     config = {"train_batch_size": 2, "pipeline_parallel_size": 2, "pipeline": {"partition": "profile"}}
     mizzen.initialize(model=Unguessed([1.0, 1.0]), config=config)
 

@@ -123,10 +123,15 @@ def live_bytes():
     return bytes_of([thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)])
 
 
-def at_rest(count):
-    """The least that is counted within a moment: gloo's threads let go of what was sent soon after the wait for it."""
+def at_rest(count, most=None):
+    """The least that is counted within a moment, or as soon as it is no more than `most`.
+
+    gloo's threads let go of what was sent soon after the wait for it, if they are not held up.
+    """
     least = count()
-    for _ in range(5):
+    for _ in range(5 if most is None else 250):
+        if most is not None and least <= most:
+            break
         time.sleep(0.02)
         least = min(least, count())
     return least

@@ -448,13 +448,13 @@ def on_the_way(limit):
 
     def watched(received, sent, *splits, **keys):
         flats.append(weakref.ref(sent))
-        in_flight.append(at_rest(alive))
+        in_flight.append(at_rest(alive, 2))
         left_over.append(bytes_of([p.grad for p in bag.parameters() if p.grad is not None]))
         return start(received, sent, *splits, **keys)
 
     collectives.all_to_all_single = watched
     backward(store, sum((parameter * 2).sum() for parameter in bag.parameters()))
-    return in_flight, left_over, at_rest(alive)
+    return in_flight, left_over, at_rest(alive, 0)
 
 
 def test_stage_2_has_at_most_two_buckets_in_flight_and_frees_gradients(world):

@@ -273,6 +273,7 @@ def build_for_mpu(named: bool) -> torch.Tensor:
     """Two pairs of ranks build different models, as stages of a pipeline do."""
     rank = torch.distributed.get_rank()
     pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    torch.distributed.barrier()  # all have their groups, whoever is refused first
     mpu = SimpleNamespace(get_data_parallel_group=lambda: pairs[rank // 2]) if named else SimpleNamespace()
     torch.manual_seed(rank // 2)
     with zero.Init(mpu=mpu):
