@@ -58,7 +58,7 @@ demo: .venv/ready ## train a small language model on two ranks of this machine, 
 SHORT := tests/house tests/unit tests/ranks tests/parity tests/drop_in tests/device
 PYTEST = -m pytest -n $(JOBS) --dist loadgroup
 
-test: .venv/ready ## the tests of every promise, in ten to thirteen minutes on two cores; see docs/testing.md
+test: .venv/ready ## the tests of every promise, in ten to twelve minutes on two cores; see docs/testing.md
 	$(BIN)/python $(PYTEST) $(or $(ARGS),$(SHORT))
 
 test-house: .venv/ready ## the architecture itself, in seconds
