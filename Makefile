@@ -119,7 +119,7 @@ faults-launcher: .venv/ready ## kills, hangs, preemptions and ports; FULL=1 for 
 faults-engines: .venv/ready ## a hundred engines in a row, and what they leave behind; see docs/training.md
 	PYTHONPATH=src:tests $(BIN)/python -m faults.engines $(ARGS)
 
-bench: bench-cpu bench-checkpoint bench-pipeline ## mizzen beside its peers on two CPU ranks, in about eight minutes; see docs/bench.md
+bench: bench-cpu bench-checkpoint bench-pipeline ## mizzen beside its peers on two CPU ranks, in about seven minutes; see docs/bench.md
 
 bench-cpu: .venv/ready ## steps of a small GPT
 	$(BIN)/python -m bench.cpu_ranks $(ARGS)

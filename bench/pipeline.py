@@ -7,8 +7,8 @@ the bubble; beside it stands what the table says for these times, and for their 
 all messages: the median, over all of these steps, of those for which somebody stood waiting, from the call that sent
 one to the call that had it.
 
-A pair of ranks keeps for its life how its memory happens to lie, which is worth a few percent to either side. So there
-are several pairs, one after the other, and what is printed is the median over the rounds of all of them.
+Medians of one pair of ranks differ by some percent from those of the next, on a machine whose speed changes by the
+minute. So there are several pairs, one after the other, and the medians are those over the rounds of all of them.
 
 One thread is OMP_NUM_THREADS=1: `torch.set_num_threads` does not reach the products of oneDNN on an ARM processor, and
 the ranks would compute on each other's cores.
