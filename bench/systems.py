@@ -266,8 +266,13 @@ def assemble(system: str, model: Any, blocks: Sequence[nn.Module], batch: Callab
 
 
 def _offload_keys(extra: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `cpu`: states in host memory; of `params`: parameters too; of `stream30`: 30 % through the device."""
+    """The keys of `cpu`: states in host memory; of `params`: parameters too; of `stream30`: 30 % through the device; of
+    `auto`: as much on the device as there is room for; of `early`: stepped during backward."""
     zero = config["zero_optimization"]
+    if extra == "auto":
+        return {"offload": {"device_bytes": "auto", "host_bytes": "auto"}}
+    if extra == "early":
+        return {"offload": {"step_in_backward": True}}
     if extra in ("cpu", "params"):
         key = "offload_optimizer" if extra == "cpu" else "offload_param"
         return {"zero_optimization": {**zero, key: {"device": "cpu", "pin_memory": True}}}

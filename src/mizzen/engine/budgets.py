@@ -36,7 +36,9 @@ from mizzen.plan.build import Plan, build
 from mizzen.wording import byte_size
 
 RESERVE: Final = 10
-"""One part in so many of the host's memory, and of a drive, is left to others."""
+"""One part in so many of the host's memory, of a drive, and at worst of the device, is left to others."""
+LOT_SHARE: Final = 20
+"""One part in so many of masters and states may be lost where two places meet: a lot rests in one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def with_budgets(config: Config, sketch: Sketch, model: nn.Module, world: World)
     free = FreeBytes.here(model, OffloadSettings.of(config).paths, world.local_size)
     free = free if world.size == 1 else free.least()
     needs = measured(config, sketch, world)
-    found = _recorded(config, needs, free, world) or budgets_from(free, needs, is_fixed=config.deterministic)
+    found = _recorded(config, needs, free, world) or budgets_from(free, needs, asked, is_fixed=config.deterministic)
     budgets = asked.model_copy(update={key: found[key] for key in open_budgets(asked)})
     log_dist(f"offload: {budgets.budget_words()} for the training state of each rank, from what is free")
     return config.model_copy(update={"offload": budgets})
@@ -97,7 +99,7 @@ class Needs:
     layout: Layout
     device: int
     host: int
-    """Gradients that come to the host, wherever states rest, and parameters that rest there."""
+    """Parameters that rest in host memory; with files also gradients, and what passes through on its way there."""
     shards: int
     """Of it those parameters, which are a part of the budget of the host."""
     resting: int
@@ -105,7 +107,13 @@ class Needs:
     kept: int = 0
     """Gradients that stay on the device where masters do."""
     beside: int = 0
-    """Host memory beside masters and states, where all of them rest there: copies, or gradients that wait."""
+    """Host memory beside masters and states, where all of them rest there: gradients, and copies of a step ahead."""
+
+    def host_room(self, free: int) -> int:
+        """Bytes of host memory for masters and states, each with what it has beside it, where so many are free."""
+        left = max(0, free - self.host)
+        beside = left * self.beside // (self.resting + self.beside) if self.beside else 0
+        return left - min(beside, self.beside)
 
 
 def measured(config: Config, sketch: Sketch, world: World) -> Needs:
@@ -121,14 +129,15 @@ def measured(config: Config, sketch: Sketch, world: World) -> Needs:
     plan = cost(plain, 0, near.host, sys.maxsize)  # parameters alone are in host memory
     far, at_host = plan.cost, cost(plain, 0, None, 0).cost
     has_files = bool(OffloadSettings.of(config).paths)
+    beside = cost(config, 0, None, 0).cost.host - (at_host.host if has_files else near.host + far.nvme)
     return Needs(
         layout=plan.resolved.layout,
         device=far.total,
-        host=far.host if has_files else at_host.host - far.nvme,
+        host=far.host if has_files else near.host,
         shards=near.host,
         resting=far.nvme,
         kept=max(0, near.gradients - far.gradients),
-        beside=0 if plain is config else cost(config, 0, None, 0).cost.host - at_host.host,
+        beside=beside,
     )
 
 
@@ -149,18 +158,25 @@ def open_budgets(asked: OffloadConfig) -> tuple[str, ...]:
     return tuple(key for key, value in asked.budgets.items() if value == "auto")
 
 
-def budgets_from(free: FreeBytes, needs: Needs, *, is_fixed: bool) -> dict[str, int]:
+def budgets_from(free: FreeBytes, needs: Needs, asked: OffloadConfig, *, is_fixed: bool) -> dict[str, int]:
     """Budgets from what is free, and from what training needs beside masters and states.
 
-    Of what a device has left beside that one half is for activations, which no plan knows. A CPU and a GPU differ in
-    the last bits of a step: with `is_fixed` nothing stays on the device, however much is free.
+    Of what a device has left beside that one half is for activations, which no plan knows; less where masters and
+    states have no room elsewhere. A CPU and a GPU differ in the last bits of a step: with `is_fixed` nothing stays on
+    the device, however much is free.
     """
-    host = max(0, free.host - needs.host)
-    if needs.beside:
-        host = host * needs.resting // (needs.resting + needs.beside)
+    host = needs.host_room(free.host) + min(needs.shards, max(0, free.host))
+    far = (
+        value if isinstance(value, int) else found
+        for value, found in ((asked.host_bytes, host), (asked.nvme_bytes, free.nvme))
+    )
+    room = max(0, free.device - needs.device - needs.kept)
+    homeless = needs.resting + needs.shards - sum(far)
+    if homeless > 0:
+        homeless += needs.resting // LOT_SHARE
     return {
-        "device_bytes": 0 if is_fixed else max(0, free.device - needs.device - needs.kept) // 2,
-        "host_bytes": host + min(needs.shards, max(0, free.host)),
+        "device_bytes": 0 if is_fixed else max(room // 2, min(room - room // RESERVE, homeless)),
+        "host_bytes": host,
         "nvme_bytes": free.nvme,
     }
 
@@ -176,7 +192,7 @@ def _recorded(config: Config, needs: Needs, free: FreeBytes, world: World) -> di
     before = _budgets_in(facts)
     if before is None or facts.get("layout") != dict(zip(AXES, needs.layout.shape, strict=True)):
         return None
-    room = replace(free, device=free.device - needs.device, host=free.host - needs.host + needs.shards)
+    room = replace(free, device=free.device - needs.device, host=needs.host_room(free.host) + needs.shards)
     beside = {"host": needs.shards}
     short = [
         f"{field.name} {byte_size(size)}, where {byte_size(left)} is free"

@@ -50,11 +50,14 @@ class StreamedShare:
         return self._largest([float(is_for_this)])[0] > 0
 
     def at_start(self, lots: Sequence[Lot], host: Executor) -> float:
-        """The share while nothing is known of the time that a backward takes, from trials here and on the host."""
+        """The share while nothing is known of the time that a backward takes, from trials here and on the host.
+
+        That half of all copies hide behind it is a guess, which the first steps correct.
+        """
         count = sum(tensor.numel() for lot in lots for tensor in lot.tensors)
         seconds = [count / TRIAL * host.submit(_try_step).result(), BYTES * count / copy_rate()]
         step, copies = self._largest(seconds)
-        return best_share(step, copies, 0.0)
+        return best_share(step, copies, copies / 2)
 
     def after_step(self, share: float, *, host: float, device: float, between: float) -> float:
         """The share after a step in which host and device took so many seconds for theirs, and so many came before it.

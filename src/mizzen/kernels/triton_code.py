@@ -314,3 +314,23 @@ def keep_writes(values: Tensor, masters: Tensor) -> None:
     """Where a value is not its fp32 master rounded, make it the master."""
     if count := values.numel():
         _keep_writes[(triton.cdiv(count, 1024),)](values, masters, count, BLOCK=1024, num_warps=4)
+
+
+@triton.jit
+def _mark(bits, found, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    mixed = tl.load(bits + places, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    mixed = mixed ^ ((places + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    mixed = (mixed ^ (mixed >> 31)).to(tl.int64, bitcast=True)
+    tl.atomic_add(found, tl.sum(tl.where(inside, mixed, 0), 0))
+
+
+def mark(bits: Tensor) -> Tensor:
+    """The sum of what a scrambler of 64 bits (splitmix64) makes of each number and its place."""
+    found = bits.new_zeros(1)
+    if count := bits.numel():
+        _mark[(triton.cdiv(count, 4096),)](bits, found, count, BLOCK=4096, num_warps=8)
+    return found

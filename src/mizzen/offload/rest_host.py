@@ -2,22 +2,18 @@
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from mizzen.kernels.mark import mark_of
 from mizzen.kernels.masters import keep_writes
 from mizzen.model.piece import Piece, Readers, Unread
 from mizzen.offload.backward_copies import BackwardCopies
 from mizzen.offload.paced import PacedCopy
 from mizzen.offload.tier import DeviceCopy, HostTier, device_room
-
-MARK_WIDTH: Final = 1024
-"""Columns of the table of which a mark has the sums."""
-MARK_ROWS: Final = 4096
-"""Rows of it that are mixed at a time: 32 MiB."""
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(place, value): what is to be copied where."""
@@ -118,7 +114,7 @@ class OnHost(InMemory):
         """The masters and states as they rest."""
         self.copies = BackwardCopies(title, tier, self._homes)
         """A step that the host takes before it is voted on."""
-        self._ahead: dict[int, tuple[Tensor, int, DeviceCopy]] = {}
+        self._ahead: dict[int, tuple[Tensor, int, PacedCopy]] = {}
         """Copies on the device that were started ahead of the step, with the version of what was copied."""
         self._outgoing: list[PacedCopy] = []
         self.readers = Readers()
@@ -208,19 +204,19 @@ class OnHost(InMemory):
         found = self._ahead.pop(id(home), None)
         if found is None or found[1] != home._version:
             if device_room(self.tier.accelerator) < self.resting_bytes:  # what earlier lots have left there goes first
-                self.tier.paced.start()
+                self.tier.paced_out.start()
                 self.tier.outward.synchronize()
             found = self._copied(home)
         here, _, copy = found
         copy.wait_on_stream()
         return here
 
-    def _copied(self, home: Tensor) -> tuple[Tensor, int, DeviceCopy]:
+    def _copied(self, home: Tensor) -> tuple[Tensor, int, PacedCopy]:
         """Start a copy to the device, after the last step's way here; what was copied has that version."""
         here = torch.empty_like(home, device=self.tier.accelerator.device())
         for copy in self._outgoing:  # all that changes it has started then
             copy.wait_on_stream(self.tier.inward)
-        return here, home._version, self.tier.copy_in(here, home)
+        return here, home._version, self.tier.paced_in.add(here, home)
 
     def put(self, pairs: Pairs) -> None:
         """Bring what was stepped on the device to the masters."""
@@ -274,6 +270,8 @@ class OnHost(InMemory):
     def _drop_copies(self) -> None:
         self.copies.end()
         self._left, self._is_compared = None, False
+        for _, _, copy in self._ahead.values():
+            copy.forget()
         self._ahead.clear()
 
     def pass_through(self, *, is_streamed: bool) -> None:
@@ -321,7 +319,7 @@ class OnHost(InMemory):
             home.copy_(value)
             return
         self._outgoing = [copy for copy in self._outgoing if not copy.is_over]
-        self._outgoing.append(self.tier.paced.add(home, value))
+        self._outgoing.append(self.tier.paced_out.add(home, value, is_held_back=True))
 
     def _wait_for_home(self) -> None:
         """Let the host wait until what was stepped on the device rests here."""
@@ -343,7 +341,8 @@ class OnHost(InMemory):
         return replace(piece, source=unread)
 
     def wait(self) -> None:
-        """What was stepped on the device comes here beside the next forward."""
+        """What was stepped on the device comes here beside the next forward, and not beside what comes for a step."""
+        self.tier.paced_out.begin()
         self.tier.room = None
         self.tier.drop_unused()
 
@@ -360,40 +359,3 @@ def large_states(
         for key, value in state.items():
             if type(value) is Tensor and value.shape == tensor.shape:
                 yield f"{number} {key}", state, key
-
-
-def mark_of(values: Tensor) -> Tensor:
-    """A few numbers that are others, but for a strange accident, when any element is another or in another place.
-
-    Sums wrap around: of a sign that is the highest bit of eight bytes, an even number of changes would be no change. So
-    high bits are mixed into lower ones first, some rows at a time, since what is mixed takes memory.
-    """
-    bits, rest = _as_integers(values.detach().reshape(-1))
-    table = bits[: bits.numel() // MARK_WIDTH * MARK_WIDTH].view(-1, MARK_WIDTH)
-    columns, rows = bits.new_zeros(MARK_WIDTH), bits.new_empty(len(table))
-    for part, sums in zip(torch.split(table, MARK_ROWS), torch.split(rows, MARK_ROWS), strict=True):
-        mixed = (part >> 29).bitwise_and_((1 << 35) - 1).bitwise_xor_(part)
-        columns += mixed.sum(0)
-        torch.sum(mixed, 1, out=sums)
-    weighted = (rows * _row_weights(len(rows), bits.device)).sum()
-    return torch.cat([columns, weighted[None], bits[table.numel() :], rest.to(torch.int64)])
-
-
-def _row_weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers without an order among them: rows that change places, or change alike, do not add up to nothing."""
-    scattered = torch.arange(1, count + 1, device=device) * -7046029254386353131
-    scattered = (scattered ^ (scattered >> 31)) * -4658895280553007687
-    return (scattered ^ (scattered >> 27)) | 1
-
-
-def _as_integers(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of a flat tensor eight bytes at a time, and of the few elements that are left; each alone if need be."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    together = 8 // flat.element_size()
-    if flat.data_ptr() % 8 or flat.storage_offset() % together:
-        together = flat.numel() + 1
-    cut = flat.numel() // together * together
-    small = flat[cut:].view(kinds[flat.element_size()])
-    if cut == 0 and flat.numel():
-        return small.to(torch.int64), small[:0]
-    return flat[:cut].view(torch.int64), small

@@ -13,10 +13,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mizzen.kernels.mark import mark_of
 from mizzen.kernels.masters import keep_writes
 from mizzen.model.piece import Piece, Readers, Unread
 from mizzen.offload.nvme import NvmeTier
-from mizzen.offload.rest_host import OnHost, Pairs, large_states, mark_of
+from mizzen.offload.rest_host import OnHost, Pairs, large_states
 from mizzen.offload.tier import HostTier, Transfer, host_memory
 
 BEHIND: Final = 2

@@ -198,8 +198,11 @@ class HostTier:
         self.room: int | None = None
         """Bytes of the device that are left for what comes ahead of a step; None before that is looked at."""
         self._entering = Lock()
-        self.paced = Pacer(accelerator, self.outward, partial(_start_copy, accelerator, self._entering, self.outward))
-        """For copies from the device that have time, and leave the way to others."""
+        self.paced_in, self.paced_out = (
+            Pacer(accelerator, stream, partial(_start_copy, accelerator, self._entering, stream))
+            for stream in (self.inward, self.outward)
+        )
+        """For copies that have time, and leave the way to others."""
         self._held: dict[str, Tensor] = {}
         self._unlock: dict[str, Callable[[], None]] = {}
         self._ahead = LockedAhead(accelerator)
@@ -209,9 +212,8 @@ class HostTier:
             self._held,
             self._unlock,
             self._ahead,
-            self.paced,
-            self.inward,
-            self.outward,
+            (self.paced_in, self.paced_out),
+            (self.inward, self.outward),
         )
         weakref.finalize(self, self._give_back).atexit = False
 
@@ -323,11 +325,12 @@ def _give_back(
     held: dict[str, Tensor],
     unlock: dict[str, Callable[[], None]],
     ahead: "LockedAhead",
-    pacer: Pacer,
-    *streams: Stream,
+    pacers: Iterable[Pacer],
+    streams: Iterable[Stream],
 ) -> None:
     """Unlock and forget memory, once the device has done the copies of these streams."""
-    pacer.close()
+    for pacer in pacers:
+        pacer.close()
     for stream in streams:
         stream.synchronize()
     ahead.close()

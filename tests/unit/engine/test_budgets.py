@@ -3,6 +3,7 @@
 import pytest
 
 from mizzen.config.load import load
+from mizzen.config.zero import OffloadConfig
 from mizzen.engine.budgets import FreeBytes, _free_on, budgets_from, measured
 from mizzen.environment import World
 from mizzen.errors import ConfigError
@@ -30,18 +31,29 @@ def needs_of(**more):
     return measured(config_of(offload=AUTO, **more), SKETCH, World(rank=0, size=1, local_rank=0))
 
 
+def budgets(free, needs, *, is_fixed=False, **asked):
+    return budgets_from(free, needs, OffloadConfig(**AUTO | asked), is_fixed=is_fixed)
+
+
 def test_half_of_what_the_plan_leaves_of_a_device_and_all_that_gradients_leave_of_the_host():
     needs = needs_of()
-    assert (needs.device, needs.host, needs.resting) == (6 * COUNT, 4 * COUNT, 12 * COUNT)
-    free = FreeBytes(device=16 * COUNT, host=9 * COUNT, nvme=7 * COUNT)
-    assert budgets_from(free, needs, is_fixed=False) == {
-        "device_bytes": 5 * COUNT,
-        "host_bytes": 5 * COUNT,
-        "nvme_bytes": 7 * COUNT,
-    }
-    assert budgets_from(free, needs, is_fixed=True)["device_bytes"] == 0
-    nothing = FreeBytes(device=COUNT, host=COUNT, nvme=0)
-    assert set(budgets_from(nothing, needs, is_fixed=False).values()) == {0}
+    assert (needs.device, needs.host, needs.beside, needs.resting) == (6 * COUNT, 0, 4 * COUNT, 12 * COUNT)
+    free = FreeBytes(device=16 * COUNT, host=8 * COUNT, nvme=7 * COUNT)
+    assert budgets(free, needs) == {"device_bytes": 5 * COUNT, "host_bytes": 6 * COUNT, "nvme_bytes": 7 * COUNT}
+    assert budgets(free, needs, is_fixed=True)["device_bytes"] == 0
+    nothing = FreeBytes(device=COUNT, host=0, nvme=0)
+    assert set(budgets(nothing, needs).values()) == {0}
+
+
+def test_a_device_keeps_more_where_nothing_else_has_room():
+    needs, more = needs_of(), 12 * COUNT // 20
+    assert budgets(FreeBytes(device=26 * COUNT, host=4 * COUNT, nvme=0), needs)["device_bytes"] == 10 * COUNT
+    free = FreeBytes(device=17 * COUNT, host=3 * COUNT, nvme=0)
+    assert budgets(free, needs)["device_bytes"] == 11 * COUNT - 11 * COUNT // 10  # it is all there is
+    tight = FreeBytes(device=17 * COUNT, host=8 * COUNT, nvme=0)
+    assert budgets(tight, needs)["device_bytes"] == 6 * COUNT + more
+    assert budgets(tight, needs, host_bytes=COUNT * 5)["device_bytes"] == 7 * COUNT + more
+    assert budgets(tight, needs, nvme_bytes=COUNT * 6)["device_bytes"] == 11 * COUNT // 2
 
 
 def test_what_passes_through_host_memory_on_its_way_from_nvme_is_counted():
@@ -61,12 +73,12 @@ ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 8, "
 )
 def test_host_memory_beside_masters_and_states_is_left_free(zenflow, in_backward, beside):
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}} | ({"zenflow": zenflow} if zenflow else {})
-    budgets = {"device_bytes": "auto", "host_bytes": "auto", "step_in_backward": in_backward}
-    config = config_of(offload=budgets, zero_optimization=zero)
+    asked = {"device_bytes": "auto", "host_bytes": "auto", "step_in_backward": in_backward}
+    config = config_of(offload=asked, zero_optimization=zero)
     needs = measured(config, SKETCH, World(rank=0, size=1, local_rank=0))
-    assert (needs.beside, needs.host) == (beside * COUNT, 4 * COUNT)
+    assert (needs.beside, needs.host) == ((4 + beside) * COUNT, 0)
     enough = FreeBytes(device=0, host=(4 + 12 + beside) * COUNT, nvme=0)
-    assert budgets_from(enough, needs, is_fixed=True)["host_bytes"] == 12 * COUNT
+    assert budgets(enough, needs, is_fixed=True)["host_bytes"] == 12 * COUNT
 
 
 def test_folders_on_one_disk_share_what_it_has(tmp_path):

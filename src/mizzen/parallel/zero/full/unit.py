@@ -189,12 +189,9 @@ class LiveUnit:
                 share.rest.leave(partial(share.gradient, self.sums))
 
     def bring_masters(self) -> None:
-        """Start to bring masters and states that pass through the device for a step, while backward goes on.
-
-        Where parameters are fetched, they would wait for these.
-        """
+        """Start to bring masters and states that pass through the device for a step, while backward goes on."""
         for share in self.shares:
-            if not share.is_whole and not share.rest.is_stepped_on_host and share.shards is None:
+            if not share.is_whole and not share.rest.is_stepped_on_host:
                 share.rest.leave(partial(share.gradient, self.sums))
 
     def forget(self) -> None:

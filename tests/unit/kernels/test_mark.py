@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mizzen.offload.rest_host import mark_of
+from mizzen.kernels.mark import mark_of
 
 
 def differs(values, write):
