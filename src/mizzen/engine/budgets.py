@@ -105,9 +105,14 @@ class Needs:
     resting: int
     """Masters and states."""
     kept: int = 0
-    """Gradients that stay on the device where masters do."""
+    """Gradients that stay on the device where all masters do."""
     beside: int = 0
     """Host memory beside masters and states, where all of them rest there: gradients, and copies of a step ahead."""
+
+    def device_room(self, free: int) -> int:
+        """Bytes of the device for masters and states, each with its gradient, where so many are free."""
+        left = max(0, free - self.device)
+        return left * self.resting // (self.resting + self.kept) if self.kept else left
 
     def host_room(self, free: int) -> int:
         """Bytes of host memory for masters and states, each with what it has beside it, where so many are free."""
@@ -170,7 +175,7 @@ def budgets_from(free: FreeBytes, needs: Needs, asked: OffloadConfig, *, is_fixe
         value if isinstance(value, int) else found
         for value, found in ((asked.host_bytes, host), (asked.nvme_bytes, free.nvme))
     )
-    room = max(0, free.device - needs.device - needs.kept)
+    room = needs.device_room(free.device)
     homeless = needs.resting + needs.shards - sum(far)
     if homeless > 0:
         homeless += needs.resting // LOT_SHARE

@@ -27,6 +27,8 @@ LotFactors = Sequence[tuple[Lot, float]]
 """Lots, each with what its gradients are multiplied with beside the factor of all."""
 EXPOSED_SHARE: Final = 0.2
 """The share of a step that may pass with waiting for the host before that is said."""
+STEPPED_BYTES: Final = 16
+"""Of an element that passes through the device: its master, two moments and the gradient."""
 MEASURED: Final = (3, 5, 7)
 """Steps that show which share should pass through the device: the first ones make memory and compile. Each corrects the
 one before it, in which all copies may have hidden behind backward, so that nobody knows how long they take."""
@@ -69,14 +71,19 @@ class OffloadedStep:
         self._split(lots, ratio or 0.0)
 
     def _split(self, lots: Sequence[Lot], ratio: float) -> None:
-        """Let those pass through the device that backward completes first: there is most time for their copies."""
+        """Let those pass through the device that backward completes first: there is most time for their copies.
+
+        A lot that the device has not twice the room for stays, unless somebody has said how much is to pass.
+        """
         self._ratio = ratio
         resting = [lot for lot in lots if lot.rest.place == "host"]
         sizes = [sum(tensor.numel() for tensor in lot.tensors) for lot in resting]
+        room = self.share.device_room() // (2 * STEPPED_BYTES) if self.share is not None else max(sizes, default=0)
         passed = 0
         for lot, size in zip(resting, sizes, strict=True):
-            lot.rest.pass_through(is_streamed=passed + size / 2 < ratio * sum(sizes))
-            passed += size
+            is_streamed = size <= room and passed + size / 2 < ratio * sum(sizes)
+            lot.rest.pass_through(is_streamed=is_streamed)
+            passed += size if is_streamed else 0
         streamed = sum(not lot.rest.is_stepped_on_host for lot in resting)
         get_logger().info(
             "offload: %d of %d lots rest in host memory: %d are stepped there by %d threads, %d on the device",

@@ -49,6 +49,10 @@ class StreamedShare:
         """Whether any rank has something outside the device."""
         return self._largest([float(is_for_this)])[0] > 0
 
+    def device_room(self) -> int:
+        """Bytes that every rank has free on its device."""
+        return -int(self._largest([-device_room(get_accelerator())])[0])
+
     def at_start(self, lots: Sequence[Lot], host: Executor) -> float:
         """The share while nothing is known of the time that a backward takes, from trials here and on the host.
 

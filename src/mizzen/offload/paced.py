@@ -100,34 +100,23 @@ class Pacer:
         self._stream = stream
         self._copy = copy
         self._waiting: deque[PacedCopy] = deque()
-        self._held_back: deque[PacedCopy] = deque()
-        """Those that begin later, after all that wait."""
         self._lock = RLock()
         self._thread: ThreadPoolExecutor | None = None
 
-    def add(self, into: Tensor, source: Tensor, *, is_held_back: bool = False) -> PacedCopy:
-        """Copy a tensor, after the work that the current stream has now; or, held back, once `begin` is called."""
+    def add(self, into: Tensor, source: Tensor) -> PacedCopy:
+        """Copy a tensor, after the work that the current stream has now."""
+        if self._thread is None:
+            index = self._accelerator.current_device()
+            self._thread = ThreadPoolExecutor(1, THREAD, self._accelerator.set_device, (index,))
         copy = PacedCopy(self, into, source, self._accelerator.current_stream().record_event())
         with self._lock:
-            (self._held_back if is_held_back else self._waiting).append(copy)
-        if not is_held_back:
-            self._wake()
+            self._waiting.append(copy)
+        self._thread.submit(self._work)
         return copy
 
-    def begin(self) -> None:
-        """Copy what was held back, after the work that the current stream has now."""
-        with self._lock:
-            if not self._held_back:
-                return
-            self._stream.wait_event(self._accelerator.current_stream().record_event())
-            self._release()
-        self._wake()
-
     def start(self, copy: PacedCopy | None = None) -> None:
-        """Let a copy start now, with those before it; all of them, if none is given."""
+        """Let a copy start now, with those before it; all that wait, if none is given."""
         with self._lock:
-            if copy is None or copy in self._held_back:
-                self._release()
             while self._waiting if copy is None else not copy.is_started:
                 self._start_piece()
 
@@ -135,16 +124,6 @@ class Pacer:
         """Start none of these any more."""
         with self._lock:
             pieces.clear()
-
-    def _release(self) -> None:
-        self._waiting.extend(self._held_back)
-        self._held_back.clear()
-
-    def _wake(self) -> None:
-        if self._thread is None:
-            index = self._accelerator.current_device()
-            self._thread = ThreadPoolExecutor(1, THREAD, self._accelerator.set_device, (index,))
-        self._thread.submit(self._work)
 
     def _start_piece(self) -> CopyUnderWay | None:
         with self._lock:

@@ -93,10 +93,12 @@ class OnDevice(InMemory):
 class RestingPlaces:
     """The tiers of one store, and what rests in them. A tier is made when the first lot comes to it."""
 
-    def __init__(self, settings: OffloadSettings, nvme_bytes: int = 0) -> None:
+    def __init__(self, settings: OffloadSettings, nvme_bytes: int = 0, *, shares_way: bool = False) -> None:
         self.settings = settings
         self.nvme_bytes = nvme_bytes
         """What is to rest on NVMe."""
+        self.shares_way = shares_way
+        """Whether parameters are fetched from host memory, too."""
         self._host: HostTier | None = None
         self._passage: Passage | None = None
         self._resting: list[OnHost] = []
@@ -106,7 +108,7 @@ class RestingPlaces:
         if place == DEVICE:
             return OnDevice()
         if self._host is None:
-            self._host = HostTier(get_accelerator(), pin=self.settings.pin)
+            self._host = HostTier(get_accelerator(), pin=self.settings.pin, shares_way=self.shares_way)
         if place == "host":
             zenflow, states = self.settings.zenflow, self.settings.states
             if zenflow is None:

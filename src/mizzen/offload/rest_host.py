@@ -114,7 +114,7 @@ class OnHost(InMemory):
         """The masters and states as they rest."""
         self.copies = BackwardCopies(title, tier, self._homes)
         """A step that the host takes before it is voted on."""
-        self._ahead: dict[int, tuple[Tensor, int, PacedCopy]] = {}
+        self._ahead: dict[int, tuple[Tensor, int, DeviceCopy | PacedCopy]] = {}
         """Copies on the device that were started ahead of the step, with the version of what was copied."""
         self._outgoing: list[PacedCopy] = []
         self.readers = Readers()
@@ -211,12 +211,13 @@ class OnHost(InMemory):
         copy.wait_on_stream()
         return here
 
-    def _copied(self, home: Tensor) -> tuple[Tensor, int, PacedCopy]:
+    def _copied(self, home: Tensor) -> tuple[Tensor, int, DeviceCopy | PacedCopy]:
         """Start a copy to the device, after the last step's way here; what was copied has that version."""
         here = torch.empty_like(home, device=self.tier.accelerator.device())
         for copy in self._outgoing:  # all that changes it has started then
             copy.wait_on_stream(self.tier.inward)
-        return here, home._version, self.tier.paced_in.add(here, home)
+        start = self.tier.paced_in.add if self.tier.shares_way else self.tier.copy_in
+        return here, home._version, start(here, home)
 
     def put(self, pairs: Pairs) -> None:
         """Bring what was stepped on the device to the masters."""
@@ -319,7 +320,7 @@ class OnHost(InMemory):
             home.copy_(value)
             return
         self._outgoing = [copy for copy in self._outgoing if not copy.is_over]
-        self._outgoing.append(self.tier.paced_out.add(home, value, is_held_back=True))
+        self._outgoing.append(self.tier.paced_out.add(home, value))
 
     def _wait_for_home(self) -> None:
         """Let the host wait until what was stepped on the device rests here."""
@@ -341,8 +342,7 @@ class OnHost(InMemory):
         return replace(piece, source=unread)
 
     def wait(self) -> None:
-        """What was stepped on the device comes here beside the next forward, and not beside what comes for a step."""
-        self.tier.paced_out.begin()
+        """What was stepped on the device comes here beside the next forward."""
         self.tier.room = None
         self.tier.drop_unused()
 

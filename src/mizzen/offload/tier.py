@@ -27,7 +27,7 @@ RESERVE: Final = 8
 """One part of so many of the device's memory is left to others when something is brought there ahead of its use."""
 
 
-LOCKING: Final = 4
+LOCKING: Final = 8
 """Threads that lock pages ahead."""
 LOCKING_THREAD: Final = "mizzen-lock"
 
@@ -190,9 +190,11 @@ class HostTier:
 
     name: str = "host"
 
-    def __init__(self, accelerator: Accelerator, *, pin: bool = True) -> None:
+    def __init__(self, accelerator: Accelerator, *, pin: bool = True, shares_way: bool = False) -> None:
         self.accelerator = accelerator
         self.pin = pin
+        self.shares_way = shares_way
+        """Whether others bring something to the device during a backward, too."""
         self.inward, self.outward = accelerator.stream(), accelerator.stream()
         """Streams for copies to the device and from it: both ways at once."""
         self.room: int | None = None

@@ -82,9 +82,8 @@ class UnitTiers:
     @classmethod
     def of(cls, holding: FullHolding) -> "UnitTiers":
         """As the plan says."""
-        return cls(
-            RestingPlaces(holding.offload, holding.nvme_bytes), ShardPlaces(holding.parameters, *holding.shard_bytes)
-        )
+        masters = RestingPlaces(holding.offload, holding.nvme_bytes, shares_way=holding.parameters.is_on)
+        return cls(masters, ShardPlaces(holding.parameters, *holding.shard_bytes))
 
     def close(self) -> None:
         """Give everything back."""
