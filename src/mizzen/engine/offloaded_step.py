@@ -149,17 +149,19 @@ class OffloadedStep:
         return time.perf_counter() - start
 
     def _step_on_device(self, lots: LotFactors, factor: float) -> None:
-        """Step what passes through the device one lot after the other, then what rests there in one call."""
+        """Step what rests on the device in one call, then what passes through it one lot after the other."""
         here = [pair for pair in lots if pair[0].rest.place == "device"]
-        for lot, rest in (pair for pair in lots if pair[0].rest.place != "device"):
+        if here:
+            view = view_of(self.optimizer, _tensors(here))
+            with scaled(view, factor, self.device) as left:
+                for lot, rest in here:
+                    lot.load(left * rest)
+                view.step()
+        passing = [pair for pair in lots if pair[0].rest.place != "device"]
+        for place, (lot, rest) in enumerate(passing):
+            for ahead, _ in passing[place : place + 2]:  # one comes while another is stepped
+                ahead.rest.fetch()
             self._step_lot(lot, rest, factor, self.device)
-        if not here:
-            return
-        view = view_of(self.optimizer, _tensors(here))
-        with scaled(view, factor, self.device) as left:
-            for lot, rest in here:
-                lot.load(left * rest)
-            view.step()
 
     def _step_lot(self, lot: Lot, rest: float, factor: float, device: torch.device) -> None:
         view = view_of(self.optimizer, lot.tensors)

@@ -1,9 +1,9 @@
-"""Large copies that leave the way free for others: little of them is under way at a time.
+"""Large copies from the device that leave the way free for others: little of them is under way at a time.
 
 A device makes its copies of one direction one after the other, and goes on with those of one stream for as long as
-there are any: whoever reads a number from the device meanwhile, such as a loss, or fetches parameters, waits for all of
-them. So what has time is cut into pieces, and a thread starts a few of them at a time, and more when these are over: in
-between others have their turn. Who needs a copy at once lets all that is left of it start.
+there are any: whoever reads a number from the device meanwhile, such as a loss, waits for all of them. So what has time
+is cut into pieces, and a thread starts a few of them at a time, and more when these are over: in between others have
+their turn. Who needs a copy at once lets all that is left of it start.
 """
 
 import time
@@ -77,10 +77,6 @@ class PacedCopy:
             raise AssertionError("no piece of the copy was started")
         return self._last
 
-    def forget(self) -> None:
-        """Nobody needs it: what has not started of it never does."""
-        self._pacer.drop(self._pieces)
-
     def start_piece(self, stream: Stream, copy: Callable[[Tensor, Tensor], CopyUnderWay]) -> CopyUnderWay:
         """Start the next piece, under the lock of the pacer. All pieces are in one stream: the last is over last."""
         if self._last is None:
@@ -100,36 +96,56 @@ class Pacer:
         self._stream = stream
         self._copy = copy
         self._waiting: deque[PacedCopy] = deque()
+        self._held_back: deque[PacedCopy] = deque()
+        """Those that begin later, after all that wait."""
         self._lock = RLock()
         self._thread: ThreadPoolExecutor | None = None
 
-    def add(self, into: Tensor, source: Tensor) -> PacedCopy:
-        """Copy a tensor, after the work that the current stream has now."""
-        if self._thread is None:
-            index = self._accelerator.current_device()
-            self._thread = ThreadPoolExecutor(1, THREAD, self._accelerator.set_device, (index,))
+    def add(self, into: Tensor, source: Tensor, *, is_held_back: bool = False) -> PacedCopy:
+        """Copy a tensor, after the work that the current stream has now; or, held back, once `begin` is called."""
         copy = PacedCopy(self, into, source, self._accelerator.current_stream().record_event())
         with self._lock:
-            self._waiting.append(copy)
-        self._thread.submit(self._work)
+            (self._held_back if is_held_back else self._waiting).append(copy)
+        if not is_held_back:
+            self._wake()
         return copy
 
-    def start(self, copy: PacedCopy | None = None) -> None:
-        """Let a copy start now, with those before it; all that wait, if none is given."""
+    def begin(self) -> None:
+        """Copy what was held back, after the work that the current stream has now."""
         with self._lock:
+            if not self._held_back:
+                return
+            self._stream.wait_event(self._accelerator.current_stream().record_event())
+            self._release()
+        self._wake()
+
+    def start(self, copy: PacedCopy | None = None) -> None:
+        """Let a copy start now, with those before it; all of them, if none is given."""
+        with self._lock:
+            if copy is None or copy in self._held_back:
+                self._release()
             while self._waiting if copy is None else not copy.is_started:
                 self._start_piece()
 
-    def drop(self, pieces: "deque[tuple[Tensor, Tensor]]") -> None:
-        """Start none of these any more."""
-        with self._lock:
-            pieces.clear()
+    def _release(self) -> None:
+        self._waiting.extend(self._held_back)
+        self._held_back.clear()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            index = self._accelerator.current_device()
+            self._thread = ThreadPoolExecutor(1, THREAD, self._accelerator.set_device, (index,))
+        self._thread.submit(self._work)
 
     def _start_piece(self) -> CopyUnderWay | None:
         with self._lock:
-            while self._waiting and self._waiting[0].is_started:
+            if not self._waiting:
+                return None
+            first = self._waiting[0]
+            started = first.start_piece(self._stream, self._copy)
+            if first.is_started:
                 self._waiting.popleft()
-            return self._waiting[0].start_piece(self._stream, self._copy) if self._waiting else None
+            return started
 
     def _work(self) -> None:
         """Start what waits, in the thread; what fails is raised to those who need the copy."""

@@ -17,7 +17,7 @@ from mizzen.offload.nvme import NvmeTier
 from mizzen.offload.places import DEVICE, OffloadSettings
 from mizzen.offload.rest_host import GradientInHost, InMemory, OnHost, Pairs
 from mizzen.offload.rest_nvme import OnNvme, Passage
-from mizzen.offload.tier import HostTier
+from mizzen.offload.tier import HostTier, StepNeeds
 from mizzen.offload.zenflow import OnHostLate
 
 
@@ -28,8 +28,13 @@ class OnDevice(InMemory):
     is_stepped_on_host: bool = False
     resting_gradient: GradientInHost | None = None
 
+    def __init__(self, step_needs: StepNeeds | None = None, states: int = 0) -> None:
+        self._step_needs = step_needs or StepNeeds()
+        self._states = states
+
     def keep(self, master: Tensor, values: Tensor | None) -> Tensor:
         """The masters themselves."""
+        self._step_needs.new_states += self._states * master.nbytes
         return master
 
     def leave(self, gradient: Callable[[], Tensor]) -> None:
@@ -99,6 +104,7 @@ class RestingPlaces:
         """What is to rest on NVMe."""
         self.shares_way = shares_way
         """Whether parameters are fetched from host memory, too."""
+        self._step_needs = StepNeeds()
         self._host: HostTier | None = None
         self._passage: Passage | None = None
         self._resting: list[OnHost] = []
@@ -106,9 +112,14 @@ class RestingPlaces:
     def rest(self, place: str, title: str) -> OnDevice | OnHost:
         """The resting place of a lot."""
         if place == DEVICE:
-            return OnDevice()
+            return OnDevice(self._step_needs, self.settings.states)
         if self._host is None:
-            self._host = HostTier(get_accelerator(), pin=self.settings.pin, shares_way=self.shares_way)
+            self._host = HostTier(
+                get_accelerator(),
+                pin=self.settings.pin,
+                shares_way=self.shares_way,
+                step_needs=self._step_needs,
+            )
         if place == "host":
             zenflow, states = self.settings.zenflow, self.settings.states
             if zenflow is None:

@@ -114,7 +114,7 @@ class OnHost(InMemory):
         """The masters and states as they rest."""
         self.copies = BackwardCopies(title, tier, self._homes)
         """A step that the host takes before it is voted on."""
-        self._ahead: dict[int, tuple[Tensor, int, DeviceCopy | PacedCopy]] = {}
+        self._ahead: dict[int, tuple[Tensor, int, DeviceCopy]] = {}
         """Copies on the device that were started ahead of the step, with the version of what was copied."""
         self._outgoing: list[PacedCopy] = []
         self.readers = Readers()
@@ -137,7 +137,12 @@ class OnHost(InMemory):
         if not self.is_streamed:
             found = gradient()
             self._left = found, found._version, self.write_gradient(found)
-        elif not self._ahead and self.tier.takes_room(self.resting_bytes):
+        elif not self.tier.shares_way:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Start to bring it to the device, where it passes through it and there is room."""
+        if self.is_streamed and not self._ahead and self.tier.takes_room(self.resting_bytes):
             for home in self._homes.values():
                 self._ahead[id(home)] = self._copied(home)
 
@@ -154,8 +159,8 @@ class OnHost(InMemory):
 
     @property
     def resting_bytes(self) -> int:
-        """What rests here."""
-        return sum(home.numel() * home.element_size() for home in self._homes.values())
+        """What rests here, with the states that the optimizer will keep, as far as that is known."""
+        return max(sum(home.nbytes for home in self._homes.values()), (1 + self.states) * self._homes["master"].nbytes)
 
     def write_gradient(self, gradient: Tensor) -> DeviceCopy:
         """Start to copy a gradient to host memory."""
@@ -204,20 +209,19 @@ class OnHost(InMemory):
         found = self._ahead.pop(id(home), None)
         if found is None or found[1] != home._version:
             if device_room(self.tier.accelerator) < self.resting_bytes:  # what earlier lots have left there goes first
-                self.tier.paced_out.start()
+                self.tier.paced.start()
                 self.tier.outward.synchronize()
             found = self._copied(home)
         here, _, copy = found
         copy.wait_on_stream()
         return here
 
-    def _copied(self, home: Tensor) -> tuple[Tensor, int, DeviceCopy | PacedCopy]:
+    def _copied(self, home: Tensor) -> tuple[Tensor, int, DeviceCopy]:
         """Start a copy to the device, after the last step's way here; what was copied has that version."""
         here = torch.empty_like(home, device=self.tier.accelerator.device())
         for copy in self._outgoing:  # all that changes it has started then
             copy.wait_on_stream(self.tier.inward)
-        start = self.tier.paced_in.add if self.tier.shares_way else self.tier.copy_in
-        return here, home._version, start(here, home)
+        return here, home._version, self.tier.copy_in(here, home)
 
     def put(self, pairs: Pairs) -> None:
         """Bring what was stepped on the device to the masters."""
@@ -271,8 +275,6 @@ class OnHost(InMemory):
     def _drop_copies(self) -> None:
         self.copies.end()
         self._left, self._is_compared = None, False
-        for _, _, copy in self._ahead.values():
-            copy.forget()
         self._ahead.clear()
 
     def pass_through(self, *, is_streamed: bool) -> None:
@@ -287,6 +289,8 @@ class OnHost(InMemory):
             self.tier.prepare([home.nbytes for home in self._homes.values()] * count)
             self._is_prepared = True
         if is_streamed:
+            needs = self.tier.step_needs
+            needs.passing = max(needs.passing, self.resting_bytes + self._homes["master"].nbytes)
             self.copies.drop()
         is_empty = self.resting_gradient is None or not self.resting_gradient.is_here
         if is_streamed and is_empty:  # its gradient comes to the host only where the device has no room
@@ -320,7 +324,7 @@ class OnHost(InMemory):
             home.copy_(value)
             return
         self._outgoing = [copy for copy in self._outgoing if not copy.is_over]
-        self._outgoing.append(self.tier.paced_out.add(home, value))
+        self._outgoing.append(self.tier.paced.add(home, value, is_held_back=self.tier.shares_way))
 
     def _wait_for_home(self) -> None:
         """Let the host wait until what was stepped on the device rests here."""
@@ -342,7 +346,12 @@ class OnHost(InMemory):
         return replace(piece, source=unread)
 
     def wait(self) -> None:
-        """What was stepped on the device comes here beside the next forward."""
+        """What was stepped on the device comes here beside the next forward.
+
+        Where states come in after a backward, both ways at once would be slower, and the way out is free later.
+        """
+        self.tier.paced.begin()
+        self.tier.step_needs.new_states = 0
         self.tier.room = None
         self.tier.drop_unused()
 

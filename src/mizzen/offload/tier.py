@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock, current_thread
 from typing import Any, Final, Protocol
@@ -72,6 +73,16 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Wait for what is on its way, then give all memory, files and threads back."""
+
+
+@dataclass(slots=True)
+class StepNeeds:
+    """Bytes of the device that the next step takes, and that are free until then."""
+
+    passing: int = 0
+    """For the largest lot that passes through the device, with its gradient."""
+    new_states: int = 0
+    """For states of lots that rest on the device, before the first step has made them."""
 
 
 class DeviceCopy:
@@ -190,21 +201,26 @@ class HostTier:
 
     name: str = "host"
 
-    def __init__(self, accelerator: Accelerator, *, pin: bool = True, shares_way: bool = False) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        pin: bool = True,
+        shares_way: bool = False,
+        step_needs: StepNeeds | None = None,
+    ) -> None:
         self.accelerator = accelerator
         self.pin = pin
+        self.step_needs = step_needs or StepNeeds()
         self.shares_way = shares_way
-        """Whether others bring something to the device during a backward, too."""
+        """Whether others bring something to the device during a backward, which would have to wait."""
         self.inward, self.outward = accelerator.stream(), accelerator.stream()
         """Streams for copies to the device and from it: both ways at once."""
         self.room: int | None = None
         """Bytes of the device that are left for what comes ahead of a step; None before that is looked at."""
         self._entering = Lock()
-        self.paced_in, self.paced_out = (
-            Pacer(accelerator, stream, partial(_start_copy, accelerator, self._entering, stream))
-            for stream in (self.inward, self.outward)
-        )
-        """For copies that have time, and leave the way to others."""
+        self.paced = Pacer(accelerator, self.outward, partial(_start_copy, accelerator, self._entering, self.outward))
+        """For copies from the device that have time, and leave the way to others."""
         self._held: dict[str, Tensor] = {}
         self._unlock: dict[str, Callable[[], None]] = {}
         self._ahead = LockedAhead(accelerator)
@@ -214,7 +230,7 @@ class HostTier:
             self._held,
             self._unlock,
             self._ahead,
-            (self.paced_in, self.paced_out),
+            self.paced,
             (self.inward, self.outward),
         )
         weakref.finalize(self, self._give_back).atexit = False
@@ -261,7 +277,7 @@ class HostTier:
     def takes_room(self, size: int) -> bool:
         """Take so many bytes of the room that the device had when it was first asked in this step, if it has them."""
         if self.room is None:
-            self.room = device_room(self.accelerator)
+            self.room = device_room(self.accelerator) - 2 * self.step_needs.passing - self.step_needs.new_states
         if size > self.room:
             return False
         self.room -= size
@@ -327,12 +343,11 @@ def _give_back(
     held: dict[str, Tensor],
     unlock: dict[str, Callable[[], None]],
     ahead: "LockedAhead",
-    pacers: Iterable[Pacer],
+    pacer: Pacer,
     streams: Iterable[Stream],
 ) -> None:
     """Unlock and forget memory, once the device has done the copies of these streams."""
-    for pacer in pacers:
-        pacer.close()
+    pacer.close()
     for stream in streams:
         stream.synchronize()
     ahead.close()
