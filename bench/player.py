@@ -53,7 +53,7 @@ class Turn:
     peak: int
     """Bytes, the most so far: allocated on a GPU, resident elsewhere."""
     held: int = 0
-    """Bytes on a GPU after the last step."""
+    """Bytes on a GPU after the last step, once what leaves it then has left."""
     resident: int = 0
     """Bytes of host memory, the most so far, less what was there before the system was built."""
 
@@ -87,7 +87,7 @@ class Player:
             if number < steps:
                 losses.append(self.take_step())
         laps, numbers = clock.laps(), [float(loss) for loss in losses]
-        held = torch.cuda.memory_allocated() if self._is_on_device() else 0
+        held = _resting_on_device() if self._is_on_device() else 0
         return Turn(laps, effort.laps(), numbers, self._peak(), held, _resident() - self.before)
 
     def profile(self, steps: int) -> dict[str, Any]:
@@ -119,6 +119,16 @@ class Player:
         if self._is_on_device():
             return int(torch.cuda.max_memory_allocated())
         return _resident()
+
+
+def _resting_on_device() -> int:
+    """Bytes on the GPU when they no longer become fewer."""
+    before, found = -1, torch.cuda.memory_allocated()
+    while found != before:
+        time.sleep(0.5)
+        torch.cuda.synchronize()
+        before, found = found, torch.cuda.memory_allocated()
+    return found
 
 
 def _resident() -> int:

@@ -75,7 +75,6 @@ class OffloadedStep:
 
         A lot that the device has not twice the room for stays, unless somebody has said how much is to pass.
         """
-        self._ratio = ratio
         resting = [lot for lot in lots if lot.rest.place == "host"]
         sizes = [sum(tensor.numel() for tensor in lot.tensors) for lot in resting]
         room = self.share.device_room() // (2 * STEPPED_BYTES) if self.share is not None else max(sizes, default=0)
@@ -84,6 +83,7 @@ class OffloadedStep:
             is_streamed = size <= room and passed + size / 2 < ratio * sum(sizes)
             lot.rest.pass_through(is_streamed=is_streamed)
             passed += size if is_streamed else 0
+        self._ratio = passed / sum(sizes) if passed else 0.0
         streamed = sum(not lot.rest.is_stepped_on_host for lot in resting)
         get_logger().info(
             "offload: %d of %d lots rest in host memory: %d are stepped there by %d threads, %d on the device",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -116,6 +117,8 @@ class OnHost(InMemory):
         """A step that the host takes before it is voted on."""
         self._ahead: dict[int, tuple[Tensor, int, DeviceCopy]] = {}
         """Copies on the device that were started ahead of the step, with the version of what was copied."""
+        self._is_coming = False
+        """Whether the device has room for all of it until the end of the step."""
         self._outgoing: list[PacedCopy] = []
         self.readers = Readers()
         """Saves beside training that read what rests here: it does not change before they are done."""
@@ -139,12 +142,24 @@ class OnHost(InMemory):
             self._left = found, found._version, self.write_gradient(found)
         elif not self.tier.shares_way:
             self.fetch()
+        elif not self._is_coming and self._may_come():
+            self.tier.bring_later([partial(self._bring_here, home) for home in self._homes.values()])
 
     def fetch(self) -> None:
-        """Start to bring it to the device, where it passes through it and there is room."""
-        if self.is_streamed and not self._ahead and self.tier.takes_room(self.resting_bytes):
+        """Start to bring all of it to the device, where it passes through it and there is room."""
+        if self.is_streamed and self._may_come():
             for home in self._homes.values():
-                self._ahead[id(home)] = self._copied(home)
+                if id(home) not in self._ahead:
+                    self._bring_here(home)
+
+    def _may_come(self) -> bool:
+        """Whether the device has room for it; what was taken of it is its own until the end of the step."""
+        self._is_coming = self._is_coming or self.tier.takes_room(self.resting_bytes)
+        return self._is_coming
+
+    def _bring_here(self, home: Tensor) -> DeviceCopy:
+        self._ahead[id(home)] = self._copied(home)
+        return self._ahead[id(home)][2]
 
     def step_in_backward(self) -> None:
         """Step with the gradient that has left, into copies, where that is asked for."""
@@ -165,6 +180,7 @@ class OnHost(InMemory):
     def write_gradient(self, gradient: Tensor) -> DeviceCopy:
         """Start to copy a gradient to host memory."""
         self.copies.end()
+        self.tier.bring_next()
         if self._sent is not None:  # the last values came through the same memory
             self._sent.wait_on_stream()
         return self.tier.write(f"{self.title} gradient", gradient)
@@ -172,6 +188,7 @@ class OnHost(InMemory):
     def trust_values(self) -> None:
         """From here to the end of the step the values are known, so that no thread waits for the device."""
         self._is_compared = True
+        self.tier.bring_no_more()  # each lot comes as a whole from here on
 
     def keep_writes(self, values: Tensor, master: Tensor) -> None:
         """Only where the values are others than came from the masters, they go to the host and are compared there."""
@@ -274,7 +291,8 @@ class OnHost(InMemory):
 
     def _drop_copies(self) -> None:
         self.copies.end()
-        self._left, self._is_compared = None, False
+        self._left, self._is_compared, self._is_coming = None, False, False
+        self.tier.bring_no_more()
         self._ahead.clear()
 
     def pass_through(self, *, is_streamed: bool) -> None:
@@ -350,6 +368,7 @@ class OnHost(InMemory):
 
         Where states come in after a backward, both ways at once would be slower, and the way out is free later.
         """
+        self._is_coming = False
         self.tier.paced.begin()
         self.tier.step_needs.new_states = 0
         self.tier.room = None

@@ -221,6 +221,9 @@ class HostTier:
         self._entering = Lock()
         self.paced = Pacer(accelerator, self.outward, partial(_start_copy, accelerator, self._entering, self.outward))
         """For copies from the device that have time, and leave the way to others."""
+        self._later: deque[Callable[[], DeviceCopy]] = deque()
+        self._brought: DeviceCopy | None = None
+        """The last copy that `bring_next` has started."""
         self._held: dict[str, Tensor] = {}
         self._unlock: dict[str, Callable[[], None]] = {}
         self._ahead = LockedAhead(accelerator)
@@ -282,6 +285,20 @@ class HostTier:
             return False
         self.room -= size
         return True
+
+    def bring_later(self, starts: Iterable[Callable[[], DeviceCopy]]) -> None:
+        """Let copies to the device start one by one, each with a later `bring_next`: others find the way free."""
+        self._later.extend(starts)
+        self.bring_next()
+
+    def bring_next(self) -> None:
+        """Let the next copy that waits start, if the one before it is over."""
+        if self._later and (self._brought is None or self._brought.is_over):
+            self._brought = self._later.popleft()()
+
+    def bring_no_more(self) -> None:
+        """Forget the copies that wait."""
+        self._later.clear()
 
     def held(self, name: str) -> Tensor:
         """What rests under a name, in place."""

@@ -5,6 +5,7 @@ import torch
 
 from mizzen.ambient import AMBIENT
 from mizzen.engine.offloaded_step import OffloadedStep
+from mizzen.engine.streamed_share import StreamedShare
 from mizzen.monitor.report import StepReport
 
 
@@ -43,3 +44,27 @@ def test_other_steps_are_not(step, monkeypatch, caplog, number, applied, exposed
     found = step.read(StepReport(step=number, applied=applied, seconds=3.0))
     assert found == (step._measures if applied else {})
     assert said(caplog) == []
+
+
+class Lot:
+    """So many elements in host memory."""
+
+    place = "host"
+    is_stepped_on_host = True
+
+    def __init__(self, size):
+        self.tensors, self.rest = [torch.zeros(size)], self
+
+    def pass_through(self, *, is_streamed):
+        self.is_stepped_on_host = not is_streamed
+
+
+def test_what_the_device_has_no_room_for_is_stepped_on_the_host(step, monkeypatch):
+    lots = [Lot(size) for size in (10, 30, 10, 10)]
+    step._split(lots, 0.9)
+    assert [lot.is_stepped_on_host for lot in lots] == [False, False, False, True]
+    step.share = StreamedShare(None, torch.device("cpu"), 1)
+    monkeypatch.setattr(StreamedShare, "device_room", lambda self: 2 * 16 * 29)
+    step._split(lots, 0.9)
+    assert [lot.is_stepped_on_host for lot in lots] == [False, True, False, False]
+    assert step._ratio == 0.5  # what really passes

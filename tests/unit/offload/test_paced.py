@@ -117,3 +117,24 @@ def test_what_fails_in_the_thread_is_raised_to_who_needs_it(monkeypatch):
         copy.wait()
     pacer._waiting.clear()
     pacer.close()
+
+
+def test_what_is_held_back_begins_when_it_is_told_to(pacer, log):
+    log.open.set()
+    places = [torch.zeros(25) for _ in range(2)]
+    held = pacer.add(places[0], torch.ones(25), is_held_back=True)
+    pacer.add(places[1], torch.ones(25)).wait()
+    assert places[1].all() and not places[0].any() and not held.is_started
+    pacer.begin()
+    until(lambda: held.is_over)
+    assert places[0].all()
+    pacer.begin()  # nothing is held back any more
+
+
+def test_who_needs_what_is_held_back_does_not_wait_for_that(pacer, log):
+    places = [torch.zeros(25) for _ in range(3)]
+    copies = [pacer.add(place, torch.ones(25), is_held_back=True) for place in places]
+    copies[1].wait()
+    assert [place.all().item() for place in places] == [True, True, False]
+    pacer.start()
+    assert places[2].all()

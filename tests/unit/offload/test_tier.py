@@ -12,7 +12,7 @@ import torch
 
 from mizzen.accelerator.cpu import Cpu
 from mizzen.errors import UsageError
-from mizzen.offload.tier import LOCKING, LOCKING_THREAD, HostTier, host_memory
+from mizzen.offload.tier import LOCKING, LOCKING_THREAD, HostTier, StepNeeds, host_memory
 
 
 class Locking(Cpu):
@@ -184,3 +184,34 @@ def test_the_collector_may_let_go_of_memory_in_a_thread_that_makes_it():
     until(lambda: "unlocked" in said)
     assert said == ["closed", "unlocked"]
     assert not accelerator.locked
+
+
+def test_what_is_brought_later_comes_one_by_one():
+    class Coming:
+        def __init__(self, name):
+            self.name, self.is_over = name, False
+            started.append(self)
+
+    started = []
+    tier = HostTier(Cpu())
+    tier.bring_later([lambda: Coming("a"), lambda: Coming("b")])
+    tier.bring_later([lambda: Coming("c"), lambda: Coming("d")])
+    tier.bring_next()
+    assert [each.name for each in started] == ["a"]
+    started[0].is_over = True
+    tier.bring_next()
+    tier.bring_next()
+    assert [each.name for each in started] == ["a", "b"]
+    started[1].is_over = True
+    tier.bring_no_more()
+    tier.bring_next()
+    assert len(started) == 2
+
+
+def test_room_on_a_device_is_less_what_the_next_step_takes_of_it(monkeypatch):
+    monkeypatch.setattr("mizzen.offload.tier.device_room", lambda accelerator: 1000)
+    needs = StepNeeds(passing=100, new_states=300)
+    tier = HostTier(Cpu(), step_needs=needs)
+    assert tier.takes_room(400) and not tier.takes_room(101) and tier.takes_room(100)
+    needs.new_states, tier.room = 0, None
+    assert tier.takes_room(800) and not tier.takes_room(1)

@@ -198,6 +198,12 @@ class TestFused:
         assert bool(build(name, device_type="cuda").defaults["fused"]) == (name != "Adagrad")
         assert not build(name, device_type="mps").defaults["fused"]
 
+    @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+    def test_so_it_is_for_parameters_that_get_their_values_later(self, name):
+        groups = [{"params": [torch.nn.Parameter(torch.empty(3, device="meta"))]}]
+        found = build_optimizer(name, {}, groups, device_type="cpu")
+        assert found.defaults["fused"] is (name != "Adagrad")
+
     def test_a_user_may_choose_otherwise(self):
         assert build("AdamW", fused=False).defaults["fused"] is False
         assert not build("AdamW", foreach=True).defaults["fused"]
