@@ -19,7 +19,7 @@ from parity.test_tensor import config, shares, values_of
 
 TENSOR = 2
 """Ranks that share each matrix."""
-MIDDLE = [(3, 2), (3, 3), *((4, rank) for rank in range(2, 6) if FULL)]
+MIDDLE = [(3, 2), *(each for each in ((3, 3), *((4, rank) for rank in range(2, 6))) if FULL)]
 """Stages, and a rank on none of the ends of the pipeline."""
 RANKS = [*((2, rank) for rank in range(4)), *MIDDLE]
 """Stages, and one of the ranks that something happens to."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from breadth import FULL
 from mizzen.config.layout import Layout
 from mizzen.config.load import load
 from mizzen.errors import ConfigError, PlanError, UsageError
@@ -246,6 +247,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+@pytest.mark.skipif(not FULL, reason="a minute of that compiler: FULL=1")
 @pytest.mark.wide
 def test_inductor_drops_in_backward_what_it_has_dropped_in_forward(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
