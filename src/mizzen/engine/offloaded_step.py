@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from mizzen.accelerator import get_accelerator
 from mizzen.accelerator.host import bind_thread
+from mizzen.accelerator.protocol import Event
 from mizzen.engine.streamed_share import StreamedShare
 from mizzen.errors import UsageError
 from mizzen.log import get_logger, warn_once
@@ -25,6 +26,8 @@ from mizzen.plan.parts import Lot
 
 LotFactors = Sequence[tuple[Lot, float]]
 """Lots, each with what its gradients are multiplied with beside the factor of all."""
+WAITS: Final = ("copies_out", "reads", "writes")
+"""What the host may have to wait for in a step."""
 EXPOSED_SHARE: Final = 0.2
 """The share of a step that may pass with waiting for the host before that is said."""
 STEPPED_BYTES: Final = 16
@@ -60,6 +63,10 @@ class OffloadedStep:
         index = get_accelerator().current_device()
         # The thread's own function does not know the step: each would keep the other, and the states, in memory.
         self._thread = ThreadPoolExecutor(1, "mizzen-host-step", _begin_thread, (index, self.cores, threads))
+        self._passing_marks: Sequence[Event] | None = None
+        """Before and after the device's part of the last step."""
+        self._copies_in = 0.0
+        """Milliseconds of the device's part of the step before: copies that nothing hid, and the step itself."""
         self._measures: dict[str, float] = {}
         self._failure: BaseException | None = None
         """What has ended a step half-way, or an update on the host that a step has left to it."""
@@ -109,6 +116,8 @@ class OffloadedStep:
     def _step_all(self, lots: LotFactors, factor: float) -> None:
         start = time.perf_counter()
         self._steps += 1
+        if (before := self._passing_marks) is not None and before[1].query():
+            self._copies_in = before[0].elapsed_time(before[1])
         marks = [get_accelerator().event(timing=True) for _ in range(2)]
         marks[0].record()
         for lot, _ in lots:
@@ -123,15 +132,15 @@ class OffloadedStep:
         finally:
             seconds = job.result()
         host_done = time.perf_counter()
-        for lot, _ in lots:
-            lot.rest.wait()
-        end = time.perf_counter()
+        waits = [lot.rest.wait() for lot, _ in lots]
         self._measures = {
-            "offload_ms": (end - start) * 1e3,
+            "offload_ms": (time.perf_counter() - start) * 1e3,
             "offload_host_step_ms": seconds * 1e3,
             "offload_host_wait_ms": (host_done - device_done) * 1e3,
-            "offload_copies_out_ms": (end - host_done) * 1e3,
+            **{f"offload_{what}_ms": sum(each.get(what, 0.0) for each in waits) * 1e3 for what in WAITS},
+            "offload_copies_in_ms": self._copies_in,
         }
+        self._passing_marks = marks
         if self.share is not None and self._steps in MEASURED:
             marks[1].synchronize()
             device, between = marks[0].elapsed_time(marks[1]) / 1e3, start - self._ended

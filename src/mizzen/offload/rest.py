@@ -5,7 +5,7 @@ the way of new values to the model. On the device all of that is there already. 
 there, by a thread, or passes through the device for the time of its step. What rests on NVMe passes through the host.
 """
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -91,8 +91,9 @@ class OnDevice(InMemory):
     def rest_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """They stay."""
 
-    def wait(self) -> None:
+    def wait(self) -> Mapping[str, float]:
         """Nothing is on its way."""
+        return {}
 
 
 class RestingPlaces:

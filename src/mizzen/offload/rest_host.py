@@ -1,6 +1,8 @@
 """Masters and states of a lot that rest in host memory: stepped there by a thread, or on the device on their way."""
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from mizzen.kernels.masters import keep_writes
 from mizzen.model.piece import Piece, Readers, Unread
 from mizzen.offload.backward_copies import BackwardCopies
 from mizzen.offload.paced import PacedCopy
-from mizzen.offload.tier import DeviceCopy, HostTier, device_room
+from mizzen.offload.tier import DeviceCopy, HostTier, Transfer, device_room
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(place, value): what is to be copied where."""
@@ -66,7 +68,7 @@ class GradientInHost:
     def look(self) -> Tensor:
         """The gradient in place, once it is all there."""
         if self.arrival is not None:
-            self.arrival.wait()
+            self._home.wait_for("copies_out", self.arrival)
         return self._home.tier.held(f"{self._home.title} gradient")
 
     def for_step(self) -> Tensor:
@@ -120,6 +122,8 @@ class OnHost(InMemory):
         self._is_coming = False
         """Whether the device has room for all of it until the end of the step."""
         self._outgoing: list[PacedCopy] = []
+        self._waited: defaultdict[str, float] = defaultdict(float)
+        """Seconds that the host has waited in this step, by what for."""
         self.readers = Readers()
         """Saves beside training that read what rests here: it does not change before they are done."""
 
@@ -213,7 +217,7 @@ class OnHost(InMemory):
         if left is None or left[0].data_ptr() != gradient.data_ptr() or left[1] != gradient._version:
             left = gradient, gradient._version, self.write_gradient(gradient)
         self._left = None
-        left[2].wait()
+        self.wait_for("copies_out", left[2])
         return self.tier.held(f"{self.title} gradient").view(gradient.shape)
 
     def values(self, master: Tensor) -> Tensor:
@@ -363,7 +367,7 @@ class OnHost(InMemory):
         unread = Unread(tuple(source.shape), source.dtype, load, _nothing, load_beside=load, readers=self.readers)
         return replace(piece, source=unread)
 
-    def wait(self) -> None:
+    def wait(self) -> Mapping[str, float]:
         """What was stepped on the device comes here beside the next forward.
 
         Where states come in after a backward, both ways at once would be slower, and the way out is free later.
@@ -373,6 +377,18 @@ class OnHost(InMemory):
         self.tier.step_needs.new_states = 0
         self.tier.room = None
         self.tier.drop_unused()
+        return self._waits()
+
+    def wait_for(self, what: str, transfer: Transfer) -> None:
+        """Let the host wait for something on its way, and remember how long that took."""
+        start = time.perf_counter()
+        transfer.wait()
+        self._waited[what] += time.perf_counter() - start
+
+    def _waits(self) -> Mapping[str, float]:
+        """The seconds that the host has waited since this was last asked, by what it waited for."""
+        found, self._waited = self._waited, defaultdict(float)
+        return found
 
 
 def _nothing() -> None: ...

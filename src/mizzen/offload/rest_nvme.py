@@ -5,8 +5,9 @@ that they are elsewhere meets an error, never old or empty values. While one lot
 last is written.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -139,7 +140,7 @@ class OnNvme(OnHost):
     def fetch(self) -> None:
         """Start to read everything that a step needs."""
         self.passage.keep_changes()
-        self.passage.wait(BEHIND)
+        self._wait_for_writes()
         for name, home in self._homes.items():
             self._fetch_one(name, home)
 
@@ -153,7 +154,7 @@ class OnNvme(OnHost):
         self.passage.keep_changes()
         self._fetch_one(name, self._homes[name])
         if (read := self._reads.pop(name, None)) is not None:
-            read.wait()
+            self.wait_for("reads", read)
         return self._here[name]
 
     def keep_writes(self, values: Tensor, master: Tensor) -> None:
@@ -261,9 +262,17 @@ class OnNvme(OnHost):
         unread = Unread(shape, source.dtype, load, keep, load_beside=load_beside, readers=self.readers)
         return replace(piece, source=unread)
 
-    def wait(self) -> None:
+    def wait(self) -> Mapping[str, float]:
         """Writes go on beside the next forward; what went wrong with earlier ones is raised."""
+        self._wait_for_writes()
+        self.tier.step_needs.new_states = 0
+        return self._waits()
+
+    def _wait_for_writes(self) -> None:
+        """Wait for the writes of earlier lots."""
+        start = time.perf_counter()
         self.passage.wait(BEHIND)
+        self._waited["writes"] += time.perf_counter() - start
 
 
 def _at(memory: Tensor, place: Tensor) -> Tensor:

@@ -133,8 +133,11 @@ class Rest(Protocol):
     def rest_states(self, tensors: Iterable[Tensor], states: MutableMapping[Tensor, Any]) -> None:
         """Let states as large as what is stepped rest here; small ones stay where they are."""
 
-    def wait(self) -> None:
-        """After a step: raise what went wrong. What was stepped may be on its way still, until somebody reads it."""
+    def wait(self) -> Mapping[str, float]:
+        """After a step: raise what went wrong. What was stepped may be on its way still, until somebody reads it.
+
+        Returns the seconds in which the host has waited: for `copies_out` of gradients, `reads` and `writes` of files.
+        """
 
 
 class Lot(Protocol):

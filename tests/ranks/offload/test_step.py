@@ -137,6 +137,8 @@ def test_bits_do_not_depend_on_where_states_rest(world, name):
         assert not all(applied for applied, *_ in told)
         assert len({norm for _, norm, *_ in told}) > 5
         assert measures["offload_ms"] >= measures["offload_host_wait_ms"] >= 0
+        assert measures["offload_ms"] >= measures["offload_host_step_ms"] >= measures["offload_copies_out_ms"] >= 0
+        assert measures["offload_copies_in_ms"] > 0 == measures["offload_reads_ms"] == measures["offload_writes_ms"]
 
 
 def test_on_one_rank_too(world):
@@ -265,3 +267,18 @@ def test_the_host_steps_with_the_asked_share_of_its_cores(world, offload, budget
     for seen, others, given in world(1).run(threads_of, offload, budgets):
         assert seen == threads
         assert (others, given) == (1, "1")
+
+
+def from_files(folder):
+    engine = start(1, "bf16", offload={"device": "nvme", "nvme_path": folder})
+    for number in range(2):
+        inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        engine.backward(engine(inputs.bfloat16()))
+        engine.step()
+    return dict(engine.last_step.measures)
+
+
+def test_a_step_says_how_long_it_waited_for_files(world, tmp_path):
+    for measures in world(2).run(from_files, str(tmp_path)):
+        assert measures["offload_host_step_ms"] > measures["offload_reads_ms"] > 0
+        assert measures["offload_writes_ms"] > 0
