@@ -17,7 +17,7 @@ from mizzen.errors import UsageError
 from mizzen.launcher.signals import UNSAVED
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.price import transient
+from mizzen.parallel.zero.full.division import transient
 from mizzen.parallel.zero.full.shard import FullChoice
 from mizzen.parallel.zero.full.store import FullStore
 from mizzen.parallel.zero.shard import _in_flight

@@ -60,13 +60,15 @@ class Passage:
         """Start to write tensors of a lot, whose memory is free again once that is done."""
         self._leaving.append([(self.files.write(name, memory), memory) for name, memory in names.items()])
 
-    def wait(self, most: int = 0) -> None:
-        """Wait until at most so many writes are under way, and raise what went wrong."""
+    def wait(self, most: int = 0) -> float:
+        """Wait until at most so many writes are under way, and raise what went wrong; returns the seconds."""
+        start = time.perf_counter()
         while len(self._leaving) > most:
             writes = self._leaving.popleft()
             for transfer, memory in writes:
                 transfer.wait()
                 self.give_back(memory)
+        return time.perf_counter() - start
 
     # What is looked at or changed outside of a step
 
@@ -140,7 +142,7 @@ class OnNvme(OnHost):
     def fetch(self) -> None:
         """Start to read everything that a step needs."""
         self.passage.keep_changes()
-        self._wait_for_writes()
+        self._waited["writes"] += self.passage.wait(BEHIND)
         for name, home in self._homes.items():
             self._fetch_one(name, home)
 
@@ -264,15 +266,9 @@ class OnNvme(OnHost):
 
     def wait(self) -> Mapping[str, float]:
         """Writes go on beside the next forward; what went wrong with earlier ones is raised."""
-        self._wait_for_writes()
+        self._waited["writes"] += self.passage.wait(BEHIND)
         self.tier.step_needs.new_states = 0
         return self._waits()
-
-    def _wait_for_writes(self) -> None:
-        """Wait for the writes of earlier lots."""
-        start = time.perf_counter()
-        self.passage.wait(BEHIND)
-        self._waited["writes"] += time.perf_counter() - start
 
 
 def _at(memory: Tensor, place: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from mizzen.comm import collectives, groups
 from mizzen.model.sketch import ParameterSketch
-from mizzen.offload.places import DEVICE, OffloadSettings, ParameterSettings
+from mizzen.offload.places import DEVICE
 from mizzen.offload.rest import RestingPlaces
 from mizzen.offload.shards import ShardPlaces, Shards
-from mizzen.parallel.zero.full.division import Division, Owners, Unit
+from mizzen.parallel.zero.full.division import FullHolding, Unit
 from mizzen.parallel.zero.full.init import BuiltShard, early_shard
-from mizzen.parallel.zero.full.quantized import Packed, Quantizing, gather_quantized, gather_rows, is_packed
+from mizzen.parallel.zero.full.quantized import Packed, gather_quantized, gather_rows, is_packed
 from mizzen.parallel.zero.full.sharded_parameter import (
     RECORD,
     ShardedParameter,
@@ -23,52 +23,14 @@ from mizzen.parallel.zero.full.sharded_parameter import (
     up,
     whole_view,
 )
-from mizzen.parallel.zero.full.share import Share, UnitSums
+from mizzen.parallel.zero.full.share import Share, UnitParameter, UnitSums
 from mizzen.parallel.zero.full.unit import LiveUnit, Message, UnitRanks
-from mizzen.parallel.zero.full.unit_parameter import UnitParameter
 from mizzen.parallel.zero.live import stepped_of
-from mizzen.parallel.zero.reduce import Reduction, torch_dtype
+from mizzen.parallel.zero.reduce import torch_dtype
 from mizzen.parallel.zero.stock import Stock
-from mizzen.precision.policy import Policy, wider
+from mizzen.precision.policy import wider
 
 Places = Mapping[int, Sequence[tuple[nn.Module, str]]]
-
-
-@dataclass(frozen=True, slots=True)
-class FullHolding:
-    """How units are held, as plain values of the plan."""
-
-    reduction: Reduction
-    """Over the ranks that share one copy."""
-    between: Reduction
-    """Over the copies, where there are several."""
-    policy: Policy
-    ahead: int = 1
-    """Elements that are gathered before they are needed, in whole units; 0 is none."""
-    weight: float = 1.0
-    """What makes of the mean over these ranks the mean that is asked for, which may be over more or fewer."""
-    gain: float = 1.0
-    quantizing: Quantizing = Quantizing()
-    owners: Owners = ()
-    """Who steps the parameters that their rule needs whole."""
-    offload: OffloadSettings = OffloadSettings()
-    nvme_bytes: int = 0
-    """Bytes of masters and states that are to rest on NVMe."""
-    stays: bool = False
-    """Whether units stay gathered while a batch goes through a pipeline."""
-    parameters: ParameterSettings = ParameterSettings()
-    shard_bytes: tuple[int, int] = (0, 0)
-    """Bytes of shards that are to rest on NVMe: of all of them, and of the largest that are brought together."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitSet:
-    """Units that the same ranks share."""
-
-    ranks: tuple[int, ...] | None
-    """These ranks, where they are some of the data-parallel ones, as those that hold the same experts are."""
-    division: Division
-    holding: FullHolding
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from mizzen.kernels.norm import are_finite, is_all_finite
 from mizzen.log import warn_once
 from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, explained, is_transformed, outside_transforms
 from mizzen.parallel.zero.full.sharded_parameter import gather_shards, rows_of, use_refusal
+from mizzen.parallel.zero.full.share import UnitParameter
 from mizzen.parallel.zero.full.unit import LiveUnit
-from mizzen.parallel.zero.full.unit_parameter import UnitParameter
 from mizzen.parallel.zero.reduce import Finish, Reducer, torch_dtype
 
 IN_FLIGHT: Final = 2

@@ -20,9 +20,8 @@ from mizzen.offload.rest import OnDevice
 from mizzen.optim.own_rules import Portion
 from mizzen.parallel.zero.full.division import Owners
 from mizzen.parallel.zero.full.sharded_parameter import joined, rows_of, shard_dim
-from mizzen.parallel.zero.full.share import Share
+from mizzen.parallel.zero.full.share import Share, UnitParameter
 from mizzen.parallel.zero.full.unit import LiveUnit
-from mizzen.parallel.zero.full.unit_parameter import UnitParameter
 from mizzen.plan.parts import Rest
 
 ROUND: Final = 1 << 24

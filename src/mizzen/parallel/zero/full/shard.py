@@ -13,9 +13,12 @@ from mizzen.errors import PlanError
 from mizzen.model.home import Site, classes, pieces_at
 from mizzen.model.sketch import Drafts, Sketch
 from mizzen.offload.places import ParameterSettings, refuse_in_backward, refuse_zenflow
-from mizzen.parallel.zero.full.assemble import FullHolding, UnitSet
-from mizzen.parallel.zero.full.division import Division, choose_owners, divide
-from mizzen.parallel.zero.full.price import (
+from mizzen.parallel.zero.full.division import (
+    Division,
+    FullHolding,
+    UnitSet,
+    choose_owners,
+    divide,
     gathered_bytes,
     place_shards,
     place_states,

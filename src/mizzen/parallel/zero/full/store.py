@@ -19,17 +19,16 @@ from mizzen.model.piece import Piece, piece_of_boxes
 from mizzen.offload.away import check_here
 from mizzen.offload.places import DEVICE
 from mizzen.optim.own_rules import Portion
-from mizzen.parallel.zero.full.assemble import FullHolding, UnitTiers, assemble
+from mizzen.parallel.zero.full.assemble import UnitTiers, assemble
 from mizzen.parallel.zero.full.calls import lead, let_go, watch_parts
-from mizzen.parallel.zero.full.division import Unit
+from mizzen.parallel.zero.full.division import FullHolding, Unit
 from mizzen.parallel.zero.full.gradients import UnitGradients, UseOutside
 from mizzen.parallel.zero.full.owned import Wholes
 from mizzen.parallel.zero.full.quantized import Packed, QuantizedReducer
 from mizzen.parallel.zero.full.runtime import Position, UnitRuntime, check_places, explained
 from mizzen.parallel.zero.full.sharded_parameter import RECORD, gather_shards, use_refusal
-from mizzen.parallel.zero.full.share import Share
+from mizzen.parallel.zero.full.share import Share, UnitParameter
 from mizzen.parallel.zero.full.unit import LiveUnit, ShareLot, UnitRanks
-from mizzen.parallel.zero.full.unit_parameter import UnitParameter
 from mizzen.parallel.zero.reduce import Reducer, torch_dtype
 from mizzen.parallel.zero.stock import Stock
 from mizzen.parallel.zero.store import part_for

@@ -20,8 +20,7 @@ from mizzen.offload.away import check_here
 from mizzen.offload.shards import Shards
 from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.sharded_parameter import joined
-from mizzen.parallel.zero.full.share import Share, UnitSums
-from mizzen.parallel.zero.full.unit_parameter import UnitParameter
+from mizzen.parallel.zero.full.share import Share, UnitParameter, UnitSums
 from mizzen.parallel.zero.reduce import Finish
 from mizzen.parallel.zero.stock import Stock
 from mizzen.plan.parts import Rest

@@ -6,7 +6,7 @@ import torch
 from mizzen.config.load import load
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
-from mizzen.parallel.zero.full.price import transient
+from mizzen.parallel.zero.full.division import transient
 from mizzen.parallel.zero.full.shard import FullChoice
 from mizzen.parallel.zero.full.sharded_parameter import MULTIPLE, record_of
 from mizzen.parallel.zero.full.store import FullStore
