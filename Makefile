@@ -58,8 +58,9 @@ demo: .venv/ready ## train a small language model on two ranks of this machine, 
 SHORT := tests/house tests/unit tests/ranks tests/parity tests/drop_in tests/device
 PYTEST = -m pytest -n $(JOBS) --dist loadgroup
 
+# .ci/run says what it has run already.
 test: .venv/ready ## the tests of every promise, in ten to twelve minutes on two cores; see docs/testing.md
-	$(BIN)/python $(PYTEST) $(or $(ARGS),$(SHORT))
+	$(BIN)/python $(PYTEST) $(or $(ARGS),$(filter-out $(PASSED),$(SHORT)))
 
 test-house: .venv/ready ## the architecture itself, in seconds
 	$(BIN)/python -m pytest -x tests/house
