@@ -144,7 +144,7 @@ class Communicator:
         if group is None:
             return None
         extras = extras or {}
-        if not extras.keys() <= Extras.__optional_keys__:
+        if extras and not extras.keys() <= Extras.__optional_keys__:
             unknown = min(extras.keys() - Extras.__optional_keys__)
             raise TypeError(f"{request.operation}() got an unexpected keyword argument {unknown!r}")
         for tensor in request.payload:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from mizzen.accelerator import Accelerator, Split, Timer
 from mizzen.progress import get_progress
@@ -23,10 +23,13 @@ class Phases:
         """Those that the device was not through with at the last read."""
         self._progress = get_progress()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Something is going on under this name."""
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Something is going on under this name, from now on."""
         self._progress.at(phase=name)
+        return nullcontext() if self._accelerator is None and not self._around else self._measured(name)
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
         with ExitStack() as stack:
             if self._accelerator is not None:
                 if name not in self._timers:

@@ -14,7 +14,9 @@ def change_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(inputs)({key: change_tensors(value, change) for key, value in inputs.items()})  # type: ignore[call-arg]
     if isinstance(inputs, tuple | list):
         changed = [change_tensors(value, change) for value in inputs]
-        return type(inputs)(*changed) if "_fields" in dir(inputs) else type(inputs)(changed)
+        kind = type(inputs)
+        is_named = kind not in (tuple, list) and "_fields" in dir(kind)
+        return kind(*changed) if is_named else kind(changed)
     return inputs
 
 

@@ -14,7 +14,7 @@ On a device the lead is a message of its own, to the host: nobody waits for the 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -74,7 +74,7 @@ class Link:
     def send(self, transfer: StageMessage, description: Description, tensors: Sequence[Tensor]) -> None:
         """Send an output to the stage of the next chunk."""
         edge = self._edge(transfer, is_sent=True)
-        size = size_of(description.tensors)
+        size = description.size
         if description == edge.description:
             self._start(transfer, self._envelope(transfer, (0, 0), size, tensors))
             return
@@ -144,22 +144,28 @@ class Link:
         if edge.posted is not None or not edge.waiting:
             return
         transfer = edge.posted = edge.waiting.popleft()
-        whole = self._empty((LEAD if self._is_on_host else 0) + edge.size)
-        lead = whole[:LEAD] if self._is_on_host else torch.empty(LEAD, dtype=torch.uint8)
-        data = whole[LEAD:] if self._is_on_host else whole
-        messages = list(self._parts(transfer, lead, whole, is_sent=False))
+        whole, lead, data = self._room(edge.size)
+        messages = self._parts(transfer, lead, whole, is_sent=False)
         self._receipts[transfer] = Receipt(self._exchange(transfer, messages), data, lead)
 
     def _envelope(
         self, transfer: StageMessage, lead: tuple[int, int], size: int, tensors: Sequence[Tensor]
     ) -> list[PeerMessage]:
         """A lead with tensors, or with nothing, in a message of the size that the receiver expects."""
-        whole = self._empty((LEAD if self._is_on_host else 0) + size)
-        numbers = torch.tensor([*lead, *[0] * (LEAD // 8 - 2)], dtype=torch.int64).view(torch.uint8)
-        if self._is_on_host:
-            whole[:LEAD].copy_(numbers)
-        pack(tensors, whole[LEAD:] if self._is_on_host else whole)
-        return list(self._parts(transfer, numbers, whole, is_sent=True))
+        whole, numbers, data = self._room(size)
+        numbers.zero_()
+        if any(lead):
+            numbers.view(torch.int64)[:2] = torch.tensor(lead)
+        pack(tensors, data)
+        return self._parts(transfer, numbers, whole, is_sent=True)
+
+    def _room(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for a lead and so many bytes, on the host in one; with it the lead and the bytes alone."""
+        if not self._is_on_host:
+            whole = self._empty(size)
+            return whole, torch.empty(LEAD, dtype=torch.uint8), whole
+        whole = self._empty(LEAD + size)
+        return whole, whole[:LEAD], whole[LEAD:]
 
     def _bytes(self, gradients: Sequence[Tensor]) -> Tensor:
         """Gradients, which nobody else has, as bytes: the memory of a single one, or a copy."""
@@ -170,11 +176,9 @@ class Link:
         pack(gradients, whole)
         return whole
 
-    def _parts(self, transfer: StageMessage, lead: Tensor, whole: Tensor, *, is_sent: bool) -> Iterator[PeerMessage]:
-        if not self._is_on_host:
-            yield self._message(transfer, lead, 0, is_sent=is_sent)
-        if whole.numel():
-            yield self._message(transfer, whole, 1, is_sent=is_sent)
+    def _parts(self, transfer: StageMessage, lead: Tensor, whole: Tensor, *, is_sent: bool) -> list[PeerMessage]:
+        tensors = [(whole, 1)] if self._is_on_host else [(lead, 0), (whole, 1)]
+        return [self._message(transfer, each, kind, is_sent=is_sent) for each, kind in tensors if each.numel()]
 
     def _message(self, transfer: StageMessage, data: Tensor, kind: int, *, is_sent: bool) -> PeerMessage:
         is_gradient = transfer.payload == "gradient"
@@ -189,8 +193,10 @@ class Link:
 
     def _exchange(self, transfer: StageMessage, messages: Sequence[PeerMessage]) -> list[Work]:
         """Start messages: those of the host and those of the device apart."""
-        kinds = dict.fromkeys(message.tensor.device.type for message in messages)
-        alike = ([message for message in messages if message.tensor.device.type == kind] for kind in kinds)
+        alike: Iterable[Sequence[PeerMessage]] = (messages,)
+        if not self._is_on_host:
+            kinds = dict.fromkeys(message.tensor.device.type for message in messages)
+            alike = ([message for message in messages if message.tensor.device.type == kind] for kind in kinds)
         works = [exchange(each, self._group, what=str(transfer)) for each in alike]
         return [work for work in works if work is not None]
 

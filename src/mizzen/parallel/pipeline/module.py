@@ -244,11 +244,11 @@ class LayeredModule(nn.Module):
         return inputs
 
     def _layer(self, number: int) -> Callable[[Any], Any]:
-        path = self.layer_list.layers[number].path
+        path, spec = self.layer_list.layers[number].path, self.specs[number]
         if not path:
-            function: Callable[[Any], Any] = self.specs[number]
+            function: Callable[[Any], Any] = spec
             return function
-        module, spec = self.get_submodule(path), self.specs[number]
+        module = self._modules.get(path) or self.get_submodule(path)
         if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
             return partial(spec.forward_fn, module)
         return module

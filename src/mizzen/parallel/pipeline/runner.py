@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 
 from mizzen.comm.mesh import Mesh
 from mizzen.errors import UsageError
@@ -53,22 +52,6 @@ class Kept:
     description: Description | None
     """Of the output; None on the last chunk."""
     split: SplitBackward | None = None
-
-
-class Enter(Function):
-    """An input as a layer may change it in place: it is no view of what the gradient is asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Its memory under another name."""
-        return tensor.new_empty(0).set_(
-            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """As it comes."""
-        return gradients[0]
 
 
 class Pipelined:
@@ -186,18 +169,17 @@ class BatchRun:
 
     def do(self, action: Action) -> None:
         """One action of the row."""
-        match action:
-            case Receive(message=transfer):
-                self._post(transfer)
-            case Instruction(kind=kind, chunk=chunk, micro=micro) if kind is FORWARD:
-                self._forward(chunk, micro, action)
-                self._post_owed()
-            case Instruction(kind=kind, chunk=chunk, micro=micro) if kind is BACKWARD_WEIGHT:
-                self._backward_weights(chunk, micro)
-            case Instruction(chunk=chunk, micro=micro):
-                self._backward(chunk, micro, action)
-            case Send():
-                pass  # each instruction sends what it has made as soon as it has it
+        if isinstance(action, Receive):
+            self._post(action.message)
+        elif isinstance(action, Send):
+            pass  # each instruction sends what it has made as soon as it has it
+        elif action.kind is FORWARD:
+            self._forward(action.chunk, action.micro, action)
+            self._post_owed()
+        elif action.kind is BACKWARD_WEIGHT:
+            self._backward_weights(action.chunk, action.micro)
+        else:
+            self._backward(action.chunk, action.micro, action)
 
     def _post(self, transfer: StageMessage) -> None:
         if transfer.payload == "activation":
@@ -336,7 +318,8 @@ class BatchRun:
 
 
 def _entered(leaf: Tensor) -> Tensor:
-    found: Tensor = Enter.apply(leaf)  # type: ignore[no-untyped-call]
+    """The memory of an input as a layer may change it in place: to autograd it is no view of the input."""
+    found: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
     return found
 
 

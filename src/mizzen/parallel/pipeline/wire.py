@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import torch
@@ -17,9 +18,11 @@ from mizzen.errors import UsageError
 
 ALIGNED: Final = 64
 """Tensors begin at multiples of so many bytes, as torch lets them: arithmetic on others is slower."""
+ALONE: Final = '{"tensor": 0}'
+"""The structure of a tensor that is not in anything."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorFacts:
     """One tensor of a structure."""
 
@@ -27,19 +30,19 @@ class TensorFacts:
     dtype: str
     needs_gradient: bool
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         """The dtype itself."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Its size on the way."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Description:
     """A structure without its tensors; equal ones are packed alike."""
 
@@ -47,10 +50,20 @@ class Description:
     """The structure as JSON, tensors by their number."""
     tensors: tuple[TensorFacts, ...]
 
-    @property
+    @cached_property
     def gradients(self) -> tuple[TensorFacts, ...]:
         """The tensors whose gradient comes back."""
         return tuple(facts for facts in self.tensors if facts.needs_gradient)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of all of its tensors."""
+        return size_of(self.tensors)
+
+    @cached_property
+    def structure(self) -> Any:
+        """The tree itself."""
+        return json.loads(self.tree)
 
     def encode(self) -> bytes:
         """This as bytes."""
@@ -65,17 +78,22 @@ class Description:
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The structure with these tensors in it."""
-        return _built(json.loads(self.tree), tensors)
+        return _built(self.structure, tensors)
 
 
 def describe(structure: Any) -> tuple[Description, list[Tensor]]:
     """What a structure is, and its tensors in order."""
     tensors: list[Tensor] = []
-    tree = json.dumps(_tree(structure, tensors))
-    facts = (
-        TensorFacts(tuple(each.shape), str(each.dtype).removeprefix("torch."), each.requires_grad) for each in tensors
-    )
-    return Description(tree, tuple(facts)), tensors
+    tree = _tree(structure, tensors)
+    text = ALONE if tensors and structure is tensors[0] else json.dumps(tree)
+    return _description(text, tuple([(each.shape, each.dtype, each.requires_grad) for each in tensors])), tensors
+
+
+@lru_cache(maxsize=256)
+def _description(tree: str, rows: Sequence[tuple[torch.Size, torch.dtype, bool]]) -> Description:
+    """One for each structure: what follows from it is found out once."""
+    facts = (TensorFacts(tuple(shape), str(dtype).removeprefix("torch."), needs) for shape, dtype, needs in rows)
+    return Description(tree, tuple(facts))
 
 
 def _tree(value: Any, tensors: list[Tensor]) -> Any:
