@@ -321,12 +321,12 @@ def exchange(
     if not messages:
         return None
     ends = {(message.is_sent, message.peer): None for message in messages}
-    peers = tuple(dict.fromkeys(peer for _, peer in ends))
-    detail = " and ".join(f"{'to' if is_sent else 'from'} rank {peer}" for is_sent, peer in ends)
+    peers = tuple({peer: None for _, peer in ends})
+    detail = " and ".join([f"to rank {peer}" if is_sent else f"from rank {peer}" for is_sent, peer in ends])
     request = Request(
         MESSAGES,
         (tuple(messages),),
-        payload=tuple(message.tensor for message in messages),
+        payload=[message.tensor for message in messages],
         peers=peers,
         detail=f"{detail}, {what}" if what else detail,
     )

@@ -177,7 +177,7 @@ class Communicator:
 
     def _timing(self, request: Request, group: Group, extras: LogExtras) -> Timing | None:
         log: CommLog | None = AMBIENT.comm_log
-        if log is None:
+        if log is None or not log.settings.enabled:
             return None
         name = log.name_for(
             request.operation,

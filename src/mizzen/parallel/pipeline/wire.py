@@ -145,7 +145,8 @@ def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
     for tensor in tensors:
         count = tensor.numel() * tensor.dtype.itemsize
         if count:
-            into[place : place + count].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            part = into if count == into.numel() else into[place : place + count]
+            part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         place += up(count)
 
 
@@ -153,6 +154,7 @@ def unpack(facts: Sequence[TensorFacts], data: Tensor) -> list[Tensor]:
     """The tensors that lie in bytes, where they lie."""
     found, place = [], 0
     for each in facts:
-        found.append(data[place : place + each.nbytes].view(each.torch_dtype).view(each.shape))
+        part = data if each.nbytes == data.numel() else data[place : place + each.nbytes]
+        found.append(part.view(each.torch_dtype).view(each.shape))
         place += up(each.nbytes)
     return found

@@ -151,7 +151,8 @@ class LiveBucket:
         """Add gradients to their places, and multiply all that is in the bucket by a factor."""
         whole = self.open() if self.whole is None else self.whole
         check_here(whole, "the gradient of this step so far")
-        if len(self.empty) < len(self.views):
+        is_first = factor == 1 and gradients.keys() <= self.empty
+        if not is_first and len(self.empty) < len(self.views):
             gradients = self._add(gradients, factor)
         self._fill(gradients, factor)
         self.empty.difference_update(gradients)
