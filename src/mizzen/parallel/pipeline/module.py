@@ -248,7 +248,7 @@ class LayeredModule(nn.Module):
         if not path:
             function: Callable[[Any], Any] = spec
             return function
-        module = self._modules.get(path) or self.get_submodule(path)
+        module: nn.Module = self.get_submodule(path) if "." in path else getattr(self, path)
         if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
             return partial(spec.forward_fn, module)
         return module
