@@ -159,6 +159,7 @@ def test_another_package_of_that_name_is_left_alone_unless_told(environment):
     environment.run("mizzen", "compat", "remove")
 
 
+@pytest.mark.wide
 def test_a_folder_without_a_record_is_left_alone(environment):
     folder = environment.packages / "deepspeed"
     folder.mkdir()
@@ -166,6 +167,7 @@ def test_a_folder_without_a_record_is_left_alone(environment):
     folder.rmdir()
 
 
+@pytest.mark.wide  # tests/unit/launcher/test_launch.py has the path that such a job gets
 def test_a_job_alone_finds_it(environment, tmp_path):
     environment.pretend("0.19.8")  # also where the real one is installed
     (tmp_path / "script.py").write_text(SEEN)
