@@ -29,11 +29,9 @@ def batches() -> DataLoader:
 
 
 def from_file(folder: Path, stage: int) -> DeepSpeedPlugin:
-    config = configuration(stage)
-    path = folder / f"stage-{stage}.json"
-    if os.environ["RANK"] == "0":
-        path.write_text(json.dumps(config))
-    return DeepSpeedPlugin(hf_ds_config=config if not path.exists() else str(path), gradient_clipping=CLIP)
+    path = folder / f"stage-{stage}-{os.environ['RANK']}.json"
+    path.write_text(json.dumps(configuration(stage)))
+    return DeepSpeedPlugin(hf_ds_config=str(path), gradient_clipping=CLIP)
 
 
 def from_arguments(stage: int, *, shards_early: bool = False) -> DeepSpeedPlugin:
