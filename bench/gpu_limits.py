@@ -26,6 +26,7 @@ from bench.gpu_offload import LARGE
 from bench.llama import Size, build
 from bench.record import table
 from bench.systems import DECAY, MAX_NORM, RATE
+from mizzen.accelerator.host import capacity, resident
 
 GIB: Final = 1 << 30
 LARGEST: Final = Size(hidden=5120, layers=40, feed=13824, heads=40, groups=40, samples=4)
@@ -189,20 +190,15 @@ def where_bytes_rest(engine: Any, size: Size) -> str:
         for lot in store.contents.lots:
             found[lot.rest.place] += 12 * sum(tensor.numel() for tensor in lot.tensors)
     torch.cuda.synchronize()
+    used = resident().allocated
     rows = [(f"masters and moments: {place}", f"{count / GIB:.1f}") for place, count in found.items()]
     rows += [
         ("device after a step", f"{torch.cuda.memory_allocated() / GIB:.1f}"),
         ("device at most", f"{torch.cuda.max_memory_allocated() / GIB:.1f}"),
-        ("host memory of the process", f"{resident() / GIB:.1f}"),
-        ("bytes of it for each parameter", f"{resident() / size.parameters:.1f}"),
+        ("host memory of the process", f"{used / GIB:.1f}"),
+        ("bytes of it for each parameter", f"{used / size.parameters:.1f}"),
     ]
     return table(["what", "GiB"], rows)
-
-
-def resident() -> int:
-    """Host memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def guard_host_memory() -> None:
@@ -210,19 +206,14 @@ def guard_host_memory() -> None:
 
     def watch() -> None:
         start = time.perf_counter()
-        while (free := available()) > SPARE:
+        while (free := capacity().available) > SPARE:
             time.sleep(0.2)
         seconds = time.perf_counter() - start
-        say(f"ended after {seconds:.0f} s: {resident() / GIB:.1f} GiB of host memory in use, {free / GIB:.1f} GiB left")
+        used = resident().allocated
+        say(f"ended after {seconds:.0f} s: {used / GIB:.1f} GiB of host memory in use, {free / GIB:.1f} GiB left")
         os._exit(3)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def available() -> int:
-    """Host memory that nobody uses."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
 
 
 def say(words: str) -> None:

@@ -197,7 +197,7 @@ def _recorded(config: Config, needs: Needs, free: FreeBytes, world: World) -> di
     before = _budgets_in(facts)
     if before is None or facts.get("layout") != dict(zip(AXES, needs.layout.shape, strict=True)):
         return None
-    room = replace(free, device=free.device - needs.device, host=needs.host_room(free.host) + needs.shards)
+    room = replace(free, device=needs.device_room(free.device), host=needs.host_room(free.host) + needs.shards)
     beside = {"host": needs.shards}
     short = [
         f"{field.name} {byte_size(size)}, where {byte_size(left)} is free"

@@ -370,7 +370,7 @@ class OnHost(InMemory):
     def wait(self) -> Mapping[str, float]:
         """What was stepped on the device comes here beside the next forward.
 
-        Where states come in after a backward, both ways at once would be slower, and the way out is free later.
+        Where parameters are fetched it leaves the device from now on, and not before: their new values leave first.
         """
         self._is_coming = False
         self.tier.paced.begin()

@@ -80,9 +80,9 @@ def build_optimizer(
     check_values("optimizer", kind, given)
     if device_type in _FUSED.get(kind, ()) and not given.keys() & {"fused", "foreach", "differentiable"}:
         # A parameter on the meta device is stepped by masters that have values; Adagrad makes its states here and now.
-        has_values = kind is Adagrad
+        needs_values = kind is Adagrad
         given["fused"] = all(
-            p.is_floating_point() and not (has_values and p.is_meta) for group in groups for p in group["params"]
+            p.is_floating_point() and not (needs_values and p.is_meta) for group in groups for p in group["params"]
         )
     try:
         return kind([dict(group) for group in groups], **given)

@@ -61,11 +61,13 @@ CASES = {
     "2 fp32 streamed": (2, "fp32", 2, STREAMED, CPU, False),
     "2 fp16 half streamed": (2, "fp16", 2, HALF, CPU, False),
     "2 bf16 streamed with room": (2, "bf16", 1, STREAMED, CPU, True),
+    "2 bf16 parameters streamed with room": (2, "bf16", 1, STREAMED, CPU | {"offload_param": HOST}, True),
+    "2 fp16 parameters half streamed": (2, "fp16", 2, HALF, CPU | {"offload_param": HOST}, False),
     "2 low": (2, "low", 2, {}, CPU | {"offload_param": HOST}, False),
     "4 copies": (4, "fp32", 2, {}, CPU | {"mics_shard_size": 2}, False),
     "4 copies with room": (4, "bf16", 1, {}, CPU | {"mics_shard_size": 2}, True),
 }
-SHORT = ("2 bf16 several", "1 fp16 parameters", "2 fp16 half streamed")
+SHORT = ("2 bf16 several", "1 fp16 parameters", "2 fp16 half streamed", "2 bf16 parameters streamed with room")
 
 
 @pytest.mark.parametrize("name", choice(CASES, SHORT))
