@@ -23,10 +23,10 @@ SHOWN: Final = 6
 """How many differences are told."""
 
 
-def compare(fields: Mapping[str, str], group: Any = None, layout: Layout | None = None) -> None:
+def compare(fields: Mapping[str, Any], group: Any = None, layout: Layout | None = None) -> None:
     """Raise a CommError on every rank of the group unless all have the same fields. Every rank of it calls this.
 
-    With a layout ranks are named with their roles.
+    Fields are what JSON has, and may be nested. With a layout ranks are named with their roles.
     """
     ranks, device = get_all_ranks_from_group(group), exchange_device(group)
 
@@ -35,9 +35,9 @@ def compare(fields: Mapping[str, str], group: Any = None, layout: Layout | None 
         all_gather_into_tensor(rows.view(-1), row.to(device), group=group)
         return rows
 
-    texts, _ = differing_texts(json.dumps(dict(sorted(fields.items()))), gather)
+    texts, _ = differing_texts(json.dumps(fields, sort_keys=True), gather)
     if texts:
-        raise CommError(explain([(ranks[place], json.loads(text)) for place, text in texts.items()], layout))
+        raise CommError(explain([(ranks[place], flatten(json.loads(text))) for place, text in texts.items()], layout))
 
 
 def explain(ranks: Sequence[tuple[int, Mapping[str, str]]], layout: Layout | None = None) -> str:

@@ -82,7 +82,8 @@ class Mesh:
     """The second view, whose axes are `layout.expert_axes`."""
     rank: int
     aside: Aside
-    _meshes: Mapping[tuple[str, ...], DeviceMesh] = field(repr=False, compare=False)
+    _meshes: dict[tuple[str, ...], DeviceMesh | Callable[[], DeviceMesh]] = field(repr=False, compare=False)
+    """By axes; what takes no group to make is made when it is first asked for."""
     _groups: Mapping[tuple[int, ...], ProcessGroup] = field(repr=False, compare=False, default_factory=dict)
     """Every group that this rank belongs to, by its ranks."""
 
@@ -141,7 +142,10 @@ class Mesh:
                 f"there is no group for {' * '.join(names)}: groups are formed when the mesh is built, for every axis "
                 f"and for {known}; a further one has to be added to PRODUCTS in comm/mesh.py"
             )
-        return self._meshes[key]
+        found = self._meshes[key]
+        if not isinstance(found, DeviceMesh):
+            found = self._meshes[key] = found()
+        return found
 
     def group(self, *names: str) -> ProcessGroup:
         """The process group of the same ranks."""
@@ -171,7 +175,7 @@ class Mesh:
         """The names of the groups of several ranks, with the axes that they are; the fewest where they are the same."""
         titles: dict[str, str] = {}
         for axes in sorted(self._meshes, key=len):
-            group = current().backend.group(self._meshes[axes].get_group())
+            group = current().backend.group(self.group(*axes))
             if group is not None and len(group.ranks) > 1:
                 titles.setdefault(group.name, "_".join(axes))
         return titles
@@ -239,7 +243,7 @@ class _Builder:
     rank: int
     timeout: timedelta
     groups: dict[Partition, ProcessGroup] = field(default_factory=dict)
-    meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+    meshes: dict[tuple[str, ...], DeviceMesh | Callable[[], DeviceMesh]] = field(default_factory=dict)
 
     def view(self, axes: tuple[str, ...], shape: tuple[int, ...], products: tuple[tuple[str, ...], ...]) -> DeviceMesh:
         """All ranks, with named axes; they and their products are put among the meshes."""
@@ -247,7 +251,7 @@ class _Builder:
         groups = [self._group(name) for name in axes]
         view = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
         for name in axes:
-            self.meshes.setdefault((name,), view[name])
+            self.meshes.setdefault((name,), partial(view.__getitem__, name))
         for product in products:
             key = _key(self.layout, product)
             if key not in self.meshes:

@@ -362,6 +362,18 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def as_json(config: Config) -> str:
+    """The configuration as a text, the same for equal ones."""
+    return json.dumps(config, default=_opened, sort_keys=True)
+
+
+def _opened(value: Any) -> Any:
+    """What JSON does not have itself, by one level."""
+    if isinstance(value, Section | Mapping):
+        return dict(_children(value))
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+
+
 def display(value: Any) -> str:
     """The value for people: as in JSON, but numbers above 1,000 in scientific notation, with every digit."""
     match plain(value):

@@ -1,7 +1,9 @@
 """What happens to a model before its plan is applied: it moves to the device, and every rank gets rank 0's values."""
 
+import json
 import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -11,12 +13,12 @@ from torch.optim import Optimizer
 
 from mizzen.accelerator import get_accelerator
 from mizzen.comm import collectives, groups
-from mizzen.comm.fingerprint import compare, flatten, sum_of_bits
+from mizzen.comm.fingerprint import compare, sum_of_bits
 from mizzen.comm.mesh import Mesh
 from mizzen.config.layout import Layout
 from mizzen.config.optimizer import UNBUILT
 from mizzen.config.resolve import check_filled_in
-from mizzen.config.schema import Config, plain
+from mizzen.config.schema import Config, as_json
 from mizzen.data.loader import LoaderFactory
 from mizzen.engine.meta_weights import fill_from_files
 from mizzen.engine.randomness import RandomStream
@@ -101,10 +103,9 @@ def compare_plans(plan: Plan) -> None:
         warn_once(note)
     if plan.resolved.layout.world == 1:
         return
-    config = plan.resolved.config
     compare(
         {
-            **flatten(plain(config)),
+            **json.loads(as_json(plan.resolved.config)),
             "model": plan.sketch.fingerprint(),
             "mizzen": version_of("mizzen"),
             "torch": torch.__version__,
@@ -114,6 +115,7 @@ def compare_plans(plan: Plan) -> None:
     )
 
 
+@cache
 def version_of(package: str) -> str:
     """The version of an installed package."""
     try:

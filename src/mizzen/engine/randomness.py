@@ -31,8 +31,12 @@ class RandomStream:
 
     def restart(self, seed: int, *steps: int) -> None:
         """Begin where the seed, this rank's place and further numbers say."""
+        mixed = _mixed(seed, [*self._place, *steps])
+        if get_accelerator().shares_host_memory:  # torch would note the seed for every kind of device that may come
+            self._state = torch.Generator().manual_seed(mixed).get_state(), None
+            return
         kept = _capture()
-        torch.manual_seed(_mixed(seed, [*self._place, *steps]))
+        torch.manual_seed(mixed)
         self._state = _capture()
         _restore(kept)
 

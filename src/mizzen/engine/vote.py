@@ -249,16 +249,24 @@ class Vote:
     def start(self, mine: StepSums, terms: StepTerms) -> PendingDecision:
         """Add up what all ranks say: the one reduction of a step. Numbers get to the device without a copy."""
         guess = Seen.of(mine) if self.role.has_losses else self._last
-        values = [
-            value.detach().to(self.device, torch.float64)
-            if isinstance(value, Tensor)
-            else torch.full((), value or 0, dtype=torch.float64, device=self.device)
-            for value in mine
-        ]
-        sums = torch.stack(values)
+        sums = self._on_device(mine)
         if self.group is not None:
             collectives.all_reduce(sums, group=self.group)
         return PendingDecision(StepSums(*sums.unbind()), guess, terms)
+
+    def _on_device(self, mine: StepSums) -> Tensor:
+        """What a rank says, as one tensor: from numbers on a CPU, and on a device from tensors, without a wait."""
+        numbers = [value.detach() if isinstance(value, Tensor) else float(value or 0) for value in mine]
+        if self.device.type == "cpu":
+            return torch.tensor([float(value) for value in numbers], dtype=torch.float64)
+        return torch.stack(
+            [
+                value.to(self.device, torch.float64)
+                if isinstance(value, Tensor)
+                else torch.full((), value, dtype=torch.float64, device=self.device)
+                for value in numbers
+            ]
+        )
 
     def remember(self, decision: Decision) -> None:
         """Remember for the next step what was seen in this one."""
