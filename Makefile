@@ -71,7 +71,7 @@ test-all: ## test, and all there is beyond it: what `.ci/run` has after lint and
 test-examples: .venv/ready ## the examples, and the code of the documents that they belong to
 	BREADTH=all $(BIN)/python $(PYTEST) tests/examples
 
-test-rest: .venv/ready ## what test leaves out, and of a cross every value once more; FULL=1 for every combination
+test-rest: .venv/ready ## what test leaves out, and of parity every value once more; FULL=1 for every combination
 	BREADTH=rest $(BIN)/python $(PYTEST) $(SHORT)
 
 test-mutants: .venv/ready ## break a dozen lines of the core, one by one, and see the tests of `make test` notice

@@ -2,10 +2,10 @@
 
 Tests are written in full. Two things put a case into the rest: the marker `wide` on a test or on a value, for what
 tells more of a promise that a shorter test keeps as well; and a cross of several `parametrize` in a ring where a case
-is dear, or of a test that is marked so, of which the short choice has every value of every axis once, the rest every
-value once more, and only FULL=1 every combination. BREADTH is `short` (as without it), `rest` or `all`. FULL=1 also
-makes lists longer where a test has more values than any change should wait for, and implies `all` where nothing else
-is asked for.
+is dear, or of a test that is marked so, of which the short choice has every value of every axis once, and only FULL=1
+every combination; in `parity`, the rest has every value once more. BREADTH is `short` (as without it), `rest` or `all`.
+FULL=1 also makes lists longer where a test has more values than any change should wait for, and implies `all` where
+nothing else is asked for.
 """
 
 import os
@@ -22,6 +22,8 @@ BREADTH: Final = os.environ.get("BREADTH") or ("all" if FULL else "short")
 TESTS: Final = Path(__file__).parent
 DEAR: Final = {"ranks", "parity", "examples"}
 """Rings in which a case costs a second or so, and crosses are cut."""
+TWICE: Final = {"parity"}
+"""Those of them in which the rest has every value of a cross once more."""
 
 
 def choice(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
@@ -83,7 +85,7 @@ def _parted(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
     for item in items:
         is_wide = item.get_closest_marker("wide") is not None
         axes = list(item.iter_markers("parametrize"))
-        is_dear = item.path.relative_to(TESTS).parts[0] in DEAR or item.get_closest_marker("dear")
+        is_dear = _ring(item) in DEAR or item.get_closest_marker("dear")
         if len(axes) < 2 or not is_dear or item.get_closest_marker("crossed"):
             parts[is_wide].append(item)
             continue
@@ -92,9 +94,13 @@ def _parted(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
     for (_, is_wide), rows in crosses.items():
         once = covering(list(rows), 1)
         parts[is_wide] += [rows[row] for row in once]
-        if not is_wide:
+        if not is_wide and _ring(next(iter(rows.values()))) in TWICE:
             parts[True] += [rows[row] for row in covering([row for row in rows if row not in once], 1)]
     return parts[False], parts[True]
+
+
+def _ring(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]
 
 
 def _names(mark: pytest.Mark) -> list[str]:

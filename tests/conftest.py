@@ -6,19 +6,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 import breadth
 from groups import stays_with
-from pool import Pool, World
+from pool import Origin, Pool, World
 
 if find_spec("hypothesis"):  # the clients' environment has none
     from hypothesis import settings
 
     # Property tests have a budget and no clock, and find today what they found yesterday.
-    count = 50 if breadth.BREADTH == "short" else 100
+    count = 30 if breadth.BREADTH == "short" else 100
     settings.register_profile("fixed", deadline=None, derandomize=True, database=None, max_examples=count)
     settings.load_profile("fixed")
 
@@ -30,6 +30,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch asks for the name of every peer that it connects to, also on this host, to have it in its logs. A name server
 # that lets a question drop would cost five seconds each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+ORIGIN: Final = pytest.StashKey[Origin]()
+MODULES: Final = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist is not everywhere
+def pytest_configure_node(node: Any) -> None:
+    """The workers share what they fork ranks from, and it imports torch while they look for tests.
+
+    The clients have no use for it.
+    """
+    if os.environ.get("CLIENTS"):
+        return
+    if ORIGIN not in node.config.stash:
+        node.config.stash[ORIGIN] = Origin()
+    node.workerinput["origin"] = node.config.stash[ORIGIN].address
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """When the workers are gone."""
+    if ORIGIN in config.stash:
+        config.stash[ORIGIN].close()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,9 +67,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was found and imported stays to the end: no collection of garbage need look through it."""
+    _keep(session.config)
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Nor through a large package that a test has imported."""
+    if len(sys.modules) > item.config.stash[MODULES] + 100:
+        _keep(item.config)
+
+
+def _keep(config: pytest.Config) -> None:
     gc.collect()
     gc.freeze()
-    gc.enable()
+    config.stash[MODULES] = len(sys.modules)
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist is not everywhere
@@ -67,9 +102,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
     """The process that ranks are forked from; it starts when the first rank is asked for."""
-    pool = Pool()
+    pool = Pool(origin=getattr(pytestconfig, "workerinput", {}).get("origin"))
     yield pool
     pool.close()
 

@@ -6,13 +6,18 @@ This is the side of the tests; the ranks and the process they are forked from ar
 """
 
 import os
+import select
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from zygote import Job, Outcome, Program, pack, unpack
 
@@ -29,23 +34,79 @@ class RankFailed(AssertionError):
         self.outcomes = tuple(outcomes)
 
 
+def _launch(
+    call: str, environment: Mapping[str, str], descriptors: Sequence[int], stream: IO[bytes] | None = None
+) -> "subprocess.Popen[bytes]":
+    """A process that makes this call of `zygote.py`, with these files open."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import zygote; zygote.{call}"
+    # The numeric libraries read their thread counts when they are loaded; a zygote must not have threads.
+    given = dict(environment, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    # Whoever asks CUDA itself whether there is a device can fork no rank that uses one.
+    given["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        env=given,
+        stdout=stream,
+        stderr=stream,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+
+
+def _log(address: str) -> Path:
+    """Where an `Origin` and its zygotes write."""
+    return Path(address).with_name("log")
+
+
+class Origin:
+    """One process that imports what all zygotes need, and forks one for each `Pool` that is given its `address`.
+
+    It begins to import at once. A pool that asks before it is done waits; it ends with whoever has made it.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp()  # for this user alone
+        self.address = f"{self._folder}/zygotes"
+        self._life, theirs = Pipe()
+        with socket.socket(socket.AF_UNIX) as door, _log(self.address).open("wb") as stream:
+            door.bind(self.address)
+            door.listen()
+            files = (door.fileno(), theirs.fileno())
+            self._process = _launch(f"serve_all({files[0]}, {files[1]}, {sys.path!r})", os.environ, files, stream)
+        theirs.close()
+
+    def close(self) -> None:
+        """End it, and with it what is left of the zygotes."""
+        self._life.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 class Pool:
     """One zygote for as many jobs as come, one after the other. It starts with the first and again after a mishap.
 
-    It imports `more` than every zygote does, in the environment and with the search path that are given here.
+    It imports `more` than every zygote does, in the environment and with the search path that are given here. With the
+    address of an `Origin` it is a fork of that, if that is still there.
     """
 
     def __init__(
-        self, more: Sequence[str] = (), *, env: Mapping[str, str] | None = None, search: Sequence[str] = ()
+        self,
+        more: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        search: Sequence[str] = (),
+        origin: str | None = None,
     ) -> None:
-        self._more, self._env, self._search = tuple(more), env, list(search)
+        self._more, self._env, self._search, self._origin = tuple(more), env, list(search), origin
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Connection | None = None
-
-    @property
-    def pid(self) -> int | None:
+        self.pid: int | None = None
         """The zygote's process id, while there is one."""
-        return self._process.pid if self._process else None
 
     def submit(self, job: Job | Program) -> Any:
         """Run a job or a program, and give its `Outcome`s or how it `Ended`.
@@ -59,7 +120,8 @@ class Pool:
         except BaseException as error:
             self.close()
             if isinstance(error, EOFError | ConnectionError):
-                raise RuntimeError("the process that ranks are forked from has died; its stderr says why") from error
+                said = _log(self._origin).read_text(errors="replace")[-4000:] if self._origin else "its stderr says why"
+                raise RuntimeError(f"the process that ranks are forked from has died; {said}") from error
             raise
 
     def python(
@@ -81,30 +143,32 @@ class Pool:
         return subprocess.CompletedProcess(line, ended.code, ended.out, ended.err)
 
     def _start(self) -> Connection:
+        self._wire = self._forked() or self._launched()
+        self.pid = self._wire.recv()
+        return self._wire
+
+    def _forked(self) -> Connection | None:
+        if self._origin is None:
+            return None
+        with socket.socket(socket.AF_UNIX) as door:
+            try:
+                door.connect(self._origin)
+            except OSError:  # somebody has killed it
+                return None
+            return Connection(door.detach())
+
+    def _launched(self) -> Connection:
         ours, theirs = Pipe()
-        here = str(Path(__file__).parent)
-        words = f"{theirs.fileno()}, {[*self._search, *sys.path]!r}, {self._more!r}"
-        code = f"import sys; sys.path.insert(0, {here!r}); import zygote; zygote.serve({words})"
-        # The numeric libraries read their thread counts when they are loaded; a zygote must not have threads.
-        given = os.environ if self._env is None else self._env
-        environment = dict(given, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-        # Whoever asks CUDA itself whether there is a device can fork no rank that uses one.
-        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
+        call = f"serve({theirs.fileno()}, {[*self._search, *sys.path]!r}, {self._more!r})"
+        self._process = _launch(call, os.environ if self._env is None else self._env, [theirs.fileno()])
         theirs.close()
-        self._wire = ours
         return ours
 
     def close(self) -> None:
         """End the zygote: it takes its ranks along when its connection closes."""
-        wire, process = self._wire, self._process
-        self._wire = self._process = None
+        wire, process, pid = self._wire, self._process, self.pid
+        self._wire = self._process = self.pid = None
+        watched = _watched(pid) if pid is not None and process is None else None
         if wire is not None:
             wire.close()
         if process is not None:
@@ -113,6 +177,19 @@ class Pool:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if watched is not None:  # a child of another process
+            if not select.select([watched], [], [], 5)[0]:
+                signal.pidfd_send_signal(watched, signal.SIGKILL)
+                select.select([watched], [], [])
+            os.close(watched)
+
+
+def _watched(pid: int) -> int | None:
+    """A file that can be read when the process has ended, or none where it has."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

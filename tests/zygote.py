@@ -1,9 +1,10 @@
 """The process that ranks and Python programs of tests are forked from. `pool.py` starts it and speaks to it.
 
 It imports torch once and never runs an operation (a child forked after a backward hangs in its own backward), so a
-fork of it is a fresh rank within milliseconds. It forks the ranks of one job, watches them, and reports one `Outcome`
-per rank. A rank that is done keeps still until all are done, so that nobody meets a closed connection because of
-another's success; a rank that fails leaves at once, as in life. In the end every rank and what it started is killed.
+fork of it is a fresh rank within milliseconds. Where several processes run tests, each has a fork of one that imported
+all that. It forks the ranks of one job, watches them, and reports one `Outcome` per rank. A rank that is done keeps
+still until all are done, so that nobody meets a closed connection because of another's success; a rank that fails
+leaves at once, as in life. In the end every rank and what it started is killed.
 Only Linux.
 """
 
@@ -483,6 +484,37 @@ def _use_huge_pages() -> None:
 
 def serve(descriptor: int, search: list[str], more: Sequence[str] = ()) -> None:
     """Run jobs until the other end of the connection is gone; `more` is what ranks of this process need, too."""
+    _load(search, more)
+    _answer(Connection(descriptor))
+
+
+def serve_all(listening: int, life: int, search: list[str]) -> None:
+    """Fork a process that runs jobs for each connection that is made, until the other end of `life` is gone.
+
+    Each such process ends when its connection does, or when this one is killed. The others do not have its connection,
+    so that each end is noticed.
+    """
+    _load(search, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a child has ended, and none stays as a zombie
+    zygote = os.getpid()
+    with socket.socket(fileno=listening) as door, Connection(life) as whole:
+        while whole not in wait([door, whole]):
+            visitor, _ = door.accept()
+            if not os.fork():
+                _die_with(zygote)
+                os.setsid()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                door.close()
+                whole.close()
+                _use_huge_pages()
+                _answer(Connection(visitor.detach()))
+                os._exit(0)
+            visitor.close()
+    with suppress(ChildProcessError):
+        os.waitpid(-1, 0)  # to the last one
+
+
+def _load(search: list[str], more: Sequence[str]) -> None:
     sys.path[:] = search
     for name in (*PRELOAD, *more):
         with suppress(ModuleNotFoundError):  # whoever needs it will miss it, and say so in a test
@@ -492,7 +524,10 @@ def serve(descriptor: int, search: list[str], more: Sequence[str] = ()) -> None:
     gc.collect()
     _use_huge_pages()
     gc.freeze()  # a collection in a rank would otherwise touch, and so copy, every page of the imported modules
-    parent = Connection(descriptor)
+
+
+def _answer(parent: Connection) -> None:
+    parent.send(os.getpid())
     with suppress(EOFError):
         while True:
             asked = parent.recv()

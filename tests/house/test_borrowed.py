@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 from house.tree import ROOT, modules
@@ -22,7 +23,7 @@ def own(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
+            yield from [node.attr] if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else []
 
 
 def borrowed(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
@@ -36,6 +37,7 @@ def borrowed(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
         yield from (name for name in names if re.match("_[^_]", name) and name not in DOCUMENTED)
 
 
+@cache
 def found() -> dict[str, set[str]]:
     places: dict[str, set[str]] = {}
     known = {name for module in modules() for name in own(module.tree)}

@@ -24,7 +24,7 @@ def arrows(files: Iterable[Module]) -> dict[str, set[str]]:
 
 def _targets(module: Module, names: Iterable[str]) -> Iterator[str]:
     """What a file imports of the package; a module out of a folder is no import of the folder."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
             yield from inside.intersection(names) or {node.module}.intersection(names)
@@ -49,7 +49,7 @@ def named_axes(files: Iterable[Module]) -> Iterator[str]:
     """Places where a file of the engine has an axis as a text."""
     for module in files:
         if module.unit == "engine":
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.Constant) and node.value in (*AXES, *EXPERT_AXES):
                     yield f"{module.name}:{node.lineno} {node.value!r}"
 
@@ -58,7 +58,7 @@ def firsts(files: Iterable[Module]) -> Iterator[str]:
     """Places where a file of the engine takes the first of several parts for all of them."""
     for module in files:
         if module.unit == "engine":
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 0:
                     whose = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
                     if whose in FIRST_ONLY:

@@ -12,7 +12,7 @@ def uses(files: Iterable[Module]) -> list[str]:
     """Every use of the process's environment, as `comm/bad.py:3 os.environ`."""
     found = []
     for module in files:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             match node:
                 case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in NAMES:
                     found.append(f"{module.name}:{node.lineno} os.{name}")
@@ -28,7 +28,7 @@ def test_only_one_file_reads_the_environment():
 def test_nothing_writes_the_environment(tmp_path):
     assert {use.split()[1] for use in uses(modules())} == {"os.environ"}
     for module in modules():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Assign | ast.Delete | ast.AugAssign):
                 targets = node.targets if not isinstance(node, ast.AugAssign) else [node.target]
                 assert not any("environ" in ast.unparse(target).split("[")[0].split(".") for target in targets), (

@@ -32,7 +32,7 @@ ROW = {unit: number for number, row in enumerate(ROWS) for unit in row}
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything a file imports; a relative import is a name that starts with a dot."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)

@@ -60,7 +60,7 @@ def state(files: Iterable[Module]) -> list[str]:
     """Module-level state, as `comm/bad.py:3 GROUPS is mutable and not Final`."""
     found = []
     for module in files:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Global):
                 found.append(f"{module.name}:{node.lineno} global {', '.join(node.names)}")
         if module.name == "ambient.py":

@@ -17,13 +17,13 @@ def offences(found: Iterable[Module]) -> list[str]:
         f"{module.name}:{node.lineno} {what}"
         for module in found
         if module.name != HOME
-        for node, what in _names(module.tree)
+        for node, what in _names(module.nodes)
     ]
 
 
-def _names(tree: ast.Module) -> Iterable[tuple[ast.expr, str]]:
-    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-    for node in ast.walk(tree):
+def _names(nodes: Iterable[ast.AST]) -> Iterable[tuple[ast.expr, str]]:
+    texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
             if UNFINISHED.search(node.value):
                 yield node, f"makes a name out of {node.value!r}"

@@ -35,7 +35,7 @@ def retired_in(name: str) -> list[str]:
 def names(module: Module) -> Iterator[str]:
     """What is named in a file: its path, classes, functions, attributes, and the variables of module and classes."""
     yield from module.name.removesuffix(".py").split("/")
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -60,7 +60,7 @@ def texts_that_lean(files: Iterable[Module]) -> list[str]:
     return [
         f"{module.name}:{node.lineno}"
         for module in files
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(node.value.value, str) and node.value.value.lstrip().startswith("The same")
     ]

@@ -130,7 +130,7 @@ def reference(optimizer: str, clip: float) -> tuple:
 CASES = [(0, "SGD", 0.0), (3, "SGD", 0.0), (1, "AdamW", 0.3), (1, "SGD", 0.0), (2, "SGD", 0.0), (3, "AdamW", 0.3)]
 
 
-@pytest.mark.parametrize(("stage", "optimizer", "clip"), choice(CASES, CASES[:3]))
+@pytest.mark.parametrize(("stage", "optimizer", "clip"), choice(CASES, CASES[1:3]))
 def test_a_model_that_comes_split_trains_as_one_process_and_saves_what_that_loads(
     world, tmp_path, stage, optimizer, clip
 ):

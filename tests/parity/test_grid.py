@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from breadth import FULL, choice, every_pair
+from breadth import FULL, choice, chosen, every_pair
 from parity.programs import Case, reference, train, train_at
 
 STAGES, WORLDS, ACCUMULATIONS, CLIPS = (0, 1, 2, 3), (1, 2, 4), (1, 4), (0.0, 0.5)
@@ -69,8 +69,8 @@ BAND = 1e-2
 """Of a loss: how far it may be, in the first steps, from that of one process, where messages are quantized."""
 
 
-SHORT = [*CASES[::2], *(SCALED[number] for number in (2, 6, 11, 15)), *COPIES[1:3], RESTING[0], RESTING[3]]
-"""Half of the pairs; a factor that was forgotten, at each stage on two ranks; copies in two precisions; what rests."""
+SHORT = [*CASES[::2], *(SCALED[number] for number in (2, 6, 11, 15)), COPIES[2], RESTING[0], RESTING[3]]
+"""Half of the pairs; a factor that was forgotten, at each stage on two ranks; copies; what rests."""
 
 
 @pytest.mark.parametrize("case", choice([*CASES, *SCALED, *COPIES, *RESTING], SHORT), ids=str)
@@ -84,7 +84,7 @@ def test_loss_does_not_depend_on_the_plan(world, case):
             assert (value - masters[name]).abs().mean() < tolerance / 4, name
 
 
-@pytest.mark.parametrize("case", choice(QUANTIZED, QUANTIZED[2:5:2]), ids=str)
+@pytest.mark.parametrize("case", choice(QUANTIZED, QUANTIZED[2:3]), ids=str)
 def test_quantized_messages_keep_the_loss_in_a_band(world, case):
     expected, _ = reference(case)
     for losses, values, _ in world(case.world).run(train, case):
@@ -106,7 +106,8 @@ def test_a_second_copy_for_backward_changes_no_bit(world, accumulation, variant)
 RULES = [(variant, "AdamW") for variant in VARIANTS] + [("plain", "Lion"), ("tied", "Muon")]
 AT_FOUR = RULES if FULL else [("plain", "AdamW"), ("unused", "AdamW"), ("tied", "Muon")]
 EXACT = [(2, False, *rule) for rule in RULES] + [(4, True, *rule) for rule in AT_FOUR]
-EXACT_SHORT = [(2, False, "unused", "AdamW"), (2, False, "tied", "Muon"), (4, True, "plain", "AdamW")]
+EXACT_SHORT = [(2, False, "unused", "AdamW")]
+"""Four ranks in order are in tests/ranks/parallel/zero/test_gradients.py, too."""
 
 
 @pytest.mark.parametrize(("world_size", "ordered", "variant", "rule"), choice(EXACT, EXACT_SHORT))
@@ -128,11 +129,13 @@ def test_stages_0_and_1_agree_to_the_bit_when_accumulating(world):
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
 
+@pytest.mark.in_parts
 def test_train_batch_is_the_open_loop(world):
-    cases = [(Case(stage, 2, 4, 0.5, samples=16), is_whole) for stage in STAGES for is_whole in (True, False)]
+    stages = chosen(STAGES, (3,))
+    cases = [(Case(stage, 2, 4, 0.5, samples=16), is_whole) for stage in stages for is_whole in (True, False)]
     losses = [ranks[0][0] for ranks in world(2).each(train, cases)]
-    for stage in STAGES:
-        assert losses[2 * stage] == pytest.approx(losses[2 * stage + 1], rel=1e-6), stage
+    for at, stage in enumerate(stages):
+        assert losses[2 * at] == pytest.approx(losses[2 * at + 1], rel=1e-6), stage
 
 
 def train_with_tokens_as_data(case: Case) -> list[float]:
@@ -142,4 +145,5 @@ def train_with_tokens_as_data(case: Case) -> list[float]:
 def test_a_resumed_seed_gives_the_same_run(world):
     """Twice the same, bit by bit."""
     case = Case(2, 2, 2, 0.5, samples=16)
-    assert world(2).run(train_with_tokens_as_data, case) == world(2).run(train_with_tokens_as_data, case)
+    first, second = world(2).each(train_with_tokens_as_data, [(case,), (case,)])
+    assert first == second

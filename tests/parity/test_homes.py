@@ -140,8 +140,9 @@ SPOILED = [(0, (2, 2, 1)), (2, (2, 1, 2)), (3, (2, 2, 1)), (1, (1, 2, 2))]
 
 @pytest.mark.parametrize(("stage", "plan"), choice(SPOILED, SPOILED[2:]))
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_and_is_named(world, stage, plan):
-    for rank in (0, 3):
-        outcomes = world(4).run(spoil, rank, stage, "AdamW", 1.0, 1, *plan)
+    ranks = (0, 3)
+    cases = [(rank, stage, "AdamW", 1.0, 1, *plan) for rank in ranks]
+    for rank, outcomes in zip(ranks, world(4).each(spoil, cases), strict=True):
         assert not any(applied for applied, *_ in outcomes)
         name = outcomes[rank][2]
         for _, reason, _ in outcomes:
@@ -236,7 +237,8 @@ CASES = list(itertools.product(PLANS, (0, 1, 2, 3), ("SGD", "AdamW"), (0.0, 0.5)
 PAIRS = [case for number, case in enumerate(CASES) if number % 11 == 0 and (case[2] != "SGD" or case[3] == 0)]
 FITTING = [case for case in PAIRS if case[0][0] == 4 or case[0] == PLANS[-1]]
 """Of eight ranks those alone that do all at once."""
-SHORT = covering(FITTING, 1)
+SHORT = covering([case for case in FITTING if case[0] in (PLANS[0], PLANS[4], PLANS[7], PLANS[-1])], 1)
+"""With parts of matrices alone, beside experts, beside stages, and with both."""
 SHOWN = [*SHORT, *[case for case in PAIRS if case not in SHORT][::2]]
 if os.environ.get("FULL"):
     SHOWN = [case for case in CASES if case[2] != "SGD" or case[3] == 0]
@@ -255,11 +257,11 @@ if os.environ.get("FULL"):
     SHARED = [(stage, *plan) for stage in range(4) for plan in ((4, 4, 1), (4, 4, 2), (4, 2, 1), (8, 4, 2))]
 
 
-@pytest.mark.parametrize(("stage", "size", "tp", "kv"), choice(SHARED, [each for each in SHARED if each[0] in (2, 3)]))
+@pytest.mark.parametrize(("stage", "size", "tp", "kv"), choice(SHARED, [each for each in SHARED if each[0] == 3]))
 def test_heads_that_several_ranks_hold_train_as_one_process_does(world, stage, size, tp, kv):
     """Each rank brings another gradient of a head of keys that it shares: they are added up, and counted once."""
     check(world, size, stage, "SGD", 0.0, 2 - stage % 2, tp, 1, 1, kv)
-    if stage in (1, 3):
+    if stage == 1:
         check(world, size, stage, "AdamW", 0.5, 1, tp, 1, 1, kv)
 
 
@@ -371,7 +373,7 @@ def test_whole_values_and_gradients_are_read_and_written_on_any_homes(world):
     model(batch(0)).backward()
     expected = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
     stages = chosen([0, 1, 2, 3], [3])
-    for stage, ranks in zip(stages, world(8).each(ask, [(s, "AdamW", 1.0, 1, 2, 2) for s in stages]), strict=True):
+    for stage, ranks in zip(stages, world(4).each(ask, [(s, "AdamW", 1.0, 1, 2, 2) for s in stages]), strict=True):
         for right, is_current, norms in ranks:
             assert right, stage
             assert is_current, stage
@@ -419,7 +421,7 @@ def export(folder: str, *case) -> dict | None:
 WRITTEN = [(1, (8, 2, 2, 2)), (3, (4, 2, 1, 1, 1)), (3, (8, 2, 2, 1)), (2, (4, 4, 1, 1, 2))]
 
 
-@pytest.mark.parametrize(("stage", "plan"), choice(WRITTEN, WRITTEN[:2]))
+@pytest.mark.parametrize(("stage", "plan"), choice(WRITTEN, WRITTEN[1:2]))
 def test_a_model_in_parts_is_written_whole_by_one_rank(world, tmp_path, stage, plan):
     size, tp, ep, pp, *kv = plan
     expected = {name: value.bfloat16() for name, value in Toy(*kv).state_dict().items()}
@@ -472,7 +474,7 @@ def modify(*case) -> dict:
     return {name: (local[name], mizzen.zero.safe_get_full_fp32_param(p)) for name, p in named.items()}
 
 
-@pytest.mark.parametrize("stage", choice([0, 1, 3], [1, 3]))
+@pytest.mark.parametrize("stage", choice([0, 1, 3], [3]))
 def test_what_a_modifier_writes_reaches_every_rank_that_holds_the_same(world, stage):
     for rank, found in enumerate(world(4).run(modify, stage, "AdamW", 1.0, 1, 2, 1, 1, 1)):
         tp = rank % 2

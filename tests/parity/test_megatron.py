@@ -94,7 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("tp", "ranks", "sequence", "stage", "optimizer", "clip", "accumulation", "after"), choice(CASES, CASES[:2])
+    ("tp", "ranks", "sequence", "stage", "optimizer", "clip", "accumulation", "after"), choice(CASES, CASES[1:2])
 )
 def test_a_gpt_of_layers_that_are_cut_trains_as_one_process(
     world, tmp_path, tp, ranks, sequence, stage, optimizer, clip, accumulation, after

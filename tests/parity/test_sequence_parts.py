@@ -79,7 +79,7 @@ EVERY = [
 ]
 
 
-ON_TWO = chosen(EVERY, [EVERY[at] for at in (0, 3, 4, 5, 6, 8)])
+ON_TWO = chosen(EVERY, [EVERY[at] for at in (0, 3, 6, 8)])
 
 
 @pytest.mark.in_parts
@@ -93,12 +93,14 @@ ON_FOUR = [
     ("gpt2", 2, 3, {}),
     ("llama", 2, 1, PIPELINE | RECOMPUTE),
 ]
+ON_FOUR = chosen(ON_FOUR, ON_FOUR[2:])
 OPTIONS = ({}, RECOMPUTE, PIPELINE, PIPELINE | RECOMPUTE)
 KINDS = ("llama", "qwen2", "mistral", "gemma2", "gpt2", "bert", "neox", "qwen3")
 ROWS = [row for row in product(KINDS, (2, 4), range(4), range(4)) if row[1] == 2 or row[3] < 2]
 """Model, tensor-parallel ranks of four, ZeRO stage and which of the options: two stages leave two ranks."""
 
 
+@pytest.mark.in_parts
 def test_four_ranks_share_sequences_beside_data_ranks_and_stages(world):
     for case, found in zip(ON_FOUR, world(4).each(train, ON_FOUR), strict=True):
         compare(found, case[0], *case[4:])
@@ -117,7 +119,7 @@ def train_own(kind: str, tp: int, stage: int) -> tuple:
     return *walk(engine), values_of(engine)
 
 
-@pytest.mark.parametrize("kind", choice(MODELS, ["adapted", "uneven"]))
+@pytest.mark.parametrize("kind", choice(MODELS, ["uneven"]))
 def test_models_of_ones_own_train_as_in_one_process(world, kind):
     check(world(2).run(train_own, kind, 2, 1), kind, "SGD", 0.0)
 
@@ -143,7 +145,7 @@ def plain_steps(model: torch.nn.Module) -> tuple[list, list, dict]:
 
 
 STACK_CASES = [(kind, at % 3, RECOMPUTE if at % 2 else {}) for at, kind in enumerate(STACKS)]
-STACK_CASES = chosen(STACK_CASES, STACK_CASES[::3])
+STACK_CASES = chosen(STACK_CASES, STACK_CASES[4:8:3])
 
 
 @pytest.mark.in_parts
@@ -183,7 +185,7 @@ ADAPTED = [
     ("llama", "[qv]_proj", 0.1, 2, RECOMPUTE, False),
 ]
 """Where adapters draw, it is for whole sequences alone: ranks draw what one process draws."""
-ADAPTED = chosen(ADAPTED, [ADAPTED[0], ADAPTED[4], ADAPTED[7]])
+ADAPTED = chosen(ADAPTED, [ADAPTED[0], ADAPTED[4]])
 
 
 @pytest.mark.in_parts

@@ -95,23 +95,36 @@ def check(found, kind: str, optimizer: str, clip: float) -> None:
                 assert (moved - wanted).norm() <= 2e-3 * wanted.norm(), name
 
 
+KINDS = chosen(MODELS, ["one key", "runs", "interleaved", "uneven", "latent"])
+
+
+@pytest.mark.in_parts
 def test_any_kind_of_layers_trains_as_one_process(world):
     """One after the other on the same two ranks."""
-    for kind, found in zip(MODELS, world(2).each(train, [(kind, 2, 0) for kind in MODELS]), strict=True):
+    for kind, found in zip(KINDS, world(2).each(train, [(kind, 2, 0) for kind in KINDS]), strict=True):
         check(found, kind, "SGD", 0.0)
 
 
-@pytest.mark.parametrize(("kind", "tp", "stage"), [("grouped", 4, 1), ("runs", 2, 3), ("one key", 4, 2)])
+OVER_FOUR = [("grouped", 4, 1), ("runs", 2, 3), ("one key", 4, 2)]
+
+
+@pytest.mark.parametrize(("kind", "tp", "stage"), choice(OVER_FOUR, OVER_FOUR[2:]))
 def test_layers_over_four_ranks_train_as_one_process(world, kind, tp, stage):
     check(world(4).run(train, kind, tp, stage), kind, "SGD", 0.0)
 
 
 CROSS = every_pair([["grouped", "interleaved", "adapted"], [0, 1, 2, 3], ["SGD", "AdamW"], [0.0, 0.3], [1, 2]])
+CROSS = chosen(CROSS, CROSS[1:4:2])
 
 
-@pytest.mark.parametrize(("kind", "stage", "optimizer", "clip", "accumulation"), choice(CROSS, CROSS[:4]))
-def test_with_every_stage_clipping_and_accumulation(world, kind, stage, optimizer, clip, accumulation):
-    check(world(4).run(train, kind, 2, stage, optimizer, clip, accumulation), kind, optimizer, clip)
+@pytest.mark.in_parts
+def test_with_every_stage_clipping_and_accumulation(world):
+    """One after the other on the same four ranks."""
+    for at in range(0, len(CROSS), 8):
+        some = CROSS[at : at + 8]
+        runs = world(4).each(train, [(kind, 2, *case) for kind, *case in some], timeout=240)
+        for (kind, _, optimizer, clip, _), found in zip(some, runs, strict=True):
+            check(found, kind, optimizer, clip)
 
 
 FORMATS = {"bf16": ({"bf16": {"enabled": True}}, 4e-3), "fp16": ({"fp16": {"enabled": True, "loss_scale": 8}}, 1e-3)}
@@ -122,20 +135,26 @@ def test_formats_of_fewer_bits_train_as_in_one_process(world, name):
     """Within what a step of the format makes of losses."""
     more, far = FORMATS[name]
     ((losses, norms, _),) = world(1).run(train, "grouped", 1, 0, **more)
-    for stage in (1, 3):
-        for found, seen, _ in world(2).run(train, "grouped", 2, stage, **more):
+    for ranks in world(2).each(train, [("grouped", 2, stage) for stage in (1, 3)], **more):
+        for found, seen, _ in ranks:
             assert found == pytest.approx(losses, rel=far)
             assert seen == pytest.approx(norms, rel=10 * far)
 
 
+def train_beside(section: dict) -> tuple:
+    return train("grouped", 2, 3, zero_optimization=section)
+
+
+@pytest.mark.wide  # test_grid.py and zero/full/test_family.py have both, with whole matrices
 def test_zero_plus_plus_beside_it(world):
     """Second shards change nothing; messages of eight bits change losses a little."""
     base = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    second = {"zero_optimization": {**base, "zero_hpz_partition_size": 2}}
-    check(world(4).run(train, "grouped", 2, 3, **second), "grouped", "SGD", 0.0)
-    quantized = {"zero_optimization": {**base, "zero_quantized_weights": True, "zero_quantized_gradients": True}}
+    second = {**base, "zero_hpz_partition_size": 2}
+    quantized = {**base, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    exact, near = world(4).each(train_beside, [(second,), (quantized,)])
+    check(exact, "grouped", "SGD", 0.0)
     losses, norms, _ = reference("grouped", "SGD", 0.0)
-    for found, seen, _ in world(4).run(train, "grouped", 2, 3, **quantized):
+    for found, seen, _ in near:
         assert found == pytest.approx(losses, rel=1e-2)
         assert seen == pytest.approx(norms, rel=5e-2)
         assert found != pytest.approx(losses, rel=1e-6)

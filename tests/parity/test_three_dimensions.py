@@ -29,7 +29,7 @@ def train(kind: str, stage: int, accumulation: int, more: dict) -> tuple:
     return *walk(engine), values_of(engine)
 
 
-@pytest.mark.parametrize(("kind", "size", "stage", "accumulation", "more"), choice(CASES, CASES[:2]))
+@pytest.mark.parametrize(("kind", "size", "stage", "accumulation", "more"), choice(CASES, CASES[1:2]))
 def test_matrices_and_blocks_over_ranks_train_as_one_process(world, kind, size, stage, accumulation, more):
     expected, wanted_norms, parameters = reference(kind, "SGD", 0.0)
     before = dict(Decoder(**MODELS[kind]).named_parameters())

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pool import RankFailed
+from pool import Origin, Pool, RankFailed, World
 
 TESTS = Path(__file__).parents[1]
 
@@ -252,6 +252,31 @@ def test_ranks_die_with_the_zygote_and_the_next_run_has_a_new_one(world, tmp_pat
     ranks = [int(mark.read_text()) for mark in tmp_path.iterdir()]
     assert len(ranks) == 2 and all(map(is_gone_soon, ranks))
     assert world(2).run(who_am_i, 0) == [(0, 2), (1, 2)]
+
+
+def parents():
+    return os.getppid(), int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.wide  # of the tests themselves
+def test_zygotes_of_one_origin_end_each_by_itself_and_all_with_it(tmp_path):
+    origin = Origin()
+    one, other, third = pools = [Pool(origin=origin.address) for _ in range(3)]
+    try:
+        first, second, last = (World(pool, 1, None).run(parents)[0] for pool in pools)
+        assert len({first[0], second[0], last[0]}) == 3 and first[1] == second[1] == last[1]
+        one.close()
+        assert is_gone_soon(first[0]) and World(other, 1, None).run(parents) == [second]
+        with pytest.raises(RuntimeError, match="has died"):
+            World(other, 1, "gloo").run(kill_the_zygote, tmp_path)
+        assert is_gone_soon(second[0]) and World(other, 1, None).run(parents)[0][1] == first[1]
+        os.kill(first[1], signal.SIGKILL)
+        assert is_gone_soon(last[0])
+    finally:
+        for pool in pools:
+            pool.close()
+        origin.close()
+    assert not os.path.exists(origin.address)
 
 
 def test_nothing_a_rank_has_started_outlives_the_run(world):

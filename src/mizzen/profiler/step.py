@@ -6,6 +6,7 @@ What devices can do at most is a table: dense 16-bit products with wide sums, in
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from torch import nn
@@ -74,6 +75,7 @@ class ProfiledStep(Observer, Meter):
         is_shown: bool,
     ) -> None:
         self._config = config
+        self._file = str(Path(config.output_file).absolute()) if config.output_file else None
         self._model = model
         self._accelerator = accelerator
         self._setting = replace(setting, step=config.profile_step, recompute_factor=config.recompute_fwd_factor)
@@ -148,8 +150,8 @@ class ProfiledStep(Observer, Meter):
             top_modules=config.top_modules,
             detailed_too=config.detailed,
         )
-        with OutputGuard("flops_profiler.output_file" if config.output_file else "standard output"):
-            show(text, config.output_file)
+        with OutputGuard("flops_profiler.output_file" if self._file else "standard output"):
+            show(text, self._file)
 
 
 def tree_of(observers: Iterable[Observer]) -> Branch | None:

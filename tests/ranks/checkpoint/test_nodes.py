@@ -129,8 +129,9 @@ def other_layout(root, stage, turned):
 
 
 def test_another_layout_without_a_shared_filesystem_is_named(world, tmp_path):
-    assert world(4).run(other_layout, str(tmp_path), 2, False) == [True] * 4
-    for said in world(4).run(other_layout, str(tmp_path), 2, True):
+    saved, loaded = world(4).each(other_layout, [(str(tmp_path), 2, False), (str(tmp_path), 2, True)])
+    assert saved == [True] * 4
+    for said in loaded:
         assert "needs the layout that it was saved with, or a shared filesystem" in said and "on node node0" in said
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mizzen
-from breadth import chosen
+from breadth import choice, chosen
 from mizzen.checkpoint.read import Reader
 from mizzen.errors import CheckpointError
 from ranks.checkpoint.programs import Case, build, changed, load_and_save, save_and_train, train
@@ -30,8 +30,8 @@ RULES = [
 ]
 
 
-SHORT = [RULES[number] for number in (0, 2, 4, 5, 7, 8, 9, 13)]
-"""Every stage but 0, every precision, rules with states of every shape, and a run without a scheduler."""
+SHORT = [RULES[number] for number in (0, 2, 4, 5, 8, 9)]
+"""Every stage but 0, every precision, and rules with states of every shape."""
 
 
 @pytest.mark.in_parts
@@ -149,7 +149,7 @@ def other_optimizer(folder, pickled):
         return str(error)
 
 
-@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("pickled", choice([False, True], [False]))
 def test_what_does_not_fit_is_not_taken_for_damage(world, tmp_path, pickled):
     for said in world(2).run(other_optimizer, str(tmp_path), pickled):
         assert "newest" in said and ("pickled_client_state" if pickled else "optimizer states are not in") in said

@@ -65,7 +65,11 @@ for pid in (os.getpid(), os.getppid()):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc as Linux has it")
-@pytest.mark.parametrize("way", [("--num_gpus", 1), ("--hostfile", "hosts")], ids=["here", "by ssh"])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(("--num_gpus", 1), marks=pytest.mark.wide), ("--hostfile", "hosts")],
+    ids=["here", "by ssh"],
+)
 def test_what_is_in_environment_files_is_in_no_command_line(tmp_path, way):
     (tmp_path / "peek.py").write_text(PEEK)
     (tmp_path / ".mizzen_env").write_text("WANDB_API_KEY=PASSWORD\n")
@@ -135,7 +139,7 @@ if attempt < int(sys.argv[2]):
     [
         ("kill", 137, "mizzen: rank 1 on localhost was ended by signal 9 (SIGKILL): most often the kernel"),
         ("exit", 7, "mizzen: rank 1 on localhost ended with exit code 7"),
-        ("say", 1, "mizzen: rank 1 on localhost ended with exit code 1"),
+        pytest.param("say", 1, "mizzen: rank 1 on localhost ended with exit code 1", marks=pytest.mark.wide),
         ("raise", 1, "mizzen: rank 1 on localhost ended with exit code 1"),
     ],
 )
@@ -218,7 +222,12 @@ def family(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="process groups and /proc as Linux has them")
 @pytest.mark.parametrize(
     ("number", "word", "code"),
-    [(signal.SIGKILL, "", -9), (signal.SIGTERM, "", 76), (signal.SIGINT, "", 76), (signal.SIGHUP, "deaf", 129)],
+    [
+        (signal.SIGKILL, "", -9),
+        (signal.SIGTERM, "", 76),
+        pytest.param(signal.SIGINT, "", 76, marks=pytest.mark.wide),
+        (signal.SIGHUP, "deaf", 129),
+    ],
     ids=["kill", "term", "int", "hangup"],
 )
 def test_nothing_is_left_whatever_ends_it(family, number, word, code):
@@ -366,7 +375,9 @@ def pair(tmp_path):
     ("number", "has_ended", "last"),
     [
         (signal.SIGKILL, True, "is lost: its supervisor has ended without a word"),
-        (signal.SIGTERM, False, "has left: stopped by SIGTERM; nothing could be saved"),
+        pytest.param(
+            *(signal.SIGTERM, False, "has left: stopped by SIGTERM; nothing could be saved"), marks=pytest.mark.wide
+        ),
         pytest.param(  # 15 s are long, and the clocks of tests/unit/launcher pass them at once
             *(signal.SIGSTOP, False, "is lost: its supervisor has not been heard of for 15 s"), marks=pytest.mark.wide
         ),

@@ -57,7 +57,7 @@ CASES = {
     "adapters tp2": (2, "adapted", 2, 1, {}, NVME, {}),
     "adapters pp2": (4, "adapted", 1, 2, {}, PARAM | CPU, PP),
 }
-SHORT = ("pp2", "tp2 dp2", "mics")
+SHORT = ("pp2", "tp2")
 
 
 @pytest.mark.parametrize("name", choice(CASES, SHORT))

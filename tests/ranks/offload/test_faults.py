@@ -158,7 +158,7 @@ PARTS = 16
 
 
 @pytest.mark.parametrize("part", choice(["some", *range(0, PARTS, 1 if FULL else 4)], ["some"]), ids=str)
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", choice(PLACES, ["both"]))
 def test_a_disk_that_fails_at_any_call_is_an_error_and_never_wrong_values(world, tmp_path, name, part):
     folder, zero = str(tmp_path / "swap"), PLACES[name]
     ((expected, calls),) = world(1).run(counted, folder, zero)

@@ -126,7 +126,7 @@ CASES = {
     "2 whole cpu": (2, "fp32", "Muon", 1, HOST, None),
     "2 whole nvme": (2, "bf16", "Muon", 1, FAR, "cpu"),
 }
-SHORT = ("1 fp32 nvme", "2 fp16 cpu cpu", "2 fp16 both nvme")
+SHORT = ("1 fp32 nvme", "2 fp16 both nvme")
 
 
 @pytest.mark.parametrize("name", choice(CASES, SHORT))
@@ -160,7 +160,7 @@ HARD = ("TiedBlocks", "Odd", "Twice", "Outside", "Direct", "Lora", "Branching", 
 @pytest.mark.parametrize(
     ("ranks", "param", "kinds"),
     [
-        (1, HOST, [kind for kind in HARD if kind != "Odd"]),
+        (1, HOST, ["Outside", "Direct", "Lora", "Checkpointed"]),
         (2, FAR, ["TiedBlocks", "Odd", "Twice", "Branching"]),
         *(pytest.param(2, param, HARD, marks=pytest.mark.wide) for param in (HOST, FAR)),
     ],
@@ -293,10 +293,10 @@ def resumed(folder):
     return found
 
 
-def test_a_checkpoint_does_not_know_where_parameters_rested(world, tmp_path):
-    for ranks in (1, 2):
-        for found in world(ranks).run(resumed, str(tmp_path / str(ranks))):
-            assert found == [(True, [])] * 3
+@pytest.mark.parametrize("ranks", choice([1, 2], [2]))
+def test_a_checkpoint_does_not_know_where_parameters_rested(world, tmp_path, ranks):
+    for found in world(ranks).run(resumed, str(tmp_path)):
+        assert found == [(True, [])] * 3
 
 
 def saved_beside(param, folder):

@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", choice(CASES, ("0 fp32", "1 bf16", "3 bf16", "2 host")))
+@pytest.mark.parametrize("name", choice(CASES, ("0 fp32", "3 bf16", "2 host")))
 def test_everything_leaves_and_comes_back_with_its_bits(world, name):
     for different, rest, locked in world(2).run(turns, *CASES[name]):
         assert different == []
@@ -262,7 +262,7 @@ def out_of_memory(stage):
     return found, said == told
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", choice([1, 3], [3]))
 def test_host_memory_that_ends_half_way_leaves_whole_kinds_here(world, stage):
     for found, is_same in world(2).run(out_of_memory, stage):
         assert is_same
@@ -352,7 +352,7 @@ def by_turns(rounds):
     return same, rest, most, least
 
 
-@pytest.mark.parametrize("rounds", choice([6, 50], [6]))
+@pytest.mark.parametrize("rounds", choice([4, 50], [4]))
 def test_two_engines_share_a_device_by_turns(world, rounds):
     for same, rest, most, alone in world(2).run(by_turns, rounds):
         assert same == [True, True]

@@ -14,7 +14,7 @@ from breadth import choice
 from mizzen.engine import build
 from mizzen.engine.streamed_share import StreamedShare
 
-STEPS = 12
+STEPS = 9
 PRECISION = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -226,7 +226,7 @@ NVME = {
 
 
 @pytest.mark.parametrize("name", choice(NVME, ("2 three places",)))
-@pytest.mark.parametrize("is_behind", [True, False], ids=["behind", "cpu"])
+@pytest.mark.parametrize("is_behind", choice([True, False], [True]), ids=["behind", "cpu"])
 def test_bits_do_not_depend_on_files(world, tmp_path, name, is_behind):
     stage, dtype, rule, accumulation, offload, budgets = NVME[name]
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]

@@ -186,8 +186,8 @@ def trained(section, stage, looks):
     return losses, wanted, updates, expected.updates, worst, rests
 
 
-@pytest.mark.parametrize("name", choice(SECTIONS, ("auto", "beside")))
-@pytest.mark.parametrize("stage", choice([1, 2, 3], [2, 3]))
+@pytest.mark.parametrize("name", choice(SECTIONS, ("beside",)))
+@pytest.mark.parametrize("stage", choice([1, 2, 3], [3]))
 def test_every_element_is_stepped_when_the_section_says(world, name, stage):
     looks = (5, 9) if stage == 2 else ()
     for losses, wanted, updates, due, worst, rests in world(2).run(trained, SECTIONS[name], stage, looks):
@@ -199,8 +199,8 @@ def test_every_element_is_stepped_when_the_section_says(world, name, stage):
 
 
 def test_on_one_rank_and_without_shards(world):
-    for stage in (0, 1):
-        ((losses, wanted, updates, due, worst, _),) = world(1).run(trained, LATE, stage, (6,))
+    cases = [(LATE, 0, (6,)), (SECTIONS["auto"], 1, (6,))]
+    for ((losses, wanted, updates, due, worst, _),) in world(1).each(trained, cases):
         assert (updates, worst < 1e-6) == (due, True)
         assert losses == pytest.approx(wanted, rel=1e-5)
 
@@ -208,25 +208,30 @@ def test_on_one_rank_and_without_shards(world):
 # Beside training without it
 
 
-def both(stage, dtype, section, accumulation, keys):
+def both(stage, dtype, section, accumulation, keys, steps=24):
     """A run with all states stepped at once, then one with ZenFlow: what was told of their steps, and what is left."""
     expected = start(stage, dtype, accumulation=accumulation, **keys)
-    told, left = train(expected, dtype, accumulation, steps=24), left_of(expected)
+    told, left = train(expected, dtype, accumulation, steps=steps), left_of(expected)
     expected.destroy()
     use_behind()
     offload = {"device": "cpu", "ratio": 0.7}
     engine = start(stage, dtype, accumulation=accumulation, offload=offload, zenflow=section, **keys)
-    late = train(engine, dtype, accumulation, steps=24), left_of(engine)
+    late = train(engine, dtype, accumulation, steps=steps), left_of(engine)
     engine.destroy()
     return told, left, *late
 
 
-@pytest.mark.parametrize("stage", choice([1, 2, 3], [2, 3]))
-@pytest.mark.parametrize("section", [LATE | {"update_interval": 1}, LATE | {"topk_ratio": 1.0}], ids=["1", "all"])
-@pytest.mark.parametrize("keys", [FREE, {}], ids=["free", "clipped"])
+@pytest.mark.parametrize("stage", choice([1, 2, 3], [3]))
+@pytest.mark.parametrize(
+    "section",
+    [LATE | {"update_interval": 1}, pytest.param(LATE | {"topk_ratio": 1.0}, marks=pytest.mark.wide)],
+    ids=["1", "all"],
+)
+@pytest.mark.parametrize("keys", [pytest.param(FREE, marks=pytest.mark.wide), {}], ids=["free", "clipped"])
+@pytest.mark.wide  # above each element is followed
 def test_all_elements_in_every_step_are_a_run_without_it(world, stage, section, keys):
     """Up to last bits: a kernel of the CPU rounds otherwise in the last few elements of a tensor."""
-    for told, left, late, values in world(2).run(both, stage, "fp32", section, 1, keys):
+    for told, left, late, values in world(2).run(both, stage, "fp32", section, 1, keys, steps=12):
         for (applied, norm, loss, *others), (is_taken, same, again, *rest) in zip(told, late, strict=True):
             assert (applied, others) == (is_taken, rest)
             assert (float(same), float(again)) == pytest.approx((float(norm), float(loss)), rel=1e-5, nan_ok=True)
@@ -239,7 +244,8 @@ BAND = 0.1
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "accumulation"), [(1, "fp32", 1), (2, "bf16", 2), (2, "fp16", 1), (3, "bf16", 1)]
+    ("stage", "dtype", "accumulation"),
+    choice([(1, "fp32", 1), (2, "bf16", 2), (2, "fp16", 1), (3, "bf16", 1)], [(2, "bf16", 2), (2, "fp16", 1)]),
 )
 @pytest.mark.parametrize("ranks", choice([1, 2], [1]))
 def test_losses_stay_in_a_band_around_those_of_a_run_without_it(world, stage, dtype, accumulation, ranks):
@@ -292,14 +298,14 @@ def resumed(section, stage, folder):
     before = all_left(engine)
     weight, key = engine.module.layers[0].weight, "late_change" if section.get("overlap_step") else "late_gradient"
     waits = mizzen.zero.safe_get_full_optimizer_state(weight, key).abs().max() > 0
-    after, left = stepped(engine, range(6, 15)), all_left(engine)
+    after, left = stepped(engine, range(6, 12)), all_left(engine)
     engine.load_checkpoint(folder)  # into an engine that has gone on
-    again = stepped(engine, range(6, 15)), all_left(engine)
+    again = stepped(engine, range(6, 12)), all_left(engine)
     engine.destroy()
     other = engine_of(section, stage)
     other.load_checkpoint(folder)
     loaded = all_left(other)
-    rest = stepped(other, range(6, 15)), all_left(other)
+    rest = stepped(other, range(6, 12)), all_left(other)
     other.destroy()
     same = [name for name in left if not (torch.equal(rest[1][name], left[name]))]
     same += [name for name in left if not (torch.equal(again[1][name], left[name]))]
@@ -357,8 +363,9 @@ def looked_at(section):
     weight = engine.module.layers[0].weight
     for number in range(7):
         stepped(engine, [number])
-        left_of(engine)
-        engine.optimizer.state_dict()
+        if number in (1, 4):
+            left_of(engine)
+            engine.optimizer.state_dict()
         with mizzen.zero.GatheredParameters(weight):
             assert weight.shape == (8, 8)
         stepped(other, [number])
@@ -480,7 +487,7 @@ def unequal(stage, lengths):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("lengths", [(4, 6), (6, 4), (None, 4)], ids=str)
+@pytest.mark.parametrize("lengths", [(4, 6), pytest.param((6, 4), marks=pytest.mark.wide), (None, 4)], ids=str)
 def test_ranks_choose_in_the_same_step_whatever_their_loaders_say(world, stage, lengths):
     (found, important), (others, same) = world(2).run(unequal, stage, lengths)
     assert found == others == [{1}, {2}, {3}, {4}, {1}, {2}, {1}, {2}, {1}]

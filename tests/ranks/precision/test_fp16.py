@@ -120,7 +120,7 @@ def steps_of(run: Run, scale: float) -> tuple[list[float], list[float], dict[str
 def test_a_scale_changes_neither_losses_nor_norms_nor_updates(world, stage, size, autocast):
     """Clipped, too. In fp16 a larger scale saves small gradients, so the two are close and not equal."""
     run = Run(stage, size, 2, autocast=autocast)
-    plain, scaled = (world(size).run(steps_of, run, scale)[0] for scale in (64.0, 4096.0))
+    plain, scaled = (ranks[0] for ranks in world(size).each(steps_of, [(run, 64.0), (run, 4096.0)]))
     assert scaled[0] == pytest.approx(plain[0], rel=1e-3)
     assert scaled[1] == pytest.approx(plain[1], rel=2e-3)
     for name, value in plain[2].items():
@@ -146,7 +146,7 @@ def gradients(run: Run, way: str) -> list:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_scale_is_for_a_backward_of_the_users_own(world, stage):
     run = Run(stage, 2, 2)
-    ours, theirs = world(2).run(gradients, run, "engine")[0], world(2).run(gradients, run, "scale")[0]
+    ours, theirs = (ranks[0] for ranks in world(2).each(gradients, [(run, "engine"), (run, "scale")]))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-4)
 
@@ -200,7 +200,7 @@ def search(run: Run, power: int) -> tuple[int, bool, float]:
 
 
 def test_a_search_for_a_scale_may_take_more_skips_than_are_allowed_in_a_row(world):
-    found = [row for stage in (0, 1, 2) for row in world(2).run(search, Run(stage, 2), 40)]
+    found = [row for ranks in world(2).each(search, [(Run(stage, 2), 40) for stage in (0, 1, 2)]) for row in ranks]
     assert len(set(found)) == 1
     skipped, applied, scale = found[0]
     assert skipped > 8

@@ -69,7 +69,7 @@ def test_one_rank_is_a_plain_loop_to_the_bit(world, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_agree_to_the_bit_and_are_near_one_rank(world, kind):
-    runs = [run for stage in (1, 2) for run in world(2).run(train, kind, stage, 2)]
+    runs = [run for ranks in world(2).each(train, [(kind, 1, 2), (kind, 2, 2)]) for run in ranks]
     for losses, values in runs:
         assert losses == runs[0][0]
         assert all(torch.equal(values[name], runs[0][1][name]) for name in values)

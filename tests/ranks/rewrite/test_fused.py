@@ -27,7 +27,7 @@ CASES = {
 }
 EVERY = [(name, stage) for name in CASES for stage in ((0, 1, 2) if name in ("all", "tied") or FULL else (2,))]
 """Cases and stages; all of them with FULL=1."""
-WHERE = chosen(EVERY, [("head", 2), ("all", 1), ("tied", 0), ("bf16", 2)])
+WHERE = chosen(EVERY, [("all", 1), ("tied", 0), ("bf16", 2)])
 BOUND = {"bf16": 1e-2, "fp16": 2e-3, "autocast": 1e-2}
 
 

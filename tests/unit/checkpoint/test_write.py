@@ -230,7 +230,7 @@ def test_facts_of_all_ranks_are_merged():
 def test_thousands_of_tensors_of_many_ranks():
     tensors = {("model", f"layer.{number}.weight"): (256, 8) for number in range(2000)}
     ranks = {
-        rank: written(tensors, [(number, (rank * 4, 0), (rank * 4 + 4, 8)) for number in range(2000)])
-        for rank in range(64)
+        rank: written(tensors, [(number, (rank * 16, 0), (rank * 16 + 16, 8)) for number in range(2000)])
+        for rank in range(16)
     }
     assert flaws(ranks) == ""

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mizzen.config import load
 from mizzen.config.resolve import resolve
-from mizzen.config.schema import as_dict, as_lines, as_table, display, plain, values
+from mizzen.config.schema import as_dict, as_json, as_lines, as_table, display, plain, values
 
 GIVEN = {
     "train_batch_size": 64,
@@ -116,3 +116,12 @@ def test_the_table_has_a_row_for_every_value():
 
 def test_what_json_does_not_have_is_shown_as_text():
     assert plain({"a": (1, {2}), "b": 1 + 2j}) == {"a": [1, [2]], "b": "(1+2j)"}
+
+
+def test_equal_configurations_have_one_text_whatever_the_order_of_their_keys():
+    turned = dict(reversed([*GIVEN.items()])) | {
+        "zero_optimization": dict(reversed(GIVEN["zero_optimization"].items()))
+    }
+    texts = [as_json(resolve(load(given), 8).config) for given in (GIVEN, turned, GIVEN | {"train_batch_size": 128})]
+    assert texts[0] == texts[1] != texts[2]
+    assert json.loads(texts[0])["zero_optimization"]["stage"] == 2

@@ -22,7 +22,7 @@ from mizzen.config.schema import Config, values
 from mizzen.config.section import OpenSection, keys_of, nest_in
 from mizzen.errors import ConfigError, MizzenError
 
-SEEDS = {"short": range(2_000), "rest": range(2_000, 5_000)}.get(BREADTH, range(50_000 if FULL else 5_000))
+SEEDS = {"short": range(1_200), "rest": range(1_200, 5_000)}.get(BREADTH, range(50_000 if FULL else 5_000))
 CHUNKS = 10
 WORLDS = (8, 1, 64, 512)
 

@@ -13,7 +13,7 @@ import torch
 import mizzen
 import mizzen.comm as comm
 import mizzen.pipe as pipe
-from breadth import choice
+from breadth import choice, chosen
 from mizzen.config.load import load as load_config
 from mizzen.errors import CommError, PlanError, UsageError
 from mizzen.model.sketch import Sketch
@@ -133,12 +133,14 @@ def load(folder, stages, schedule, stage):
     return pipelines.values(engine), engine.train_batch(iter(pipelines.batches(engine, 2))).loss
 
 
+@pytest.mark.in_parts
 def test_a_checkpoint_moves_between_any_stages_to_the_bit(world, tmp_path):
     expected, losses = {}, []
     for values, loss in world(4).run(save, str(tmp_path), 2, "interleaved", 1):
         expected |= values
         losses.append(loss)
-    for ranks, stages, schedule, stage in ((4, 4, "1f1b", 0), (1, 1, "1f1b", 0), (2, 2, "zbv", 0)):
+    layouts = [(4, 4, "1f1b", 0), (1, 1, "1f1b", 0), (2, 2, "zbv", 0)]
+    for ranks, stages, schedule, stage in chosen(layouts, layouts[1:]):
         seen = set()
         for values, loss in world(ranks).run(load, str(tmp_path), stages, schedule, stage):
             losses.append(loss)
@@ -236,9 +238,10 @@ def gathers(live):
 
 
 def test_stage_3_is_gathered_once_for_a_batch_where_it_fits(world):
-    for counts, units, is_gathered in world(4).run(gathers, 10**9):
+    fitting, others = world(4).each(gathers, [(10**9,), (0,)])
+    for counts, units, is_gathered in fitting:
         assert counts == [units, 2 * units, 3 * units] and not is_gathered
-    for counts, units, is_gathered in world(4).run(gathers, 0):
+    for counts, units, is_gathered in others:
         few, all_evaluations, everything = counts
         assert (few, all_evaluations) == (2 * units, 8 * units) and not is_gathered
         assert everything - all_evaluations > 4 * units  # for forwards, and for most of the backwards

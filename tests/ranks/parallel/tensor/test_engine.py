@@ -63,7 +63,7 @@ def test_ranks_drop_alike_what_they_share_and_differently_what_is_cut(world):
     assert not torch.equal(ranks[0][0][1], ranks[0][1][1]), "another step"
 
 
-def losses(drop: float, sequence: bool, keys: dict, *, early: bool = False) -> list[float]:
+def losses(drop: float, sequence: bool, keys: dict, early: bool = False) -> list[float]:
     mpu = tensor.initialize_model_parallel(2)
     group = mpu.get_tensor_model_parallel_group()
     if early:
@@ -80,9 +80,10 @@ def losses(drop: float, sequence: bool, keys: dict, *, early: bool = False) -> l
 @pytest.mark.parametrize("sequence", [False, True])
 def test_blocks_that_are_computed_again_drop_what_they_have_dropped(world, sequence):
     again = {"activation_checkpointing": {"mode": "full"}}
-    kept, recomputed = (world(2).run(losses, 0.3, sequence, keys)[0] for keys in ({}, again))
+    cases = [(0.3, sequence, {}), (0.3, sequence, again), (0.0, sequence, {})]
+    kept, recomputed, without = (ranks[0] for ranks in world(2).each(losses, cases))
     assert kept == recomputed
-    assert kept != world(2).run(losses, 0.0, sequence, {})[0]
+    assert kept != without
 
 
 @pytest.mark.wide  # other compiled blocks are in make test
@@ -94,7 +95,7 @@ def test_blocks_can_be_compiled(world):
 
 def test_a_model_that_is_sharded_while_it_is_built_is_the_same(world):
     sharded = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    plain, early = (world(4).run(losses, 0.0, False, sharded, early=how) for how in (False, True))
+    plain, early = world(4).each(losses, [(0.0, False, sharded, how) for how in (False, True)])
     assert plain == early
 
 

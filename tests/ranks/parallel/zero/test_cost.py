@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from breadth import choice
 from mizzen.comm import collectives
 from mizzen.comm.mesh import Mesh
 from mizzen.config.load import load
@@ -123,7 +124,10 @@ def train(kind, stage, keys):
     return plan, held, alive - counters, max(seen, default=0) - start - counters
 
 
-@pytest.mark.parametrize(("kind", "stage", "ranks", "keys"), CASES, ids=lambda value: str(value)[:60])
+SHORT = [CASES[number] for number in (1, 2, 3, 4, 7, 8, 9, 10, 14)]
+
+
+@pytest.mark.parametrize(("kind", "stage", "ranks", "keys"), choice(CASES, SHORT), ids=lambda value: str(value)[:60])
 def test_predicted_bytes_are_the_bytes_held(world, kind, stage, ranks, keys):
     for plan, held, alive, most in world(ranks).run(train, kind, stage, keys):
         cost = plan.cost

@@ -88,7 +88,7 @@ def test_flipped_bits_in_the_data_are_found(saved, tmp_path):
     clean = {(entry.kind, entry.name): foreign.open(saved[0]).read(entry) for entry in foreign.open(saved[0]).names()}
     generator = torch.Generator().manual_seed(0)
     caught = 0
-    for _ in range(40):
+    for _ in range(20):
         spoilt = bytearray(whole)
         at = int(torch.randint(len(whole), (), generator=generator))
         spoilt[at] ^= 1 << int(torch.randint(8, (), generator=generator))
@@ -99,14 +99,14 @@ def test_flipped_bits_in_the_data_are_found(saved, tmp_path):
         except CheckpointError as error:
             assert data.name in str(error)
             caught += 1
-    assert caught > 5
+    assert caught > 2
 
 
 def test_truncated_metadata(saved, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(saved[0], folder)
     whole = (folder / ".metadata").read_bytes()
-    for length in range(0, len(whole), 31):
+    for length in range(0, len(whole), 61):
         (folder / ".metadata").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=".metadata"):
             foreign.open(folder)

@@ -3,21 +3,22 @@
 import pytest
 import torch
 
+from breadth import chosen
 from mizzen.parallel.zero.full import gradients
 from mizzen.parallel.zero.full.gradients import UseOutside
 from ranks.parallel.zero.full.models import MODELS, rows, start, train
 
 
-def halves(ranks, is_short):
-    """The models in two halves; on each number of ranks one of them is for `make test`."""
+def halves(ranks, *marks):
+    """The models in two halves."""
     for number, half in enumerate((list(MODELS)[::2], list(MODELS)[1::2])):
-        yield pytest.param(ranks, half, marks=() if number == is_short else pytest.mark.wide, id=f"{ranks}-{number}")
+        yield pytest.param(ranks, half, marks=marks, id=f"{ranks}-{number}")
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [*halves(2, 0), *halves(3, 1)])
+@pytest.mark.parametrize(("ranks", "kinds"), [*halves(2), *halves(3, pytest.mark.wide)])
 def test_stage_3_is_stage_2(world, ranks, kinds):
     cases = [(kind, stage) for kind in kinds for stage in (2, 3)]
-    results = world(ranks).each(train, cases, deterministic=True)
+    results = world(ranks).each(train, cases, steps=3, deterministic=True)
     for kind, expected, found in zip(kinds, results[::2], results[1::2], strict=True):
         assert len(set(expected[0][0])) > 1, kind
         for (losses, norms, values), (their_losses, their_norms, others) in zip(found, expected, strict=True):
@@ -27,10 +28,12 @@ def test_stage_3_is_stage_2(world, ranks, kinds):
                 torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6, msg=f"{kind}: {name}")
 
 
+@pytest.mark.in_parts
 def test_accumulation_gives_the_bits_of_stage_2(world):
-    kinds = ("Base", "TiedBlocks", "Branching", "Lora")
+    kinds = chosen(["Base", "TiedBlocks", "Branching", "Lora"], ["TiedBlocks", "Branching"])
     cases = [(kind, stage) for kind in kinds for stage in (2, 3)]
-    results = [ranks[0] for ranks in world(2).each(train, cases, gradient_accumulation_steps=4, deterministic=True)]
+    more = {"steps": 3, "gradient_accumulation_steps": 4, "deterministic": True}
+    results = [ranks[0] for ranks in world(2).each(train, cases, **more)]
     for kind, expected, found in zip(kinds, results[::2], results[1::2], strict=True):
         assert found[0] == expected[0], kind
         assert found[1] == expected[1], kind

@@ -116,7 +116,7 @@ def set_between(stage, is_local):
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_what_comes_later_is_added_to_a_gradient_that_was_set(world, is_local):
-    expected = world(2).run(set_between, 3, is_local)[0]
-    for stage in (0, 1, 2):
-        for found in world(2).run(set_between, stage, is_local):
+    (expected, _), *others = world(2).each(set_between, [(stage, is_local) for stage in (3, 0, 1, 2)])
+    for ranks in others:
+        for found in ranks:
             assert torch.allclose(found, expected, atol=1e-6)

@@ -37,7 +37,7 @@ def model(kind):
 
 
 def trained(kind, stage):
-    return train(model(kind), stage)
+    return train(model(kind), stage, 2)
 
 
 def test_the_loss_is_that_of_plain_layers(world):
@@ -54,7 +54,7 @@ def built(is_early):
     torch.manual_seed(3)
     with zero.Init(enabled=is_early):
         found = Base(block=Tiles)
-    return train(found, 3)[0]
+    return train(found, 3, 2)[0]
 
 
 def test_a_model_that_is_cut_while_it_is_built(world):
