@@ -10,11 +10,11 @@ from torch import nn
 
 import mizzen
 from behind import use_behind
-from breadth import choice
+from breadth import BREADTH, choice
 from mizzen.engine import build
 from mizzen.engine.streamed_share import StreamedShare
 
-STEPS = 9
+STEPS = 9 if BREADTH == "short" else 20
 PRECISION = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
