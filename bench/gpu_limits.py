@@ -27,10 +27,13 @@ from bench.llama import Size, build
 from bench.record import table
 from bench.systems import DECAY, MAX_NORM, RATE
 from mizzen.accelerator.host import capacity, resident
+from mizzen.offload.rest_host import OnHost
 
 GIB: Final = 1 << 30
 LARGEST: Final = Size(hidden=5120, layers=40, feed=13824, heads=40, groups=40, samples=4)
 """13.0 B parameters."""
+STATES: Final = 12
+"""Bytes of an fp32 master and two moments."""
 SPARE: Final = 3 * GIB
 """Host memory that has to stay free: below it a job ends itself, before the system ends something else."""
 
@@ -170,7 +173,7 @@ def run_steps(engine: Any, size: Size, steps: int) -> list[float]:
         engine.backward(loss)
         report = engine.step()
         torch.cuda.synchronize()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         waits = {key: round(value) for key, value in getattr(report, "measures", {}).items() if key.startswith("off")}
         say(f"step {number + 1}: {time.perf_counter() - start:.2f} s, loss {losses[-1]:.4f} {waits or ''}")
     return losses
@@ -188,7 +191,9 @@ def where_bytes_rest(engine: Any, size: Size) -> str:
     found: Counter[str] = Counter()
     for store in engine.stores:
         for lot in store.contents.lots:
-            found[lot.rest.place] += 12 * sum(tensor.numel() for tensor in lot.tensors)
+            rest = lot.rest
+            on_device = STATES * sum(tensor.numel() for tensor in lot.tensors)
+            found[rest.place] += rest.resting_bytes if isinstance(rest, OnHost) else on_device
     torch.cuda.synchronize()
     used = resident().allocated
     rows = [(f"masters and moments: {place}", f"{count / GIB:.1f}") for place, count in found.items()]

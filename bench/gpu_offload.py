@@ -28,7 +28,7 @@ MORE: Final = (
     *PARAMETERS[2:],
     *("mizzen-2+cpu+compile", "mizzen-2+cpu+compile+fused"),
     *("mizzen-2+cpu+auto", "mizzen-2+cpu+auto+fused", "mizzen-2+cpu+early", "mizzen-2+cpu+early+fused"),
-    *("mizzen-3+cpu", "mizzen-3+cpu+fused", "mizzen-3+cpu+params+auto"),
+    *("mizzen-3+cpu", "mizzen-3+cpu+fused", "mizzen-3+cpu+params+auto", "mizzen-3+cpu+params+auto+fused"),
     *(f"mizzen-2+cpu+stream{percent}" for percent in range(0, 101, 10)),
     *(f"{name}+accumulate8" for name in OURS),
     *("fsdp2-3", "deepspeed-2", "deepspeed-3", "deepspeed-3+cpu", "deepspeed-2+cpu+accumulate8"),

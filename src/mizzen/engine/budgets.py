@@ -99,7 +99,7 @@ class Needs:
     layout: Layout
     device: int
     host: int
-    """Parameters that rest in host memory; with files also gradients, and what passes through on its way there."""
+    """Parameters that rest in host memory; with files also what passes through on its way there."""
     shards: int
     """Of it those parameters, which are a part of the budget of the host."""
     resting: int
@@ -108,15 +108,22 @@ class Needs:
     """Gradients that stay on the device where all masters do."""
     beside: int = 0
     """Host memory beside masters and states, where all of them rest there: gradients, and copies of a step ahead."""
+    carried: int = 0
+    """With files: gradients in host memory, where all masters rest there or in files."""
 
     def device_room(self, free: int) -> int:
         """Bytes of the device for masters and states, each with its gradient, where so many are free."""
         left = max(0, free - self.device)
         return left * self.resting // (self.resting + self.kept) if self.kept else left
 
-    def host_room(self, free: int) -> int:
-        """Bytes of host memory for masters and states, each with what it has beside it, where so many are free."""
+    def host_room(self, free: int, on_device: int) -> int:
+        """Bytes of host memory for masters and states, each with what it has beside it, where so many are free.
+
+        With files it also has the gradients of masters that rest there: of all that do not rest on the device.
+        """
         left = max(0, free - self.host)
+        if self.carried:
+            return max(0, left - self.carried * max(0, self.resting - on_device) // self.resting)
         beside = left * self.beside // (self.resting + self.beside) if self.beside else 0
         return left - min(beside, self.beside)
 
@@ -134,15 +141,17 @@ def measured(config: Config, sketch: Sketch, world: World) -> Needs:
     plan = cost(plain, 0, near.host, sys.maxsize)  # parameters alone are in host memory
     far, at_host = plan.cost, cost(plain, 0, None, 0).cost
     has_files = bool(OffloadSettings.of(config).paths)
+    carried = at_host.host - near.host - far.nvme if has_files else 0
     beside = cost(config, 0, None, 0).cost.host - (at_host.host if has_files else near.host + far.nvme)
     return Needs(
         layout=plan.resolved.layout,
         device=far.total,
-        host=far.host if has_files else near.host,
+        host=far.host - carried if has_files else near.host,
         shards=near.host,
         resting=far.nvme,
         kept=max(0, near.gradients - far.gradients),
         beside=beside,
+        carried=carried,
     )
 
 
@@ -170,20 +179,23 @@ def budgets_from(free: FreeBytes, needs: Needs, asked: OffloadConfig, *, is_fixe
     states have no room elsewhere. A CPU and a GPU differ in the last bits of a step: with `is_fixed` nothing stays on
     the device, however much is free.
     """
-    host = needs.host_room(free.host) + min(needs.shards, max(0, free.host))
+    room = needs.device_room(free.device)
+    least, most = room // 2, room - room // RESERVE
+    if is_fixed or asked.device_bytes != "auto":
+        least = most = asked.device_bytes if isinstance(asked.device_bytes, int) else 0
+
+    def host(on_device: int) -> int:
+        return needs.host_room(free.host, on_device) + min(needs.shards, max(0, free.host))
+
     far = (
         value if isinstance(value, int) else found
-        for value, found in ((asked.host_bytes, host), (asked.nvme_bytes, free.nvme))
+        for value, found in ((asked.host_bytes, host(least)), (asked.nvme_bytes, free.nvme))
     )
-    room = needs.device_room(free.device)
     homeless = needs.resting + needs.shards - sum(far)
     if homeless > 0:
         homeless += needs.resting // LOT_SHARE
-    return {
-        "device_bytes": 0 if is_fixed else max(room // 2, min(room - room // RESERVE, homeless)),
-        "host_bytes": host,
-        "nvme_bytes": free.nvme,
-    }
+    device = max(least, min(most, homeless))
+    return {"device_bytes": device, "host_bytes": host(device), "nvme_bytes": free.nvme}
 
 
 def _recorded(config: Config, needs: Needs, free: FreeBytes, world: World) -> dict[str, int] | None:
@@ -197,7 +209,8 @@ def _recorded(config: Config, needs: Needs, free: FreeBytes, world: World) -> di
     before = _budgets_in(facts)
     if before is None or facts.get("layout") != dict(zip(AXES, needs.layout.shape, strict=True)):
         return None
-    room = replace(free, device=needs.device_room(free.device), host=needs.host_room(free.host) + needs.shards)
+    host = needs.host_room(free.host, before["device_bytes"]) + needs.shards
+    room = replace(free, device=needs.device_room(free.device), host=host)
     beside = {"host": needs.shards}
     short = [
         f"{field.name} {byte_size(size)}, where {byte_size(left)} is free"

@@ -61,7 +61,19 @@ def test_what_passes_through_host_memory_on_its_way_from_nvme_is_counted():
         config_of(offload={"device_bytes": 0, "host_bytes": 0, "nvme_bytes": 1 << 30}, **nvme()), 1, SKETCH, ORDER
     )
     assert plan.cost.nvme == 12 * COUNT
-    assert plan.cost.host == needs_of(**nvme()).host == (4 + 12) * COUNT  # one lot, in which all there is passes
+    needs = needs_of(**nvme())
+    assert (needs.host, needs.carried) == (12 * COUNT, 4 * COUNT)  # one lot, in which all there is passes
+    assert plan.cost.host == needs.host + needs.carried
+
+
+def test_gradients_of_what_rests_on_the_device_take_no_host_memory_beside_files():
+    needs = needs_of(**nvme())
+    free = FreeBytes(device=needs.device + 16 * COUNT, host=(12 + 4) * COUNT, nvme=3 * COUNT)
+    half = budgets(free, needs)
+    assert half["device_bytes"] == 8 * COUNT
+    assert half["host_bytes"] == 4 * COUNT - 4 * COUNT * 4 // 12
+    assert budgets(free, needs, is_fixed=True)["host_bytes"] == 0
+    assert budgets(free, needs, device_bytes=3 * COUNT)["host_bytes"] == COUNT
 
 
 ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 8, "update_interval": 4}
