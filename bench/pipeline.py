@@ -1,7 +1,9 @@
 """Two stages on two CPU ranks of one thread each: mizzen beside torch.distributed.pipelining, with the same 1F1B table.
 
 Both train the same blocks with SGD. They take turns of one step, in another order each round. torch is not asked for
-the outputs of the last stage, which nobody looks at. Then mizzen alone takes as many steps again, of which each forward
+the outputs of the last stage, which nobody looks at. Its step knows nothing of what it does: `torch, told` takes the
+norm of the gradients of both stages, as every step of mizzen does, and leaves a step out that would break the weights.
+Then mizzen alone takes as many steps again, of which each forward
 and backward is timed on both ranks, with all that belongs to it but waiting. The share of time in which ranks wait is
 the bubble; beside it stands what the table says for these times, and for their means. The table is given one time for
 all messages: the median, over all of these steps, of those for which somebody stood waiting, from the call that sent
@@ -21,6 +23,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.nn import functional
+
+TOLD = "torch, told"
 
 
 class Block(nn.Module):
@@ -178,7 +183,7 @@ def ours(options: argparse.Namespace) -> tuple[Callable[[], object], Callable[[]
     return lambda: engine.train_batch(iter(micros)), lambda: bubbles(engine, options, micros)
 
 
-def theirs(options: argparse.Namespace) -> object:
+def theirs(options: argparse.Namespace, *, is_told: bool = False) -> Callable[[], object]:
     """One step of torch's own pipeline as a function."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -197,6 +202,12 @@ def theirs(options: argparse.Namespace) -> object:
             schedule.step(inputs)
         else:
             schedule.step(target=labels, losses=losses, return_outputs=False)
+        if is_told:
+            gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+            square = nn.utils.get_total_norm(gradients).square()
+            dist.all_reduce(square)
+            if not square.isfinite():
+                return
         optimizer.step()
 
     return step
@@ -213,11 +224,12 @@ def play(rank: int, options: argparse.Namespace, results: object) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=2)
     step, measure = ours(options)
-    steps = {"mizzen": step, "torch": theirs(options)}
+    steps = {"mizzen": step, "torch": theirs(options), TOLD: theirs(options, is_told=True)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     processor: dict[str, list[float]] = {name: [] for name in steps}
+    orders = list(permutations(steps))
     for number in range(options.rounds + 2):
-        for name in sorted(steps, reverse=number % 2 == 1):
+        for name in orders[number % len(orders)]:
             dist.barrier()
             started, used = time.perf_counter(), time.process_time()
             steps[name]()
@@ -239,7 +251,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
     options = parser.parse_args()
     os.putenv("OMP_NUM_THREADS", "1")  # for the ranks, which load torch themselves
-    seconds, processor, found, messages = {"mizzen": [], "torch": []}, {"mizzen": [], "torch": []}, [], []
+    seconds, processor = ({name: [] for name in ("mizzen", "torch", TOLD)} for _ in range(2))
+    found, messages = [], []
     for _ in range(options.processes):
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
@@ -250,10 +263,13 @@ def main() -> None:
             processor[name] += used[name]
         found += steps
         messages.append(message)
-        print(f"a pair of ranks: {quotient(took):.3f} of torch's time, {quotient(used):.3f} of its processor time")
+        print(
+            f"a pair of ranks: {quotient(took):.3f} of torch's time, {quotient(used):.3f} of its processor time; "
+            f"{quotient(took, TOLD):.3f} and {quotient(used, TOLD):.3f} where it is told"
+        )
     for name, values in seconds.items():
         used = statistics.median(processor[name])
-        print(f"{name:8} {1000 * statistics.median(values):8.1f} ms per step, {1000 * used:.1f} ms of the processor")
+        print(f"{name:12} {1000 * statistics.median(values):8.1f} ms per step, {1000 * used:.1f} ms of the processor")
     measured, by_table, even = (100 * statistics.median(each) for each in zip(*found, strict=True))
     apart = statistics.median(was / said for was, said, _ in found)
     print(f"bubble   {measured:8.1f} % measured, {by_table:.1f} % by the table, {even:.1f} % for even times (medians)")
@@ -262,12 +278,13 @@ def main() -> None:
     print(f"message  {message:8.2f} ms from a stage to the other, where somebody waits for it (median)")
     for what, values in (("time", seconds), ("processor time", processor)):
         rounds = f"median of {len(values['torch'])} paired rounds"
-        print(f"mizzen takes {quotient(values):.3f} of torch's {what} ({rounds})")
+        told = f"{quotient(values, TOLD):.3f} where it is told"
+        print(f"mizzen takes {quotient(values):.3f} of torch's {what}, {told} ({rounds})")
 
 
-def quotient(values: dict[str, list[float]]) -> float:
-    """The median over rounds of what mizzen took, of what torch took in the same round."""
-    return statistics.median(a / b for a, b in zip(values["mizzen"], values["torch"], strict=True))
+def quotient(values: dict[str, list[float]], peer: str = "torch") -> float:
+    """The median over rounds of what mizzen took, of what a peer took in the same round."""
+    return statistics.median(a / b for a, b in zip(values["mizzen"], values[peer], strict=True))
 
 
 if __name__ == "__main__":
