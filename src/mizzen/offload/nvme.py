@@ -31,6 +31,7 @@ from mizzen.errors import FileError, UsageError
 from mizzen.files import free_bytes
 from mizzen.offload.direct_files import ALIGNMENT, DirectFile, address, aligned
 from mizzen.offload.swap_folder import SwapFolder
+from mizzen.offload.tier import host_memory
 from mizzen.offload.transfers import BlockTransfer, Transfers
 
 FILE: Final = "states"
@@ -272,6 +273,70 @@ class NvmeTier:
             held["memory"] = memoryview(mmap.mmap(-1, self.block))
         found: memoryview = held["memory"]
         return found[:size]
+
+
+class ReadFiles:
+    """What is read of files outside of a step: one tensor at a time, in host memory that a subclass lends.
+
+    look(name, size)         the bytes that rest under a name, until something else is looked at
+    change()                 somebody has written to them
+    keep_changes()           let go of them; what was written goes to the files
+    look_beside(name, size)  for the thread of a save alone, in memory of its own, until it looks at something else
+    forget_beside()          that save has read all that it wants
+    """
+
+    def __init__(self, files: NvmeTier) -> None:
+        self.files = files
+        self.lock = threading.RLock()
+        """The engine's thread and that of the host's step take turns."""
+        self._seen: tuple[str, Tensor, int] | None = None
+        """What is looked at: its name, the memory that it is in, and its bytes."""
+        self._is_changed = False
+        self._seen_beside: tuple[str, Tensor] | None = None
+
+    def lend(self, size: int) -> Tensor:
+        """Memory of so many bytes, or more."""
+        raise NotImplementedError
+
+    def take_back(self, memory: Tensor, after: NvmeTransfer | None = None) -> None:
+        """Nobody uses that memory any more, but for a transfer that reads it."""
+        raise NotImplementedError
+
+    def look(self, name: str, size: int) -> Tensor:
+        """The bytes that rest under a name, until something else is looked at."""
+        if self._seen is None or self._seen[0] != name:
+            self.keep_changes()
+            memory = self.lend(size)
+            self.files.read(name, memory[:size]).wait()
+            self._seen = name, memory, size
+        return self._seen[1][:size]
+
+    def change(self) -> None:
+        """Somebody has written to what is looked at."""
+        self._is_changed = True
+
+    def keep_changes(self) -> None:
+        """Let go of what is looked at; what was written to it goes to the files."""
+        with self.lock:
+            if self._seen is None:
+                return
+            (name, memory, size), self._seen = self._seen, None
+            write = self.files.write(name, memory[:size]) if self._is_changed else None
+            self._is_changed = False
+            self.take_back(memory, write)
+
+    def look_beside(self, name: str, size: int) -> Tensor:
+        """The bytes that rest under a name, for the thread of a save, until it looks at something else."""
+        if self._seen_beside is None or self._seen_beside[0] != name:
+            before, self._seen_beside = self._seen_beside, None  # what is read over an older content is neither
+            memory = before[1] if before is not None and before[1].numel() == size else host_memory(size)
+            self.files.read(name, memory).wait()
+            self._seen_beside = name, memory
+        return self._seen_beside[1]
+
+    def forget_beside(self) -> None:
+        """A save beside training has read all that it wants."""
+        self._seen_beside = None
 
 
 def _close(transfers: Transfers, files: list[DirectFile], folders: list[SwapFolder]) -> None:

@@ -200,7 +200,7 @@ class OnHost(InMemory):
             return
         mark = mark_of(values)
         if self._mark is None or not torch.equal(mark, self._mark):
-            self.take_writes(torch.empty_like(values, device=master.device).copy_(values), master)
+            self.take_writes(torch.empty_like(values, device="cpu").copy_(values), master)
         self._mark = mark
 
     def take_writes(self, values: Tensor, master: Tensor) -> None:

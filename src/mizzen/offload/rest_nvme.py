@@ -17,7 +17,7 @@ from torch import Tensor
 from mizzen.kernels.mark import mark_of
 from mizzen.kernels.masters import keep_writes
 from mizzen.model.piece import Piece, Readers, Unread
-from mizzen.offload.nvme import NvmeTier
+from mizzen.offload.nvme import NvmeTier, ReadFiles
 from mizzen.offload.rest_host import OnHost, Pairs, large_states
 from mizzen.offload.tier import HostTier, Transfer, host_memory
 
@@ -25,19 +25,15 @@ BEHIND: Final = 2
 """Writes that may be under way when a lot is read, those of the states and of the masters of one other lot."""
 
 
-class Passage:
+class Passage(ReadFiles):
     """Host memory that lots of one store pass through on their way from NVMe and back, used again for the next."""
 
     def __init__(self, files: NvmeTier) -> None:
-        self.files = files
+        super().__init__(files)
         self._free: list[Tensor] = []
         self._used = self._most = 0
         self._leaving: deque[list[tuple[Transfer, Tensor]]] = deque()
         """Writes that were started together, with the memory that they are of."""
-        self._seen: tuple[str, Tensor] | None = None
-        self._is_changed = False
-        self._seen_beside: tuple[str, Tensor] | None = None
-        """What a save beside training reads, by its own thread alone, in memory of its own."""
 
     def take(self, like: Tensor) -> Tensor:
         """Memory for a tensor of a shape and dtype."""
@@ -70,44 +66,14 @@ class Passage:
                 self.give_back(memory)
         return time.perf_counter() - start
 
-    # What is looked at or changed outside of a step
+    def lend(self, size: int) -> Tensor:
+        """Memory of so many bytes, for what is looked at outside of a step."""
+        return self.take(torch.empty(size, dtype=torch.uint8, device="meta"))
 
-    def look(self, name: str, home: Tensor) -> Tensor:
-        """What rests under a name, in host memory until something else is looked at."""
-        if self._seen is None or self._seen[0] != name:
-            self.keep_changes()
-            memory = self.take(home)
-            self.files.read(name, memory).wait()
-            self._seen = name, memory
-        return self._seen[1]
-
-    def look_beside(self, name: str, home: Tensor) -> Tensor:
-        """What rests under a name, for the thread of a save, until it looks at something else."""
-        if self._seen_beside is None or self._seen_beside[0] != name:
-            before = self._seen_beside
-            size = home.numel() * home.element_size()
-            memory = before[1] if before is not None and before[1].numel() == size else host_memory(size)
-            self._seen_beside = None  # what is read over an older content is neither, until it is there
-            self.files.read(name, memory).wait()
-            self._seen_beside = name, memory
-        return self._seen_beside[1].view(home.dtype).view(home.shape)
-
-    def forget_beside(self) -> None:
-        """A save beside training has read all of a lot."""
-        self._seen_beside = None
-
-    def change(self) -> None:
-        """Somebody has written to what is looked at."""
-        self._is_changed = True
-
-    def keep_changes(self) -> None:
-        """Let go of what is looked at; what was written to it goes to the files."""
-        if self._seen is None:
-            return
-        name, memory = self._seen
-        if self._is_changed:
-            self.files.write(name, memory).wait()
-        self._seen, self._is_changed = None, False
+    def take_back(self, memory: Tensor, after: Transfer | None = None) -> None:
+        """Wait for the transfer that reads it: the next step may want that memory."""
+        if after is not None:
+            after.wait()
         self.give_back(memory)
 
 
@@ -158,15 +124,6 @@ class OnNvme(OnHost):
         if (read := self._reads.pop(name, None)) is not None:
             self.wait_for("reads", read)
         return self._here[name]
-
-    def keep_writes(self, values: Tensor, master: Tensor) -> None:
-        """Only where the values are others than came from the masters, these are read, compared and written again."""
-        if self._is_compared:
-            return
-        mark = mark_of(values)
-        if self._mark is None or not torch.equal(mark, self._mark):
-            self.take_writes(torch.empty_like(values, device="cpu").copy_(values), master)
-        self._mark = mark
 
     def take_writes(self, values: Tensor, master: Tensor) -> None:
         """Read the masters, compare them in host memory, and write them again."""
@@ -255,10 +212,13 @@ class OnNvme(OnHost):
         name = f"{self.title} {next(name for name, each in self._homes.items() if each is home)}"
 
         def load() -> Tensor:
-            return _at(self.passage.look(name, home), source)
+            return _at(as_home(self.passage.look(name, home.nbytes)), source)
 
         def load_beside() -> Tensor:
-            return _at(self.passage.look_beside(name, home), source)
+            return _at(as_home(self.passage.look_beside(name, home.nbytes)), source)
+
+        def as_home(memory: Tensor) -> Tensor:
+            return memory.view(home.dtype).view(home.shape)
 
         shape, keep = tuple(source.shape), self.passage.change
         unread = Unread(shape, source.dtype, load, keep, load_beside=load_beside, readers=self.readers)

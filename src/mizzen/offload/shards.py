@@ -16,7 +16,7 @@ Whoever has other values for them waits until no reader is left.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from threading import Lock, RLock
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from mizzen.accelerator import get_accelerator
 from mizzen.model.piece import Piece, Readers, Unread
-from mizzen.offload.nvme import NvmeTier
+from mizzen.offload.nvme import NvmeTier, ReadFiles
 from mizzen.offload.places import ParameterSettings
-from mizzen.offload.tier import DeviceCopy, HostTier, Transfer, host_memory
+from mizzen.offload.tier import DeviceCopy, HostTier, Transfer
 
 
 class Shards(Protocol):
@@ -209,62 +209,23 @@ class Buffers:
                 self._leaving.append((memory, after))
 
 
-class ShardFiles:
+class ShardFiles(ReadFiles):
     """Files on NVMe, and the buffers on the way there."""
 
     def __init__(self, files: NvmeTier, buffers: Buffers) -> None:
-        self.files = files
+        super().__init__(files)
         self.buffers = buffers
-        self._seen: tuple[str, Tensor, int] | None = None
-        """What is looked at: its name, the buffer that it is in, and its bytes."""
-        self._is_changed = False
-        self._seen_beside: tuple[str, Tensor] | None = None
-        """What a save beside training reads, by its own thread alone, in memory of its own."""
-        self.lock = RLock()
-        """The engine's thread and that of the host's step take turns."""
 
-    def look(self, name: str, size: int) -> Tensor:
-        """The bytes that rest under a name, until something else is looked at."""
-        if self._seen is None or self._seen[0] != name:
-            self.keep_changes()
-            memory = self.taken()
-            self.files.read(name, memory[:size]).wait()
-            self._seen = name, memory, size
-        return self._seen[1][:size]
-
-    def look_beside(self, name: str, size: int) -> Tensor:
-        """The bytes that rest under a name, for the thread of a save, until it looks at something else."""
-        if self._seen_beside is None or self._seen_beside[0] != name:
-            before, self._seen_beside = self._seen_beside, None  # what is read over an older content is neither
-            memory = before[1] if before is not None and before[1].numel() == size else host_memory(size)
-            self.files.read(name, memory).wait()
-            self._seen_beside = name, memory
-        return self._seen_beside[1]
-
-    def forget_beside(self) -> None:
-        """A save beside training has read all of some shards."""
-        self._seen_beside = None
-
-    def change(self) -> None:
-        """Somebody has written to what is looked at."""
-        self._is_changed = True
-
-    def keep_changes(self) -> None:
-        """Let go of what is looked at; what was written to it goes to the files."""
-        with self.lock:
-            if self._seen is None:
-                return
-            (name, memory, size), self._seen = self._seen, None
-            write = self.files.write(name, memory[:size]) if self._is_changed else None
-            self._is_changed = False
-            self.buffers.give_back(memory, write)
-
-    def taken(self) -> Tensor:
+    def lend(self, size: int) -> Tensor:
         """A buffer, which there is always."""
         memory = self.buffers.take(must=True)
         if memory is None:
             raise AssertionError("a buffer must be there")
         return memory
+
+    def take_back(self, memory: Tensor, after: Transfer | None = None) -> None:
+        """It may be used again, perhaps after a transfer that reads it."""
+        self.buffers.give_back(memory, after)
 
 
 class ShardsOnNvme:
@@ -293,7 +254,7 @@ class ShardsOnNvme:
         """Wait for what is read, and copy it."""
         self.fetch()
         if self._fetched is None:
-            memory = self.files.taken()
+            memory = self.files.lend(self.size)
             self._fetched = memory, self.files.files.read(self.title, memory[: self.size])
         (memory, read), self._fetched = self._fetched, None
         read.wait()
@@ -320,7 +281,7 @@ class ShardsOnNvme:
         with self.files.lock:
             self.let_go()
             self.files.keep_changes()
-            memory = self.files.taken()
+            memory = self.files.lend(self.size)
             write(self._values(memory))
             self.files.buffers.give_back(memory, self.files.files.write(self.title, memory[: self.size]))
 
