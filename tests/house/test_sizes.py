@@ -11,6 +11,7 @@ FUNCTION_LINES = 60
 """Longer functions are warned of, unless they are in `LONG`: one that reads well in one go is not cut for a count."""
 LONG = {
     "api.py initialize": "the signature that users know, then one call after the other",
+    "engine/build.py build_engine": "what an engine is made of, in the order in which one thing needs another",
 }
 """`file function` -> why it is long."""
 PARAMETERS = 8

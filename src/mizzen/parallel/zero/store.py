@@ -109,15 +109,7 @@ class FlatStore:
             lots=self.buckets,
             masters=[(bucket.group, target.tensor) for bucket in self.buckets for target in bucket.targets],
             portions={
-                target.tensor: [
-                    Portion(
-                        bucket.plan.slots[number].name,
-                        low - target.start,
-                        high - target.start,
-                        _own_ranges(self.sites, bucket, number, low, high, target.start),
-                    )
-                    for number, low, high in bucket.owned_slots(target.start, target.stop)
-                ]
+                target.tensor: _portions(self.sites, bucket, target)
                 for bucket in self.buckets
                 for target in bucket.targets
             },
@@ -359,6 +351,19 @@ def _counted(bucket: LiveBucket, sites: Mapping[str, Site], rank: int, holding: 
         found = _own_ranges(sites, bucket, number, low, high)
         ranges += ((low, high),) if found is None else found
     return ranges
+
+
+def _portions(sites: Mapping[str, Site], bucket: LiveBucket, target: Target) -> list[Portion]:
+    """Which ranges of what is stepped belong to which parameter."""
+    return [
+        Portion(
+            bucket.plan.slots[number].name,
+            low - target.start,
+            high - target.start,
+            _own_ranges(sites, bucket, number, low, high, target.start),
+        )
+        for number, low, high in bucket.owned_slots(target.start, target.stop)
+    ]
 
 
 def _own_ranges(
