@@ -188,15 +188,9 @@ def batch_of(size: Size, number: int) -> dict[str, Any]:
 
 def where_bytes_rest(engine: Any, size: Size) -> str:
     """A table of what rests where, beside what was measured."""
-    found: Counter[str] = Counter()
-    for store in engine.stores:
-        for lot in store.contents.lots:
-            rest = lot.rest
-            on_device = STATES * sum(tensor.numel() for tensor in lot.tensors)
-            found[rest.place] += rest.resting_bytes if isinstance(rest, OnHost) else on_device
     torch.cuda.synchronize()
     used = resident().allocated
-    rows = [(f"masters and moments: {place}", f"{count / GIB:.1f}") for place, count in found.items()]
+    rows = [(f"masters and moments: {place}", f"{count / GIB:.1f}") for place, count in bytes_at_rest(engine).items()]
     rows += [
         ("device after a step", f"{torch.cuda.memory_allocated() / GIB:.1f}"),
         ("device at most", f"{torch.cuda.max_memory_allocated() / GIB:.1f}"),
@@ -204,6 +198,15 @@ def where_bytes_rest(engine: Any, size: Size) -> str:
         ("bytes of it for each parameter", f"{used / size.parameters:.1f}"),
     ]
     return table(["what", "GiB"], rows)
+
+
+def bytes_at_rest(engine: Any) -> Counter[str]:
+    """Bytes of masters and of the states of AdamW in each place."""
+    found: Counter[str] = Counter()
+    for lot in (lot for store in engine.stores for lot in store.contents.lots):
+        on_device = STATES * sum(tensor.numel() for tensor in lot.tensors)
+        found[lot.rest.place] += lot.rest.resting_bytes if isinstance(lot.rest, OnHost) else on_device
+    return found
 
 
 def guard_host_memory() -> None:
