@@ -51,7 +51,7 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	  torch==$(VERSION) --editable ".[dev]"
 	touch $@
 
-demo: .venv/ready ## train a small language model on two ranks of this machine, in three to four minutes
+demo: .venv/ready ## train a small language model on two ranks of this machine, in two to four minutes
 	$(BIN)/python examples/demo.py
 
 # What `make test` has; ARGS='tests/unit/config -x' takes the place of these.
