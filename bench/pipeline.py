@@ -1,12 +1,13 @@
 """Two stages on two CPU ranks of one thread each: mizzen beside torch.distributed.pipelining, with the same 1F1B table.
 
-Both train the same blocks with SGD. They take turns of one step, in another order each round. torch is not asked for
+All train the same blocks with SGD. They take turns of one step, in another order each round. torch is not asked for
 the outputs of the last stage, which nobody looks at. Its step knows nothing of what it does: `torch, told` takes the
 norm of the gradients of both stages, as every step of mizzen does, and leaves a step out that would break the weights.
-Then mizzen alone takes as many steps again, of which each forward
-and backward is timed on both ranks, with all that belongs to it but waiting. The share of time in which ranks wait is
-the bubble; beside it stands what the table says for these times, and for their means. The table is given one time for
-all messages: the median, over all of these steps, of those for which somebody stood waiting, from the call that sent
+
+Then mizzen alone takes as many steps again, of which each forward and backward is timed on both ranks, with all that
+belongs to it but waiting. The share of time in which ranks wait is the bubble; beside it stands what the table says for
+these times, and for their means. The table is given one time for all messages: the median, over all of these steps, of
+those for which somebody stood waiting, from the call that sent
 one to the call that had it.
 
 Medians of one pair of ranks differ by some percent from those of the next, on a machine whose speed changes by the

@@ -108,8 +108,8 @@ class Needs:
     """Gradients that stay on the device where all masters do."""
     beside: int = 0
     """Host memory beside masters and states, where all of them rest there: gradients, and copies of a step ahead."""
-    carried: int = 0
-    """With files: gradients in host memory, where all masters rest there or in files."""
+    has_files: bool = False
+    """Whether masters may rest in files, with their gradients in host memory."""
 
     def device_room(self, free: int) -> int:
         """Bytes of the device for masters and states, each with its gradient, where so many are free."""
@@ -122,8 +122,8 @@ class Needs:
         With files it also has the gradients of masters that rest there: of all that do not rest on the device.
         """
         left = max(0, free - self.host)
-        if self.carried:
-            return max(0, left - self.carried * max(0, self.resting - on_device) // self.resting)
+        if self.has_files:
+            return max(0, left - self.beside * max(0, self.resting - on_device) // self.resting)
         beside = left * self.beside // (self.resting + self.beside) if self.beside else 0
         return left - min(beside, self.beside)
 
@@ -139,19 +139,18 @@ def measured(config: Config, sketch: Sketch, world: World) -> Needs:
     plain = _stepped_at_once(config)
     near = cost(plain, sys.maxsize, None, 0).cost
     plan = cost(plain, 0, near.host, sys.maxsize)  # parameters alone are in host memory
-    far, at_host = plan.cost, cost(plain, 0, None, 0).cost
+    far = plan.cost
     has_files = bool(OffloadSettings.of(config).paths)
-    carried = at_host.host - near.host - far.nvme if has_files else 0
-    beside = cost(config, 0, None, 0).cost.host - (at_host.host if has_files else near.host + far.nvme)
+    beside = cost(config, 0, None, 0).cost.host - near.host - far.nvme
     return Needs(
         layout=plan.resolved.layout,
         device=far.total,
-        host=far.host - carried if has_files else near.host,
+        host=far.host - beside if has_files else near.host,
         shards=near.host,
         resting=far.nvme,
         kept=max(0, near.gradients - far.gradients),
         beside=beside,
-        carried=carried,
+        has_files=has_files,
     )
 
 

@@ -276,7 +276,7 @@ class NvmeTier:
 
 
 class ReadFiles:
-    """What is read of files outside of a step: one tensor at a time, in host memory that a subclass lends.
+    """What is read of files outside of a step: one tensor at a time, in host memory of a subclass.
 
     look(name, size)         the bytes that rest under a name, until something else is looked at
     change()                 somebody has written to them
@@ -294,11 +294,11 @@ class ReadFiles:
         self._is_changed = False
         self._seen_beside: tuple[str, Tensor] | None = None
 
-    def lend(self, size: int) -> Tensor:
+    def take_memory(self, size: int) -> Tensor:
         """Memory of so many bytes, or more."""
         raise NotImplementedError
 
-    def take_back(self, memory: Tensor, after: NvmeTransfer | None = None) -> None:
+    def give_back(self, memory: Tensor, after: NvmeTransfer | None = None) -> None:
         """Nobody uses that memory any more, but for a transfer that reads it."""
         raise NotImplementedError
 
@@ -306,7 +306,7 @@ class ReadFiles:
         """The bytes that rest under a name, until something else is looked at."""
         if self._seen is None or self._seen[0] != name:
             self.keep_changes()
-            memory = self.lend(size)
+            memory = self.take_memory(size)
             self.files.read(name, memory[:size]).wait()
             self._seen = name, memory, size
         return self._seen[1][:size]
@@ -323,7 +323,7 @@ class ReadFiles:
             (name, memory, size), self._seen = self._seen, None
             write = self.files.write(name, memory[:size]) if self._is_changed else None
             self._is_changed = False
-            self.take_back(memory, write)
+            self.give_back(memory, write)
 
     def look_beside(self, name: str, size: int) -> Tensor:
         """The bytes that rest under a name, for the thread of a save, until it looks at something else."""

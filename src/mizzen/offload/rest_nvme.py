@@ -38,16 +38,22 @@ class Passage(ReadFiles):
     def take(self, like: Tensor) -> Tensor:
         """Memory for a tensor of a shape and dtype."""
         size = like.numel() * like.element_size()
+        return self.take_memory(size)[:size].view(like.dtype).view(like.shape)
+
+    def take_memory(self, size: int) -> Tensor:
+        """Memory of so many bytes, or up to twice as many."""
         fitting = [place for place, memory in enumerate(self._free) if size <= memory.numel() <= 2 * size]
         best = min(fitting, key=lambda place: self._free[place].numel(), default=None)
         memory = host_memory(size) if best is None else self._free.pop(best)
         self._used += memory.numel()
         self._most = max(self._most, self._used)
-        return memory[:size].view(like.dtype).view(like.shape)
+        return memory
 
-    def give_back(self, tensor: Tensor) -> None:
-        """Keep memory for the next lot, unless more is free than was ever needed at once."""
-        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    def give_back(self, memory: Tensor, after: Transfer | None = None) -> None:
+        """Keep memory for the next lot, unless more is free than was ever needed at once; first wait for its reader."""
+        if after is not None:
+            after.wait()
+        memory = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
         self._used -= memory.numel()
         if memory.numel() + sum(each.numel() for each in self._free) <= self._most:
             self._free.append(memory)
@@ -62,19 +68,8 @@ class Passage(ReadFiles):
         while len(self._leaving) > most:
             writes = self._leaving.popleft()
             for transfer, memory in writes:
-                transfer.wait()
-                self.give_back(memory)
+                self.give_back(memory, transfer)
         return time.perf_counter() - start
-
-    def lend(self, size: int) -> Tensor:
-        """Memory of so many bytes, for what is looked at outside of a step."""
-        return self.take(torch.empty(size, dtype=torch.uint8, device="meta"))
-
-    def take_back(self, memory: Tensor, after: Transfer | None = None) -> None:
-        """Wait for the transfer that reads it: the next step may want that memory."""
-        if after is not None:
-            after.wait()
-        self.give_back(memory)
 
 
 class OnNvme(OnHost):
@@ -212,13 +207,10 @@ class OnNvme(OnHost):
         name = f"{self.title} {next(name for name, each in self._homes.items() if each is home)}"
 
         def load() -> Tensor:
-            return _at(as_home(self.passage.look(name, home.nbytes)), source)
+            return _at(self.passage.look(name, home.nbytes).view(home.dtype), source)
 
         def load_beside() -> Tensor:
-            return _at(as_home(self.passage.look_beside(name, home.nbytes)), source)
-
-        def as_home(memory: Tensor) -> Tensor:
-            return memory.view(home.dtype).view(home.shape)
+            return _at(self.passage.look_beside(name, home.nbytes).view(home.dtype), source)
 
         shape, keep = tuple(source.shape), self.passage.change
         unread = Unread(shape, source.dtype, load, keep, load_beside=load_beside, readers=self.readers)

@@ -216,14 +216,14 @@ class ShardFiles(ReadFiles):
         super().__init__(files)
         self.buffers = buffers
 
-    def lend(self, size: int) -> Tensor:
+    def take_memory(self, size: int) -> Tensor:
         """A buffer, which there is always."""
         memory = self.buffers.take(must=True)
         if memory is None:
             raise AssertionError("a buffer must be there")
         return memory
 
-    def take_back(self, memory: Tensor, after: Transfer | None = None) -> None:
+    def give_back(self, memory: Tensor, after: Transfer | None = None) -> None:
         """It may be used again, perhaps after a transfer that reads it."""
         self.buffers.give_back(memory, after)
 
@@ -254,7 +254,7 @@ class ShardsOnNvme:
         """Wait for what is read, and copy it."""
         self.fetch()
         if self._fetched is None:
-            memory = self.files.lend(self.size)
+            memory = self.files.take_memory(self.size)
             self._fetched = memory, self.files.files.read(self.title, memory[: self.size])
         (memory, read), self._fetched = self._fetched, None
         read.wait()
@@ -263,7 +263,7 @@ class ShardsOnNvme:
         copy = tier.copy_in(into, self._values(memory))
         copy.wait_on_stream()
         copy.forget()
-        self.files.buffers.give_back(memory, copy)
+        self.files.give_back(memory, copy)
         return into
 
     def _values(self, memory: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class ShardsOnNvme:
         """The buffer is free when the read is over."""
         if self._fetched is not None:
             (memory, read), self._fetched = self._fetched, None
-            self.files.buffers.give_back(memory, read)
+            self.files.give_back(memory, read)
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """Write to a buffer, then from there to the files."""
@@ -281,9 +281,9 @@ class ShardsOnNvme:
         with self.files.lock:
             self.let_go()
             self.files.keep_changes()
-            memory = self.files.lend(self.size)
+            memory = self.files.take_memory(self.size)
             write(self._values(memory))
-            self.files.buffers.give_back(memory, self.files.files.write(self.title, memory[: self.size]))
+            self.files.give_back(memory, self.files.files.write(self.title, memory[: self.size]))
 
     def take(self, values: Tensor) -> None:
         """The host waits for the copy from the device: what is written to files has to be there."""

@@ -62,8 +62,8 @@ def test_what_passes_through_host_memory_on_its_way_from_nvme_is_counted():
     )
     assert plan.cost.nvme == 12 * COUNT
     needs = needs_of(**nvme())
-    assert (needs.host, needs.carried) == (12 * COUNT, 4 * COUNT)  # one lot, in which all there is passes
-    assert plan.cost.host == needs.host + needs.carried
+    assert (needs.host, needs.beside) == (12 * COUNT, 4 * COUNT)  # one lot, in which all there is passes
+    assert plan.cost.host == needs.host + needs.beside
 
 
 def test_gradients_of_what_rests_on_the_device_take_no_host_memory_beside_files():
