@@ -52,8 +52,7 @@ MESSAGES: Final = "messages"
 """The operation that is several messages to and from single ranks, waited for as one."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerMessage:
+class PeerMessage(NamedTuple):
     """A tensor that goes to one rank, or comes from it. The two ends meet by group, direction and number."""
 
     tensor: torch.Tensor

@@ -12,8 +12,17 @@ import torch
 from torch.distributed import ReduceOp
 
 from mizzen.backport import gloo_exchanges_lists
-from mizzen.comm.backend import MESSAGES, PeerMessage, Request
-from mizzen.comm.communicator import CoalescedWork, Extras, LogExtras, Work, compare_sizes, run
+from mizzen.comm.backend import PeerMessage, Request
+from mizzen.comm.communicator import (
+    CoalescedWork,
+    Extras,
+    LogExtras,
+    MessageGroup,
+    MessageWork,
+    Work,
+    compare_sizes,
+    run,
+)
 from mizzen.comm.groups import get_global_rank, get_rank, root
 
 Tensors = list[torch.Tensor]
@@ -312,25 +321,10 @@ def recv(
 
 
 def exchange(
-    messages: Sequence[PeerMessage], group: Any = None, *, what: str = "", **extras: Unpack[LogExtras]
-) -> Work | None:
-    """Start several messages to and from single ranks, which are waited for as one; `what` says what they carry.
-
-    None where there are none. A message that is sent waits for its receiver alone, never for another message.
-    """
-    if not messages:
-        return None
-    ends = {(message.is_sent, message.peer): None for message in messages}
-    peers = tuple({peer: None for _, peer in ends})
-    detail = " and ".join([f"to rank {peer}" if is_sent else f"from rank {peer}" for is_sent, peer in ends])
-    request = Request(
-        MESSAGES,
-        (tuple(messages),),
-        payload=[message.tensor for message in messages],
-        peers=peers,
-        detail=f"{detail}, {what}" if what else detail,
-    )
-    return run(request, group, async_op=True, extras=cast(Extras, extras))
+    messages: Sequence[PeerMessage], group: Any = None, *, what: object = "", **extras: Unpack[LogExtras]
+) -> Work | MessageWork | None:
+    """Start several messages to and from single ranks, which are waited for as one; `what` says what they carry."""
+    return MessageGroup(group).start(messages, what, extras)
 
 
 def broadcast_object_list(

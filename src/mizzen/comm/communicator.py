@@ -6,18 +6,18 @@ The collectives themselves, with the signatures that users know, are in `collect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict, cast
 
 import torch
 import torch.distributed as dist
 
 from mizzen.ambient import AMBIENT
 from mizzen.comm.agreement import digest
-from mizzen.comm.backend import Backend, Group, Handle, Request, Tag
+from mizzen.comm.backend import MESSAGES, Backend, Group, Handle, PeerMessage, Request, Tag
 from mizzen.comm.tags import Comparison, differ_on_device, words
 from mizzen.comm.timing import CommLog, Exposure, Lap, Timing
 from mizzen.comm.torch_backend import TorchBackend
-from mizzen.comm.watchdog import Call, Patience, Watchdog
+from mizzen.comm.watchdog import SLICE, Call, Patience, Watchdog
 from mizzen.environment import Switches, environ
 from mizzen.errors import CommError, UsageError, expect
 from mizzen.log import warn_once
@@ -164,9 +164,25 @@ class Communicator:
             call.fail(str(error))
             raise
         except (RuntimeError, ValueError, TypeError) as error:
-            if (failure := self.watchdog.refuse(call, error)) is None:
-                raise
-            raise failure from error
+            self.raise_refusal(call, error)
+
+    def raise_refusal(self, call: Call, error: Exception) -> NoReturn:
+        """An operation could not even be issued: say which lost peer is the cause, if one is."""
+        if (failure := self.watchdog.refuse(call, error)) is None:
+            raise error
+        raise failure from error
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether somebody wants to know how long operations take."""
+        log: CommLog | None = AMBIENT.comm_log
+        return self.exposure is not None or (log is not None and log.settings.enabled)
+
+    def ensure_usable(self, group: Group) -> None:
+        """Refuse a group in which ranks were lost: what is exchanged there now would be taken for something else."""
+        comparison = self._comparisons.get(group.name)
+        if comparison is not None and comparison.broken:
+            raise CommError(f"nothing more can be exchanged in {group}, whose ranks were lost: {comparison.broken}")
 
     def _lap(self, request: Request, group: Group) -> Lap | None:
         if self.exposure is None or len(group.ranks) == 1:
@@ -200,9 +216,7 @@ class Communicator:
         Without a tag only where gloo would abort or be silent, and where the caller waits anyhow: a rank that starts
         an operation and goes on must not wait for the others here.
         """
-        comparison = self._comparisons.get(group.name)
-        if comparison is not None and comparison.broken:
-            raise CommError(f"nothing more can be exchanged in {group}, whose ranks were lost: {comparison.broken}")
+        self.ensure_usable(group)
         if tag is not None and request.payload and request.payload[0].device.type != "cpu":
             # [Note: trails] Nothing can be compared before a collective without waiting for the device, so it is done
             # once a step, with a hash of all that was said: every unit more would cost a message of its own.
@@ -220,6 +234,7 @@ class Communicator:
             and self.backend.is_by_gloo(request, handle)
         ):
             return None
+        comparison = self._comparisons.get(group.name)
         if comparison is None:
             comparison = self._comparisons[group.name] = Comparison(self.backend, self.watchdog, group, handle)
         return comparison
@@ -261,6 +276,88 @@ class Communicator:
     def close(self, reason: str) -> None:
         """Tell the others that this rank takes no further part."""
         self.watchdog.leave(reason)
+
+
+class MessageWork:
+    """Messages under way that are waited for as one."""
+
+    __slots__ = ("_group", "_handle", "_is_done", "_messages", "_what")
+
+    def __init__(self, group: "MessageGroup", messages: Sequence[PeerMessage], what: object, handle: Handle) -> None:
+        self._group = group
+        self._messages = messages
+        self._what = what
+        self._handle = handle
+        self._is_done = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when they have come, or left; on a device when the stream will have it so."""
+        if not self._is_done:
+            try:
+                is_there = self._handle.poll(SLICE)
+            except RuntimeError:
+                is_there = False  # it says so again below, and there in our words
+            if not is_there:
+                self._group.wait_long(self._messages, self._what, self._handle, timeout)
+            self._is_done = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._is_done or self._handle.is_completed()
+
+
+class MessageGroup:
+    """The ranks of a group as they send each other single messages, which take no part in the order of its collectives.
+
+    A pipeline does so many times in a step, between computations that leave nothing of the interpreter in the caches of
+    the processor. So what only a long wait, an error or the log needs of a message is made for these.
+    """
+
+    def __init__(self, handle: Any = None) -> None:
+        self._comm = current()
+        self._handle = handle
+        self._group = self._comm.group(handle, MESSAGES)
+
+    def start(
+        self, messages: Sequence[PeerMessage], what: object = "", extras: LogExtras | None = None
+    ) -> Work | MessageWork | None:
+        """Start messages that are waited for as one; `what`, as text, says what they carry. None where there are none.
+
+        A message that is sent waits for its receiver alone, never for another message.
+        """
+        comm, group = self._comm, self._group
+        if not messages or group is None:
+            return None
+        if comm.is_measured or not isinstance(comm.backend, TorchBackend):
+            return comm.issue(_message_request(messages, what), self._handle, cast(Extras, extras or {}))
+        comm.ensure_usable(group)
+        try:
+            return MessageWork(self, messages, what, comm.backend.start_messages(messages, self._handle))
+        except (RuntimeError, ValueError, TypeError) as error:
+            comm.raise_refusal(comm.watchdog.begin(_message_request(messages, what), group), error)
+
+    def wait_long(
+        self, messages: Sequence[PeerMessage], what: object, handle: Handle, timeout: timedelta | None
+    ) -> None:
+        """Wait for messages that did not come within a moment, so that others see where this rank is."""
+        if self._group is None:
+            raise AssertionError("a rank that is not in a group has started messages there")
+        call = self._comm.watchdog.begin(_message_request(messages, what), self._group)
+        self._comm.watchdog.wait(call, handle, timeout.total_seconds() if timeout else None)
+
+
+def _message_request(messages: Sequence[PeerMessage], what: object) -> Request:
+    """Messages as one operation, in words for other ranks."""
+    ends = {(message.is_sent, message.peer): None for message in messages}
+    detail = " and ".join([f"to rank {peer}" if is_sent else f"from rank {peer}" for is_sent, peer in ends])
+    return Request(
+        MESSAGES,
+        (tuple(messages),),
+        payload=[message.tensor for message in messages],
+        peers=tuple({peer: None for _, peer in ends}),
+        detail=f"{detail}, {said}" if (said := str(what)) else detail,
+    )
 
 
 def use(backend: Backend, patience: Patience | None = None) -> Communicator:

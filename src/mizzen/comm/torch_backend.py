@@ -362,7 +362,7 @@ class TorchBackend:
         if name == "monitored_barrier" and not sliced:
             name, options = "barrier", {}  # torch has the monitored one for gloo only
         if name == MESSAGES:
-            return start_messages(arguments[0], handle, self._waiters if sliced else None)
+            return self.start_messages(arguments[0], handle)
         if name in SINGLE:
             work = SINGLE[name](*arguments, group=handle, **options)
             return Threaded(work.wait, handle, work, self._waiters) if sliced else Streamed(work)
@@ -385,6 +385,26 @@ class TorchBackend:
                 return SlicedAll(spread(whole, part, handle), handle)
         work = COLLECTIVES[name](*arguments, group=handle, async_op=True, **options)
         return Sliced(work, handle) if sliced else Streamed(work)
+
+    def start_messages(self, messages: Sequence[PeerMessage], handle: Any) -> Handle:
+        """Start messages to and from single ranks: on a device as one group, which no order of its parts can stop.
+
+        Somebody waits for those of gloo from the start: whoever asks for one that is here goes on at once.
+        """
+        if self._backends_of(handle).get(messages[0].tensor.device.type) != "gloo":
+            calls = [
+                dist.P2POp(dist.isend if each.is_sent else dist.irecv, each.tensor, each.peer, handle, each.number)
+                for each in messages
+            ]
+            return StreamedAll(dist.batch_isend_irecv(calls))
+        works: list[Any] = [
+            (dist.isend if is_sent else dist.irecv)(tensor, peer, handle, number)
+            for tensor, peer, number, is_sent in messages
+        ]
+        wait = works[0].wait if len(works) == 1 else lambda: [work.wait() for work in works]
+        found = Threaded(wait, handle or dist.group.WORLD, works[-1], self._waiters)
+        found.start()
+        return found
 
     def is_by_gloo(self, request: Request, handle: Any) -> bool:
         """Whether gloo will carry it out; every other backend is waited for as torch does."""
@@ -412,26 +432,6 @@ class TorchBackend:
         for known in (self._groups, self._timeouts, self._backends) if handle is not None else ():
             known.pop(handle.group_name, None)
         dist.destroy_process_group(handle)
-
-
-def start_messages(messages: Sequence[PeerMessage], group: Any, waiters: Waiters | None) -> Handle:
-    """Start messages to and from single ranks: on a device as one group, which no order of its parts can stop.
-
-    Those of gloo have somebody who waits for them from the start: whoever asks for one that is here goes on at once.
-    """
-    if waiters is None:
-        calls = [
-            dist.P2POp(dist.isend if each.is_sent else dist.irecv, each.tensor, each.peer, group, each.number)
-            for each in messages
-        ]
-        return StreamedAll(dist.batch_isend_irecv(calls))
-    works: list[Any] = [
-        (dist.isend if each.is_sent else dist.irecv)(each.tensor, each.peer, group=group, tag=each.number)
-        for each in messages
-    ]
-    handle = Threaded(lambda: [work.wait() for work in works], group, works[-1], waiters)
-    handle.start()
-    return handle
 
 
 def check_lists(request: Request, group: Any) -> None:

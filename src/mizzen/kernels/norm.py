@@ -46,12 +46,14 @@ def squares_of(flats: Sequence[Tensor], *, device: torch.device) -> Tensor:
 
 def _widened_squares(flat: Tensor) -> Tensor:
     """The sum of squares of a tensor on a CPU, widened a part at a time."""
-    buffer = torch.empty(min(flat.numel(), _CACHED), dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64)
-    for part in torch.split(flat, _CACHED):
-        wide = buffer[: part.numel()].copy_(part)
-        total += torch.dot(wide, wide)
-    return total
+    parts = torch.split(flat, _CACHED)
+    buffer = torch.empty(parts[0].numel(), dtype=torch.float64)
+    sums = torch.empty(len(parts), dtype=torch.float64)
+    for part, place in zip(parts, sums.unbind(), strict=True):
+        wide = buffer if part.numel() == buffer.numel() else buffer[: part.numel()]
+        wide.copy_(part)
+        torch.dot(wide, wide, out=place)
+    return sums.sum()
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:

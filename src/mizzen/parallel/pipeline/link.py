@@ -23,15 +23,28 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mizzen.comm.backend import PeerMessage
-from mizzen.comm.collectives import exchange
-from mizzen.comm.communicator import Work
+from mizzen.comm.communicator import MessageGroup, MessageWork, Work
 from mizzen.parallel.pipeline.schedule import StageMessage
 from mizzen.parallel.pipeline.wire import ALIGNED, Description, TensorFacts, pack, size_of, unpack, up
 
+Sending = Work | MessageWork
 LEAD: Final = ALIGNED
 """Bytes of a lead: two 64-bit numbers, and zeros up to where a tensor may begin."""
 KINDS: Final = 4
 """Messages that one transfer may be made of, each with a number of its own."""
+SPARE: Final = 2
+"""Envelopes that an edge keeps on a host: one is filled while another leaves."""
+
+
+@dataclass(slots=True, eq=False)
+class Envelope:
+    """Memory for a lead and tensors: on a host in one, on a device apart."""
+
+    whole: Tensor
+    lead: Tensor
+    data: Tensor
+    places: Sequence[Tensor] = ()
+    """Where the tensors of a description go that is sent."""
 
 
 @dataclass(slots=True)
@@ -44,47 +57,62 @@ class Edge:
     waiting: deque[StageMessage] = field(default_factory=deque)
     """At the receiver: those that may be posted once the one before is taken."""
     posted: StageMessage | None = None
+    spare: list[Envelope] = field(default_factory=list)
+    """At the sender: envelopes of this description whose messages have left."""
 
 
 @dataclass(slots=True)
 class Receipt:
     """Messages that are on their way here."""
 
-    works: Sequence[Work]
+    works: Sequence[Sending]
     data: Tensor
-    lead: Tensor
+    lead: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Sent:
+    """Messages that are on their way from here, with the memory that they need."""
+
+    works: Sequence[Sending]
+    memory: Sequence[PeerMessage]
+    envelope: Envelope | None = None
+    spare: list[Envelope] | None = None
+    """Where the envelope goes when they have left."""
 
 
 class Link:
     """All messages of one stage with the others, numbered by chunk and micro-batch."""
 
     def __init__(self, group: ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
-        self._group = group
+        self._group = MessageGroup(group)
         self._ranks = tuple(ranks)
         """The global rank of each stage."""
         self._device = device
         self._is_on_host = device.type == "cpu"
         self._edges: dict[tuple[bool, int], Edge] = {}
         self._receipts: dict[StageMessage, Receipt] = {}
-        self._sent: list[tuple[Work, Sequence[Tensor]]] = []
-        """What is on its way from here, with the memory that it needs."""
+        self._sent: list[Sent] = []
 
     # Activations
 
     def send(self, transfer: StageMessage, description: Description, tensors: Sequence[Tensor]) -> None:
         """Send an output to the stage of the next chunk."""
         edge = self._edge(transfer, is_sent=True)
-        size = description.size
         if description == edge.description:
-            self._start(transfer, self._envelope(transfer, (0, 0), size, tensors))
+            envelope = edge.spare.pop() if edge.spare else self._new_envelope(description.size, description.tensors)
+            for place, tensor in zip(envelope.places, tensors, strict=True):
+                place.copy_(tensor.detach())
+            self._start(transfer, self._parts(transfer, envelope, is_sent=True), envelope, edge.spare)
             return
-        text = description.encode()
-        lead = self._envelope(transfer, (len(text), size), edge.size, ())
+        text, size, old = description.encode(), description.size, self._new_envelope(edge.size, ())
+        old.lead.view(torch.int64)[:2] = torch.tensor((len(text), size))
         body = self._empty(up(len(text)) + size)
         body[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         pack(tensors, body[up(len(text)) :])
-        self._start(transfer, [*lead, self._message(transfer, body, 2, is_sent=True)])
-        edge.description, edge.size = description, size
+        parts = self._parts(transfer, old, is_sent=True)
+        self._start(transfer, [*parts, self._message(transfer, body, 2, is_sent=True)])
+        edge.description, edge.size, edge.spare = description, size, []
 
     def post(self, transfer: StageMessage) -> None:
         """Let an input come in as soon as the one before it on its edge is here."""
@@ -96,7 +124,7 @@ class Link:
         """Wait for an input that was posted."""
         edge = self._edge(transfer, is_sent=False)
         receipt = self._taken(transfer)
-        length, size, *_ = receipt.lead.view(torch.int64).tolist()
+        length, size, *_ = receipt.lead.view(torch.int64).tolist() if receipt.lead is not None else (0, 0)
         data = receipt.data
         if length:
             data = self._empty(up(length) + size)
@@ -110,74 +138,80 @@ class Link:
         self._post_next(edge)
         return edge.description, unpack(edge.description.tensors, data)
 
-    # Gradients
+    # Gradients: one travels as it is, several as the bytes of all
 
     def send_gradients(self, transfer: StageMessage, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of an input back to the stage that it came from."""
-        if gradients:
-            data = self._bytes(gradients)
-            self._start(transfer, [self._message(transfer, data, 0, is_sent=True)])
+        """Send the gradients of an input, which nobody else has, back to the stage that it came from."""
+        if not gradients:
+            return
+        if len(gradients) == 1:
+            data = gradients[0].detach().contiguous()
+        else:
+            data = self._empty(sum(up(gradient.nbytes) for gradient in gradients))
+            pack(gradients, data)
+        self._start(transfer, [self._message(transfer, data, 0, is_sent=True)])
 
     def post_gradients(self, transfer: StageMessage, facts: Sequence[TensorFacts]) -> None:
         """Let the gradients of an output come in."""
-        if facts:
+        if not facts:
+            return
+        if len(facts) == 1:
+            data = torch.empty(facts[0].shape, dtype=facts[0].torch_dtype, device=self._device)
+        else:
             data = self._empty(size_of(facts))
-            works = self._exchange(transfer, [self._message(transfer, data, 0, is_sent=False)])
-            self._receipts[transfer] = Receipt(works, data, data[:0])
+        works = self._exchange(transfer, [self._message(transfer, data, 0, is_sent=False)])
+        self._receipts[transfer] = Receipt(works, data)
 
     def receive_gradients(self, transfer: StageMessage, facts: Sequence[TensorFacts]) -> list[Tensor]:
         """Wait for gradients that were posted."""
-        return unpack(facts, self._taken(transfer).data) if facts else []
+        if not facts:
+            return []
+        data = self._taken(transfer).data
+        return [data] if len(facts) == 1 else unpack(facts, data)
 
     # Both
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
+        for sent in self._sent:
+            for work in sent.works:
+                work.wait()
+        self._let_go()
 
     def _edge(self, transfer: StageMessage, *, is_sent: bool) -> Edge:
-        return self._edges.setdefault((is_sent, transfer.chunk), Edge())
+        key = is_sent, transfer.chunk
+        edge = self._edges.get(key)
+        if edge is None:
+            edge = self._edges[key] = Edge()
+        return edge
 
     def _post_next(self, edge: Edge) -> None:
         if edge.posted is not None or not edge.waiting:
             return
         transfer = edge.posted = edge.waiting.popleft()
-        whole, lead, data = self._room(edge.size)
-        messages = self._parts(transfer, lead, whole, is_sent=False)
-        self._receipts[transfer] = Receipt(self._exchange(transfer, messages), data, lead)
+        envelope = self._envelope(edge.size)
+        works = self._exchange(transfer, self._parts(transfer, envelope, is_sent=False))
+        self._receipts[transfer] = Receipt(works, envelope.data, envelope.lead)
 
-    def _envelope(
-        self, transfer: StageMessage, lead: tuple[int, int], size: int, tensors: Sequence[Tensor]
-    ) -> list[PeerMessage]:
-        """A lead with tensors, or with nothing, in a message of the size that the receiver expects."""
-        whole, numbers, data = self._room(size)
-        numbers.zero_()
-        if any(lead):
-            numbers.view(torch.int64)[:2] = torch.tensor(lead)
-        pack(tensors, data)
-        return self._parts(transfer, numbers, whole, is_sent=True)
-
-    def _room(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory for a lead and so many bytes, on the host in one; with it the lead and the bytes alone."""
+    def _envelope(self, size: int) -> Envelope:
+        """Memory for a lead and so many bytes."""
         if not self._is_on_host:
-            whole = self._empty(size)
-            return whole, torch.empty(LEAD, dtype=torch.uint8), whole
+            data = self._empty(size)
+            return Envelope(data, torch.empty(LEAD, dtype=torch.uint8), data)
         whole = self._empty(LEAD + size)
-        return whole, whole[:LEAD], whole[LEAD:]
+        return Envelope(whole, whole[:LEAD], whole[LEAD:])
 
-    def _bytes(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Gradients, which nobody else has, as bytes: the memory of a single one, or a copy."""
-        first, size = gradients[0], size_of([_facts(each) for each in gradients])
-        if len(gradients) == 1 and first.is_contiguous() and first.nbytes == size:
-            return first.detach().reshape(-1).view(torch.uint8)
-        whole = self._empty(size)
-        pack(gradients, whole)
-        return whole
+    def _new_envelope(self, size: int, facts: Sequence[TensorFacts]) -> Envelope:
+        """An envelope to be sent, with a lead that says that nothing has changed."""
+        envelope = self._envelope(size)
+        envelope.lead.zero_()
+        envelope.places = unpack(facts, envelope.data)
+        return envelope
 
-    def _parts(self, transfer: StageMessage, lead: Tensor, whole: Tensor, *, is_sent: bool) -> list[PeerMessage]:
-        tensors = [(whole, 1)] if self._is_on_host else [(lead, 0), (whole, 1)]
+    def _parts(self, transfer: StageMessage, envelope: Envelope, *, is_sent: bool) -> list[PeerMessage]:
+        if self._is_on_host:
+            return [self._message(transfer, envelope.whole, 1, is_sent=is_sent)]
+        tensors = [(envelope.lead, 0), (envelope.whole, 1)]
         return [self._message(transfer, each, kind, is_sent=is_sent) for each, kind in tensors if each.numel()]
 
     def _message(self, transfer: StageMessage, data: Tensor, kind: int, *, is_sent: bool) -> PeerMessage:
@@ -186,18 +220,32 @@ class Link:
         number = ((transfer.micro << 10 | transfer.chunk) << 1 | is_gradient) * KINDS + kind
         return PeerMessage(data, self._ranks[transfer.target if is_sent else transfer.source], number, is_sent)
 
-    def _start(self, transfer: StageMessage, messages: Sequence[PeerMessage]) -> None:
-        self._sent = [(work, memory) for work, memory in self._sent if not work.is_completed()]
-        memory = [message.tensor for message in messages]
-        self._sent += [(work, memory) for work in self._exchange(transfer, messages)]
+    def _start(
+        self,
+        transfer: StageMessage,
+        messages: Sequence[PeerMessage],
+        envelope: Envelope | None = None,
+        spare: list[Envelope] | None = None,
+    ) -> None:
+        self._let_go()
+        self._sent.append(Sent(self._exchange(transfer, messages), messages, envelope, spare))
 
-    def _exchange(self, transfer: StageMessage, messages: Sequence[PeerMessage]) -> list[Work]:
+    def _let_go(self) -> None:
+        """Forget messages that have left. Their envelopes are used again on a host, where new memory has no pages."""
+        left, self._sent = self._sent, []
+        for sent in left:
+            if not all([work.is_completed() for work in sent.works]):
+                self._sent.append(sent)
+            elif sent.envelope is not None and sent.spare is not None and self._is_on_host and len(sent.spare) < SPARE:
+                sent.spare.append(sent.envelope)
+
+    def _exchange(self, transfer: StageMessage, messages: Sequence[PeerMessage]) -> list[Sending]:
         """Start messages: those of the host and those of the device apart."""
         alike: Iterable[Sequence[PeerMessage]] = (messages,)
         if not self._is_on_host:
             kinds = dict.fromkeys(message.tensor.device.type for message in messages)
             alike = ([message for message in messages if message.tensor.device.type == kind] for kind in kinds)
-        works = [exchange(each, self._group, what=str(transfer)) for each in alike]
+        works = [self._group.start(each, transfer) for each in alike]
         return [work for work in works if work is not None]
 
     def _taken(self, transfer: StageMessage) -> Receipt:
@@ -208,7 +256,3 @@ class Link:
 
     def _empty(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self._device)
-
-
-def _facts(tensor: Tensor) -> TensorFacts:
-    return TensorFacts(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), needs_gradient=False)

@@ -256,9 +256,11 @@ class BatchRun:
 
     def _backward(self, chunk: int, micro: int, one: Instruction) -> None:
         """Both halves, or the first: the second waits unless units of the chunk are gathered for the first."""
-        kept, gradients = self.kept[chunk, micro], self._gradients(chunk, micro, one)
         stores = [store for store, _ in self.runner.stores[chunk]]
         is_split = one.kind is BACKWARD_INPUT and not any(_has_units(store) for store in stores)
+        if not is_split:
+            self._begin(chunk)
+        kept, gradients = self.kept[chunk, micro], self._gradients(chunk, micro, one)
         with self.runner.phases.phase("backward"):
             if is_split and kept.inputs and kept.outputs:
                 kept.split = SplitBackward(kept.outputs, gradients, kept.inputs)
@@ -266,10 +268,8 @@ class BatchRun:
                 kept.outputs = []
             elif is_split:
                 kept.split = _Later(kept.outputs, gradients)
-            else:
-                self._begin(chunk)
-                if kept.outputs:
-                    torch.autograd.backward(kept.outputs, gradients)
+            elif kept.outputs:
+                torch.autograd.backward(kept.outputs, gradients)
             self._return(chunk, micro, one, kept)
             if not is_split:
                 for store in stores:

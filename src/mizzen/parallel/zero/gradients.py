@@ -58,8 +58,11 @@ class Gradients:
         *,
         overlap: bool,
         hooks: Mapping[str, GradientHook] | None = None,
+        is_staged: bool = False,
     ) -> None:
         self.buckets = tuple(buckets)
+        self.is_staged = is_staged
+        """Whether a backward waits for another rank after `begin_backward`, which leaves time to prepare it."""
         self.hooks = hooks or {}
         """What the gradients of some parameters become before they are kept."""
         self.reducer = reducer
@@ -255,12 +258,13 @@ class WholeGradients(Gradients):
     def begin_backward(self, last: bool | None) -> None:
         """Let full buckets leave; where gradients stay, let autograd add them to their places.
 
-        On a CPU the first are copied there as they come, out of its cache; zeros to add them to would cost more.
+        On a CPU the first are copied there as they come, out of its cache: zeros to add them to would cost more, where
+        nobody waits meanwhile.
         """
         super().begin_backward(last)
         for bucket in self.buckets if not self.may_send else ():
             is_untouched = not bucket.shown and all(parameter.grad is None for parameter in bucket.parameters)
-            if is_untouched and bucket.adds_in_place and not bucket.stock.is_kept:
+            if is_untouched and bucket.adds_in_place and (self.is_staged or not bucket.stock.is_kept):
                 bucket.filled()
                 show(bucket, range(len(bucket.parameters)))
         # What arrives is noted once; then nobody has to hear of gradients that autograd adds to their places, nor of
@@ -357,8 +361,9 @@ class PassingGradients(Gradients):
         *,
         overlap: bool,
         hooks: Mapping[str, GradientHook] | None = None,
+        is_staged: bool = False,
     ) -> None:
-        super().__init__(buckets, reducer, overlap=overlap, hooks=hooks)
+        super().__init__(buckets, reducer, overlap=overlap, hooks=hooks, is_staged=is_staged)
         self._has_sum = False
         """Whether the owners' chunks hold gradients of earlier backwards."""
 

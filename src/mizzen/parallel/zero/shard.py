@@ -189,6 +189,7 @@ def _family(parameters: Sequence[ParameterSketch], flat: FlatSettings, layout: L
         overlap=flat.overlap and ranks > 1 and not next(iter(sites.values())).is_far,
         weight=ranks / home.divisor,
         gain=float(ranks) if flat.is_sum else ranks / home.divisor,
+        is_staged=layout.pp > 1,
     )
     return Family(
         ranks=adders,

@@ -46,6 +46,8 @@ class Holding:
     offload: OffloadSettings = OffloadSettings()
     nvme_bytes: int = 0
     """Bytes of masters and states that are to rest on NVMe."""
+    is_staged: bool = False
+    """Whether a backward waits for other stages of a pipeline before it starts."""
 
     def __post_init__(self) -> None:
         if self.stage and self.reduction.ranks == 1:
@@ -88,7 +90,9 @@ class FlatStore:
         self.buckets = _by_arrival([bucket for buffer in buffers for bucket in self._take_in(buffer)], self.parameters)
         kind = PassingGradients if holding.stage == 2 else WholeGradients
         reducer = Reducer(holding.reduction, group, self.stock)
-        self.gradients: Gradients = kind(self.buckets, reducer, overlap=holding.overlap, hooks=twins or {})
+        self.gradients: Gradients = kind(
+            self.buckets, reducer, overlap=holding.overlap, hooks=twins or {}, is_staged=holding.is_staged
+        )
         self.addresses = ParameterAddresses(self.buckets, self.parameters, self.gradients)
         self._ranges = {bucket: _counted(bucket, self.sites, self.rank, holding) for bucket in self.buckets}
         """Of each gradient what this rank counts in a norm."""
