@@ -324,6 +324,8 @@ def exchange(
     messages: Sequence[PeerMessage], group: Any = None, *, what: object = "", **extras: Unpack[LogExtras]
 ) -> Work | MessageWork | None:
     """Start several messages to and from single ranks, which are waited for as one; `what` says what they carry."""
+    for message in messages:
+        root("exchange", message.peer, None, group)
     return MessageGroup(group).start(messages, what, extras)
 
 

@@ -415,3 +415,19 @@ def test_messages_meet_by_their_numbers(world):
     for rank, (first, second) in enumerate(world(3).run(exchanged)):
         before = (rank - 1) % 3
         assert first == [10.0 * before] * 3 and second == [before]
+
+
+def addressed_to_nobody():
+    """Messages to a rank that there is not, for which torch would end the process."""
+    nobody, tensor, found = dist.PeerMessage(torch.ones(1), 7, 0, is_sent=True), torch.ones(1), []
+    for start in (lambda: dist.exchange([nobody]), lambda: dist.send(tensor, 7), lambda: dist.recv(tensor, 7)):
+        try:
+            start()
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_message_to_nobody_is_refused(world):
+    refused = [f"{name}: rank 7 is not in all ranks, which has ranks 0, 1" for name in ("exchange", "isend", "irecv")]
+    assert world(2).run(addressed_to_nobody) == [refused] * 2

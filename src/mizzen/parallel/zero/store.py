@@ -24,7 +24,7 @@ from mizzen.parallel.zero.gradients import Gradients, PassingGradients, WholeGra
 from mizzen.parallel.zero.live import LiveBucket, Target, alone, copy_all, stepped_of
 from mizzen.parallel.zero.reduce import Reducer, Reduction, torch_dtype, wait_for
 from mizzen.parallel.zero.slots import Bucket, Buffer
-from mizzen.parallel.zero.stock import Stock
+from mizzen.parallel.zero.stock import Stock, new_block
 from mizzen.parallel.zero.twins import GradientHook
 from mizzen.plan.parts import ReducedGradients, StoreContents, StoreMemory, StoreRanks, StoreStatus
 from mizzen.precision.policy import Policy, wider
@@ -120,7 +120,7 @@ class FlatStore:
         )
 
     def _take_in(self, buffer: Buffer) -> Iterator[LiveBucket]:
-        flat = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.dtype), device=self.device)
+        flat = new_block(buffer.numel, torch_dtype(buffer.dtype), self.device).zero_()
         policy = self.holding.policy
         accumulation = torch_dtype(wider(policy.accumulation, buffer.dtype))
         kept = wider(policy.masters, buffer.dtype)

@@ -465,3 +465,19 @@ def test_as_many_activations_live_at_once_as_the_table_says(world, schedule, mic
     outcomes = world(4).run(live_activations, schedule, micros)
     assert tuple(most for most, _ in outcomes) == peak_activations(make_schedule(schedule, 4, micros))
     assert [left for _, left in outcomes] == [0] * 4
+
+
+def sums_before_the_first_backward():
+    """What the parameters of a stage have as `grad` once a backward is announced, and what after a step."""
+    engine = start()
+    store = engine.stores[0]
+    store.begin_backward(False)
+    gradients = [parameter.grad for parameter in store.contents.trained.values()]
+    are_zeros = all(gradient is not None and not gradient.any() for gradient in gradients)
+    engine.zero_grad()
+    engine.train_batch(iter(pipelines.batches(engine, 0)))
+    return are_zeros, all(parameter.grad is None for parameter in store.contents.trained.values())
+
+
+def test_a_stage_zeroes_its_sums_before_it_waits_for_gradients(world):
+    assert world(2).run(sums_before_the_first_backward) == [(True, True)] * 2
