@@ -7,8 +7,7 @@ norm of the gradients of both stages, as every step of mizzen does, and leaves a
 Then mizzen alone takes as many steps again, of which each forward and backward is timed on both ranks, with all that
 belongs to it but waiting. The share of time in which ranks wait is the bubble; beside it stands what the table says for
 these times, and for their means. The table is given one time for all messages: the median, over all of these steps, of
-those for which somebody stood waiting, from the call that sent
-one to the call that had it.
+those for which somebody stood waiting, from the call that sent one to the call that had it.
 
 Medians of one pair of ranks differ by some percent from those of the next, on a machine whose speed changes by the
 minute. So there are several pairs, one after the other, and the medians are those over the rounds of all of them.

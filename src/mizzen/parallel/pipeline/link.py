@@ -27,7 +27,7 @@ from mizzen.comm.communicator import MessageGroup, MessageWork, Work
 from mizzen.parallel.pipeline.schedule import StageMessage
 from mizzen.parallel.pipeline.wire import ALIGNED, Description, TensorFacts, pack, size_of, unpack, up
 
-Sending = Work | MessageWork
+AnyWork = Work | MessageWork
 LEAD: Final = ALIGNED
 """Bytes of a lead: two 64-bit numbers, and zeros up to where a tensor may begin."""
 KINDS: Final = 4
@@ -65,7 +65,7 @@ class Edge:
 class Receipt:
     """Messages that are on their way here."""
 
-    works: Sequence[Sending]
+    works: Sequence[AnyWork]
     data: Tensor
     lead: Tensor | None = None
 
@@ -74,11 +74,10 @@ class Receipt:
 class Sent:
     """Messages that are on their way from here, with the memory that they need."""
 
-    works: Sequence[Sending]
+    works: Sequence[AnyWork]
     memory: Sequence[PeerMessage]
-    envelope: Envelope | None = None
-    spare: list[Envelope] | None = None
-    """Where the envelope goes when they have left."""
+    reuse: tuple[Envelope, list[Envelope]] | None = None
+    """Their envelope, and where it goes when they have left."""
 
 
 class Link:
@@ -100,12 +99,13 @@ class Link:
         """Send an output to the stage of the next chunk."""
         edge = self._edge(transfer, is_sent=True)
         if description == edge.description:
-            envelope = edge.spare.pop() if edge.spare else self._new_envelope(description.size, description.tensors)
+            envelope = edge.spare.pop() if edge.spare else self._envelope_to_send(description.size, description.tensors)
             for place, tensor in zip(envelope.places, tensors, strict=True):
                 place.copy_(tensor.detach())
-            self._start(transfer, self._parts(transfer, envelope, is_sent=True), envelope, edge.spare)
+            reuse = (envelope, edge.spare) if self._is_on_host else None  # new memory of a host has no pages
+            self._start(transfer, self._parts(transfer, envelope, is_sent=True), reuse)
             return
-        text, size, old = description.encode(), description.size, self._new_envelope(edge.size, ())
+        text, size, old = description.encode(), description.size, self._envelope_to_send(edge.size, ())
         old.lead.view(torch.int64)[:2] = torch.tensor((len(text), size))
         body = self._empty(up(len(text)) + size)
         body[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -189,11 +189,11 @@ class Link:
         if edge.posted is not None or not edge.waiting:
             return
         transfer = edge.posted = edge.waiting.popleft()
-        envelope = self._envelope(edge.size)
+        envelope = self._empty_envelope(edge.size)
         works = self._exchange(transfer, self._parts(transfer, envelope, is_sent=False))
         self._receipts[transfer] = Receipt(works, envelope.data, envelope.lead)
 
-    def _envelope(self, size: int) -> Envelope:
+    def _empty_envelope(self, size: int) -> Envelope:
         """Memory for a lead and so many bytes."""
         if not self._is_on_host:
             data = self._empty(size)
@@ -201,9 +201,9 @@ class Link:
         whole = self._empty(LEAD + size)
         return Envelope(whole, whole[:LEAD], whole[LEAD:])
 
-    def _new_envelope(self, size: int, facts: Sequence[TensorFacts]) -> Envelope:
+    def _envelope_to_send(self, size: int, facts: Sequence[TensorFacts]) -> Envelope:
         """An envelope to be sent, with a lead that says that nothing has changed."""
-        envelope = self._envelope(size)
+        envelope = self._empty_envelope(size)
         envelope.lead.zero_()
         envelope.places = unpack(facts, envelope.data)
         return envelope
@@ -224,22 +224,23 @@ class Link:
         self,
         transfer: StageMessage,
         messages: Sequence[PeerMessage],
-        envelope: Envelope | None = None,
-        spare: list[Envelope] | None = None,
+        reuse: tuple[Envelope, list[Envelope]] | None = None,
     ) -> None:
         self._let_go()
-        self._sent.append(Sent(self._exchange(transfer, messages), messages, envelope, spare))
+        self._sent.append(Sent(self._exchange(transfer, messages), messages, reuse))
 
     def _let_go(self) -> None:
-        """Forget messages that have left. Their envelopes are used again on a host, where new memory has no pages."""
-        left, self._sent = self._sent, []
-        for sent in left:
+        """Forget messages that have left, and keep their envelopes for others."""
+        before, self._sent = self._sent, []
+        for sent in before:
             if not all([work.is_completed() for work in sent.works]):
                 self._sent.append(sent)
-            elif sent.envelope is not None and sent.spare is not None and self._is_on_host and len(sent.spare) < SPARE:
-                sent.spare.append(sent.envelope)
+            elif sent.reuse is not None:
+                envelope, spare = sent.reuse
+                if len(spare) < SPARE:
+                    spare.append(envelope)
 
-    def _exchange(self, transfer: StageMessage, messages: Sequence[PeerMessage]) -> list[Sending]:
+    def _exchange(self, transfer: StageMessage, messages: Sequence[PeerMessage]) -> list[AnyWork]:
         """Start messages: those of the host and those of the device apart."""
         alike: Iterable[Sequence[PeerMessage]] = (messages,)
         if not self._is_on_host:

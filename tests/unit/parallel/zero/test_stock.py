@@ -1,8 +1,13 @@
 """Memory that is kept for the next step, and not more of it than was in use at once."""
 
+import re
+from pathlib import Path
+
+import pytest
 import torch
 
-from mizzen.parallel.zero.stock import Stock, Sums
+from mizzen.offload.tier import HUGE_PAGE
+from mizzen.parallel.zero.stock import Stock, Sums, new_block
 
 CPU = torch.device("cpu")
 
@@ -73,3 +78,16 @@ def test_sums_to_which_nothing_came_are_zeros():
     sums = Sums(stock, 4, torch.float32)
     assert sums.read().tolist() == [0.0] * 4
     assert not sums.is_empty
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages")
+def test_a_large_block_on_a_cpu_is_asked_for_in_huge_pages():
+    block = new_block(3 * HUGE_PAGE, torch.uint8, torch.device("cpu"))
+    inside = block.data_ptr() + block.nbytes // 2
+    is_here, flags = False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(found[1], 16) <= inside < int(found[2], 16)
+        elif is_here and line.startswith("VmFlags:"):
+            flags = line
+    assert "hg" in flags.split()
