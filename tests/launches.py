@@ -12,6 +12,8 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 SECRET = "known to the tests alone"
+LONG = 200
+"""Seconds, fewer than a test may take: where something has to come at once, a machine that is held up may be late."""
 COMMAND = (sys.executable, "-m", "mizzen.cli", "run")
 
 
@@ -47,10 +49,14 @@ class Running:
     def signal(self, number):
         self.process.send_signal(number)
 
-    def end(self, timeout=60):
+    def end(self, timeout=LONG):
         """Its exit code."""
         try:
             return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            threads = psutil.Process(self.process.pid).num_threads()
+            said = f"it has {threads} threads, {self.left()} of what it started live, and it has said:\n{self.text}"
+            raise AssertionError(f"{self.process.args} has not ended within {timeout} s: {said}") from None
         finally:
             if self.process.poll() is None:
                 self.process.kill()
@@ -107,7 +113,7 @@ def start(*words, cwd, name="run", **more):
     return Running(process, log)
 
 
-def wait_until(is_true, what, limit=90):
+def wait_until(is_true, what, limit=LONG):
     until = time.monotonic() + limit
     while not is_true():
         assert time.monotonic() < until, f"{what}: not within {limit} s"

@@ -84,7 +84,11 @@ class Heartbeats:
         for node, (before, count) in enumerate(zip(self._beats, beats, strict=True)):
             self._silence[node] = 0.0 if count > before else self._silence[node] + passed
         self._beats = list(beats)
-        return [node for node, count in enumerate(beats) if self._silence[node] > (LOST if count else STARTING)]
+        return [node for node in range(len(beats)) if self._silence[node] > self.patience(node)]
+
+    def patience(self, node: int) -> float:
+        """Seconds of silence after which this node is lost."""
+        return LOST if self._beats[node] else STARTING
 
     @property
     def doubtful(self) -> list[int]:
@@ -291,7 +295,8 @@ class RendezvousState:
             for position in current.heartbeats.silent(beats, now):
                 index = current.indices[position]
                 if index in current.present and index not in self._waiting:
-                    current.lose(index, f"is lost: its supervisor has not been heard of for {LOST:.0f} s")
+                    passed = current.heartbeats.patience(position)
+                    current.lose(index, f"is lost: its supervisor has not been heard of for {passed:.0f} s")
         self._begin_attempt()
 
     def is_taken(self, index: int) -> bool:

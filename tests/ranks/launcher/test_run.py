@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -331,7 +332,7 @@ def test_two_supervisors_with_uneven_slots_start_again_together(tmp_path, script
         start(*words, "--max_restarts", 1, "--node_rank", node, "meet.py", cwd=tmp_path, name=f"node{node}")
         for node in (0, 1)
     ]
-    assert [node.end(120) for node in nodes] == [0, 0], nodes[0].text + nodes[1].text
+    assert [node.end() for node in nodes] == [0, 0], nodes[0].text + nodes[1].text
     assert {"[rank 0] total 18.0 0 0", "[rank 1] total 18.0 1 0"} <= set(nodes[0].text.splitlines())
     assert "[rank 2] total 18.0 0 1" in nodes[1].text
     assert "rank 2 on b was ended by signal 9" in nodes[1].text and "restart 1 of 1" in nodes[1].text
@@ -378,8 +379,9 @@ def pair(tmp_path):
         pytest.param(
             *(signal.SIGTERM, False, "has left: stopped by SIGTERM; nothing could be saved"), marks=pytest.mark.wide
         ),
-        pytest.param(  # 15 s are long, and the clocks of tests/unit/launcher pass them at once
-            *(signal.SIGSTOP, False, "is lost: its supervisor has not been heard of for 15 s"), marks=pytest.mark.wide
+        pytest.param(  # 15 s are long, 120 where its ranks start first; clocks of tests/unit/launcher pass them at once
+            *(signal.SIGSTOP, False, "is lost: its supervisor has not been heard of for (15|120) s"),
+            marks=pytest.mark.wide,
         ),
     ],
     ids=["killed", "left", "stopped"],
@@ -390,8 +392,8 @@ def test_a_job_that_needs_a_node_ends_with_it(pair, tmp_path, number, has_ended,
     second.signal(number)
     if has_ended:
         (tmp_path / "go-0-2").touch()
-    assert first.end(60) == 1, first.text
-    assert first.text.splitlines()[-1] == f"mizzen: node 1 (node1) {last}"
+    assert first.end() == 1, first.text
+    assert re.fullmatch(re.escape("mizzen: node 1 (node1) ") + last, first.text.splitlines()[-1]), first.text
     wait_until(lambda: not first.left(), "the end of all")
 
 
@@ -399,7 +401,7 @@ def test_a_job_that_needs_a_node_ends_with_it(pair, tmp_path, number, has_ended,
 def test_an_elastic_job_goes_on_without_a_node(pair, tmp_path, number):
     first, second = pair("--min_elastic_nodes", 1, "--max_elastic_nodes", 2)
     second.signal(number)
-    wait_until((tmp_path / "up-0-1").exists, "a world of one", 90)
+    wait_until((tmp_path / "up-0-1").exists, "a world of one")
     (tmp_path / "go-0-1").touch()
     assert first.end() == 0, first.text
     assert "node 1 (node1) " in first.text and "the ranks start again" in first.text
@@ -413,7 +415,7 @@ def test_ranks_that_fall_with_a_node_are_not_blamed(pair, tmp_path):
     third.end()
     (tmp_path / "fall-3").touch()
     for node in (first, second):
-        assert node.end(60) == 1, node.text
+        assert node.end() == 1, node.text
         lost = "node 2 (node2) is lost: its supervisor has ended without a word"
         assert node.text.splitlines()[-1].endswith(lost)
 
@@ -455,11 +457,11 @@ def test_a_node_whose_ranks_are_done_may_go(pair, tmp_path):
     (tmp_path / "go-1-2").touch()
     wait_until(lambda: len(second.left()) < len(second.family) + len(second.folders), "the end of the rank")
     second.signal(signal.SIGTERM)
-    assert second.end(30) == 143, second.text
+    assert second.end() == 143, second.text
     assert "the ranks of this node are done" in second.text
     time.sleep(5)
     (tmp_path / "go-0-2").touch()
-    assert first.end(30) == 0, first.text
+    assert first.end() == 0, first.text
 
 
 def test_a_node_that_waits_for_the_first_one_heeds_a_request(tmp_path):
@@ -474,7 +476,7 @@ def test_a_node_that_waits_for_the_first_one_heeds_a_request(tmp_path):
     wait_until(is_up, "the supervisor")
     time.sleep(1)
     node.signal(signal.SIGINT)
-    assert node.end(30) == 76, node.text
+    assert node.end() == 76, node.text
     assert node.text == "mizzen: stopped before the ranks started\n" and not node.left()
 
 

@@ -122,6 +122,14 @@ def test_a_silent_node_is_in_doubt_and_then_lost(least, are_enough):
     assert (status.are_enough, status.is_in_doubt) == (are_enough, False)
 
 
+def test_a_node_that_is_silent_from_the_start_is_lost_later():
+    state = begun(1, 2, 0, 1)
+    pass_time(state, LOST + 1, 0)
+    assert not status_of(state, 0).gone
+    pass_time(state, STARTING, 0)
+    assert status_of(state, 0).gone == "node 1 (n1) is lost: its supervisor has not been heard of for 120 s"
+
+
 def test_a_host_that_was_held_up_accuses_nobody():
     state = begun(2, 2, 0, 1)
     status_of(state, 0), status_of(state, 1)
