@@ -9,7 +9,7 @@ nothing else is asked for.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +45,23 @@ def chosen(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
 def _wide(value: Any) -> Any:
     given = value if isinstance(value, tuple) else (value,)
     return pytest.param(*given, marks=pytest.mark.wide)
+
+
+def together(cases: Sequence[Any], on: Callable[[Any], Any], short: Iterable[Any], most: int | dict = 4) -> list:
+    """Values of a `parametrize`: cases that run on the same ranks, `most` of them, one after the other.
+
+    `on` says what cases have to share for that, such as their number of ranks; `most` may differ by it. The first
+    engine of a process costs three times a later one. Cases that are not in `short` are for `make test-all` alone.
+    """
+    kept, found = list(short), []
+    for place in dict.fromkeys(map(on, cases)):
+        step = most if isinstance(most, int) else most[place]
+        fitting = [case for case in cases if on(case) == place]
+        for kind, marks in (("short", ()), ("rest", pytest.mark.wide)):
+            those = [case for case in fitting if (case in kept) == (kind == "short")]
+            starts = range(0, len(those), step)
+            found += [pytest.param(those[at : at + step], id=f"{place}-{kind}-{at}", marks=marks) for at in starts]
+    return found
 
 
 def every_pair(axes: Sequence[Iterable[Any]]) -> list[tuple]:

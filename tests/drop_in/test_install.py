@@ -183,14 +183,13 @@ def test_a_job_alone_finds_it(environment, tmp_path):
 def test_programs(environment, tmp_path):
     environment.run("mizzen", "compat", "install")
     (tmp_path / "script.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:])\n")
-    for name in ("deepspeed", "ds", "deepspeed.pt"):
-        said = environment.run(
-            name, "--num_gpus=2", "--num_nodes", -1, "--show", "all", "script.py", "-1", cwd=tmp_path
-        )
-        assert "rank 0 ['--local_rank=0', '-1']" in said and "rank 1 ['--local_rank=1', '-1']" in said
-    assert "usage: mizzen run" in environment.run("deepspeed")
-    for name in ("ds_report", "dsr"):
-        assert "torch" in environment.run(name, "--hide_operator_status", "--hide_errors_and_warnings")
+    words = ("--num_gpus=2", "--num_nodes", -1, "--show", "all", "script.py", "-1")
+    said = environment.run("deepspeed", *words, cwd=tmp_path)
+    assert "rank 0 ['--local_rank=0', '-1']" in said and "rank 1 ['--local_rank=1', '-1']" in said
+    assert "usage: mizzen run" in environment.run("ds")
+    assert "torch" in environment.run("ds_report", "--hide_operator_status", "--hide_errors_and_warnings")
+    for name, other in (("deepspeed", "ds"), ("deepspeed", "deepspeed.pt"), ("ds_report", "dsr")):
+        assert (environment.programs / name).read_text() == (environment.programs / other).read_text()
     elastic = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2], "version": 0.1}
     (tmp_path / "config.json").write_text(json.dumps({"elasticity": elastic}))
     assert "valid_gpus" in environment.run("ds_elastic", "-c", "config.json", "-w", 0, cwd=tmp_path)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from breadth import FULL, choice, chosen, every_pair
+from breadth import FULL, chosen, every_pair, together
 from parity.programs import Case, reference, train, train_at
 
 STAGES, WORLDS, ACCUMULATIONS, CLIPS = (0, 1, 2, 3), (1, 2, 4), (1, 4), (0.0, 0.5)
@@ -73,24 +73,33 @@ SHORT = [*CASES[::2], *(SCALED[number] for number in (2, 6, 11, 15)), COPIES[2],
 """Half of the pairs; a factor that was forgotten, at each stage on two ranks; copies; what rests."""
 
 
-@pytest.mark.parametrize("case", choice([*CASES, *SCALED, *COPIES, *RESTING], SHORT), ids=str)
-def test_loss_does_not_depend_on_the_plan(world, case):
-    expected, masters = reference(case)
-    tolerance = TOLERANCE[case.dtype]
-    for losses, values, _ in world(case.world).run(train, case):
-        assert losses == pytest.approx(expected, rel=tolerance)
-        for name, value in values.items():
-            # In the mean: where a gradient is next to nothing, Adam turns its last bit into a whole step.
-            assert (value - masters[name]).abs().mean() < tolerance / 4, name
+def place(case: Case) -> str:
+    """What cases on the same ranks share: their number, and the device."""
+    return f"{case.world}{' behind' if case in RESTING else ''}"
 
 
-@pytest.mark.parametrize("case", choice(QUANTIZED, QUANTIZED[2:3]), ids=str)
-def test_quantized_messages_keep_the_loss_in_a_band(world, case):
-    expected, _ = reference(case)
-    for losses, values, _ in world(case.world).run(train, case):
-        assert losses == pytest.approx(expected, rel=BAND)
-        assert losses != pytest.approx(expected, rel=1e-6)
-        assert all(value.isfinite().all() for value in values.values())
+@pytest.mark.parametrize("cases", together([*CASES, *SCALED, *COPIES, *RESTING], place, SHORT))
+def test_loss_does_not_depend_on_the_plan(world, cases):
+    runs = world(cases[0].world).each(train, [(case,) for case in cases])
+    for case, found in zip(cases, runs, strict=True):
+        expected, masters = reference(case)
+        tolerance = TOLERANCE[case.dtype]
+        for losses, values, _ in found:
+            assert losses == pytest.approx(expected, rel=tolerance), str(case)
+            for name, value in values.items():
+                # In the mean: where a gradient is next to nothing, Adam turns its last bit into a whole step.
+                assert (value - masters[name]).abs().mean() < tolerance / 4, (str(case), name)
+
+
+@pytest.mark.parametrize("cases", together(QUANTIZED, place, QUANTIZED[2:3]))
+def test_quantized_messages_keep_the_loss_in_a_band(world, cases):
+    runs = world(cases[0].world).each(train, [(case,) for case in cases])
+    for case, found in zip(cases, runs, strict=True):
+        expected, _ = reference(case)
+        for losses, values, _ in found:
+            assert losses == pytest.approx(expected, rel=BAND), str(case)
+            assert losses != pytest.approx(expected, rel=1e-6), str(case)
+            assert all(value.isfinite().all() for value in values.values()), str(case)
 
 
 @pytest.mark.wide  # test_family.py has small ones
@@ -105,22 +114,25 @@ def test_a_second_copy_for_backward_changes_no_bit(world, accumulation, variant)
 
 RULES = [(variant, "AdamW") for variant in VARIANTS] + [("plain", "Lion"), ("tied", "Muon")]
 AT_FOUR = RULES if FULL else [("plain", "AdamW"), ("unused", "AdamW"), ("tied", "Muon")]
-EXACT = [(2, False, *rule) for rule in RULES] + [(4, True, *rule) for rule in AT_FOUR]
-EXACT_SHORT = [(2, False, "unused", "AdamW")]
+EXACT = [
+    Case(0, world, 1, 0.5, variant, optimizer=rule, deterministic=ordered, samples=16)
+    for world, ordered, rules in ((2, False, RULES), (4, True, AT_FOUR))
+    for variant, rule in rules
+]
+EXACT_SHORT = [case for case in EXACT if (case.world, case.variant) == (2, "unused")]
 """Four ranks in order are in tests/ranks/parallel/zero/test_gradients.py, too."""
 
 
-@pytest.mark.parametrize(("world_size", "ordered", "variant", "rule"), choice(EXACT, EXACT_SHORT))
-def test_stages_agree_to_the_bit(world, world_size, ordered, variant, rule):
+@pytest.mark.parametrize("cases", together(EXACT, lambda case: case.world, EXACT_SHORT))
+def test_stages_agree_to_the_bit(world, cases):
     """At accumulation 1: at world 2, and at any world when sums are taken in the order of the ranks."""
-    case = Case(0, world_size, 1, 0.5, variant, optimizer=rule, deterministic=ordered, samples=16)
-    ranks = world(world_size).run(train_at, case, STAGES)
-    first_losses, first_values, first_norms = ranks[0][0]
-    for stages in ranks:
-        for losses, values, norms in stages:
-            assert losses == first_losses
-            assert norms == first_norms
-            assert all(torch.equal(values[name], first_values[name]) for name in first_values)
+    runs = world(cases[0].world).each(train_at, [(case, STAGES) for case in cases])
+    for case, ranks in zip(cases, runs, strict=True):
+        first_losses, first_values, first_norms = ranks[0][0]
+        for losses, values, norms in (stage for stages in ranks for stage in stages):
+            assert losses == first_losses, str(case)
+            assert norms == first_norms, str(case)
+            assert all(torch.equal(values[name], first_values[name]) for name in first_values), str(case)
 
 
 def test_stages_0_and_1_agree_to_the_bit_when_accumulating(world):

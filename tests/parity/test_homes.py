@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from operator import itemgetter
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 import mizzen
 import mizzen.api
 import mizzen.plan.build
-from breadth import choice, chosen, covering
+from breadth import FULL, choice, chosen, covering, together
 from mizzen.comm.mesh import Mesh
 from mizzen.config.load import load
 from mizzen.errors import UsageError
@@ -105,20 +106,23 @@ def reference(optimizer: str, clip: float, kv: int = 0) -> tuple[list, list, dic
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def check(world, size, stage, optimizer, clip, accumulation, tp, ep, pp=1, kv=0) -> None:
-    expected, norms, parameters = reference(optimizer, clip, kv)
-    start = dict(Toy(kv).named_parameters())
-    seen = set()
-    for got in world(size).run(train, stage, optimizer, clip, accumulation, tp, ep, pp, kv):
-        assert got[0] == pytest.approx(expected, rel=1e-5)
-        assert got[1] == pytest.approx(norms, rel=1e-5)
-        for name, value in got[2].items():
-            name = "embed.weight" if name == "head.weight" else name
-            seen.add(name)
-            if optimizer == "SGD":
-                moved, wanted = value - start[name], parameters[name] - start[name]
-                assert (moved - wanted).norm() <= 2e-3 * wanted.norm(), name
-    assert seen == set(parameters)
+def check(world, size, cases) -> None:
+    """One after the other on the same ranks."""
+    for case, found in zip(cases, world(size).each(train, cases), strict=True):
+        _, optimizer, clip, *_ = case
+        expected, norms, parameters = reference(optimizer, clip, *case[7:])
+        start = dict(Toy(*case[7:]).named_parameters())
+        seen = set()
+        for got in found:
+            assert got[0] == pytest.approx(expected, rel=1e-5), case
+            assert got[1] == pytest.approx(norms, rel=1e-5), case
+            for name, value in got[2].items():
+                name = "embed.weight" if name == "head.weight" else name
+                seen.add(name)
+                if optimizer == "SGD":
+                    moved, wanted = value - start[name], parameters[name] - start[name]
+                    assert (moved - wanted).norm() <= 2e-3 * wanted.norm(), (case, name)
+        assert seen == set(parameters), case
 
 
 def spoil(rank: int, *case) -> tuple:
@@ -207,17 +211,17 @@ BYTES += [(2, plan, BF16 if plan[3] == 1 else {}) for plan in FEW]  # the toy se
 BYTES += [(3, plan, {}) for plan in FEW] + [(3, (4, 2, 2, 1), BF16)]
 
 
-@pytest.mark.parametrize(("stage", "plan", "precision"), choice(BYTES, [BYTES[at] for at in (2, 14, -1)]))
-def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, stage, plan, precision):
+@pytest.mark.parametrize("cases", together(BYTES, lambda case: case[1][0], [BYTES[at] for at in (2, 14, -1)]))
+def test_the_bytes_of_a_plan_are_those_of_its_ranks(world, monkeypatch, cases):
     monkeypatch.setattr("mizzen.plan.build.refusals", lambda config: ())
-    size, tp, ep, pp, *kv = plan
-    case = (stage, "AdamW", 0.0, 1, tp, ep, pp, *kv)
     order = (Halves(), Columns(), Flock(), *(each for each in ORDER if not is_of(each, STRATEGIES)))
-    planned = mizzen.plan.build.build(load(config(*case) | precision), size, Sketch.of(Toy(*kv)), order)
-    held = world(size).run(bytes_held, precision, *case)
-    for each in planned.classes:
-        for rank in each.ranks:
-            assert held[rank] == each.cost - on_its_way(planned, rank), (each.title, rank)
+    size = cases[0][1][0]
+    given = [(precision, stage, "AdamW", 0.0, 1, *plan[1:]) for stage, plan, precision in cases]
+    for (precision, *case), held in zip(given, world(size).each(bytes_held, given), strict=True):
+        planned = mizzen.plan.build.build(load(config(*case) | precision), size, Sketch.of(Toy(*case[7:])), order)
+        for each in planned.classes:
+            for rank in each.ranks:
+                assert held[rank] == each.cost - on_its_way(planned, rank), (case, each.title, rank)
 
 
 PLANS = [
@@ -240,29 +244,26 @@ FITTING = [case for case in PAIRS if case[0][0] == 4 or case[0] == PLANS[-1]]
 SHORT = covering([case for case in FITTING if case[0] in (PLANS[0], PLANS[4], PLANS[7], PLANS[-1])], 1)
 """With parts of matrices alone, beside experts, beside stages, and with both."""
 SHOWN = [*SHORT, *[case for case in PAIRS if case not in SHORT][::2]]
-if os.environ.get("FULL"):
+if FULL:
     SHOWN = [case for case in CASES if case[2] != "SGD" or case[3] == 0]
 
 
-@pytest.mark.parametrize(("plan", "stage", "optimizer", "clip", "accumulation"), choice(SHOWN, SHORT))
-def test_any_homes_train_as_one_process_does(world, plan, stage, optimizer, clip, accumulation):
-    size, tp, ep, pp = plan
-    if SAMPLES // (size // tp // pp) < accumulation:
-        pytest.skip("fewer samples than ranks and micro-batches")
-    check(world, size, stage, optimizer, clip, accumulation, tp, ep, pp)
+@pytest.mark.parametrize("cases", together(SHOWN, lambda case: case[0][0], SHORT))
+def test_any_homes_train_as_one_process_does(world, cases):
+    check(world, cases[0][0][0], [(*case, *plan[1:]) for plan, *case in cases])
 
 
 SHARED = [(0, 4, 4, 1), (1, 8, 4, 2), (2, 4, 4, 2), (3, 4, 2, 1)]
-if os.environ.get("FULL"):
+if FULL:
     SHARED = [(stage, *plan) for stage in range(4) for plan in ((4, 4, 1), (4, 4, 2), (4, 2, 1), (8, 4, 2))]
 
 
-@pytest.mark.parametrize(("stage", "size", "tp", "kv"), choice(SHARED, [each for each in SHARED if each[0] == 3]))
-def test_heads_that_several_ranks_hold_train_as_one_process_does(world, stage, size, tp, kv):
+@pytest.mark.parametrize("cases", together(SHARED, itemgetter(1), [each for each in SHARED if each[0] == 3]))
+def test_heads_that_several_ranks_hold_train_as_one_process_does(world, cases):
     """Each rank brings another gradient of a head of keys that it shares: they are added up, and counted once."""
-    check(world, size, stage, "SGD", 0.0, 2 - stage % 2, tp, 1, 1, kv)
-    if stage == 1:
-        check(world, size, stage, "AdamW", 0.5, 1, tp, 1, 1, kv)
+    given = [(stage, "SGD", 0.0, 2 - stage % 2, tp, 1, 1, kv) for stage, _, tp, kv in cases]
+    given += [(stage, "AdamW", 0.5, 1, tp, 1, 1, kv) for stage, _, tp, kv in cases if stage == 1]
+    check(world, cases[0][1], given)
 
 
 def whole_state(engine) -> dict:
@@ -304,31 +305,29 @@ def same(found, expected) -> bool:
     return all(torch.equal(a, b) for name in found for a, b in zip(found[name], expected[name], strict=True))
 
 
-SOME_LAYOUTS = {1: ("pp2", "ep2"), 0: ("tp4", "one"), 3: ("dp8", "one")}
-"""By the stage that saves; all of them with FULL=1."""
+SOME_LAYOUTS = LAYOUTS if FULL else {name: LAYOUTS[name] for name in ("ep2", "one")}
 
 
 @pytest.mark.wide  # test_layouts.py moves those of real models
-@pytest.mark.parametrize(("stage", "then"), choice([(1, 2), (0, 3), (3, 1)], [(0, 3), (3, 1)]))
+@pytest.mark.parametrize(("stage", "then"), [(1, 2), (0, 3), (3, 1)] if FULL else [(1, 3)])
 def test_a_checkpoint_moves_between_any_two_layouts_to_the_bit(world, tmp_path, stage, then):
     first = (8, 2, 1, 2)
     expected = {}
     for state in world(8).run(save_some, str(tmp_path / "first"), *case_of(first, stage)):
         expected |= state
     losses = []
-    shown = LAYOUTS if os.environ.get("FULL") else {key: LAYOUTS[key] for key in SOME_LAYOUTS[stage]}
-    for name, layout in shown.items():
+    for name, layout in SOME_LAYOUTS.items():
         runs = world(layout[0]).run(carry_on, str(tmp_path / "first"), str(tmp_path / name), *case_of(layout, then))
         assert all(same(state, expected) for state, _ in runs), name
         losses += [loss for _, loss in runs]
-    back = [(str(tmp_path / name), str(tmp_path / f"{name} and back"), *case_of(first, stage)) for name in shown]
-    for name, runs in zip(shown, world(8).each(carry_on, back), strict=True):
+    back = [(str(tmp_path / name), str(tmp_path / f"{name} and back"), *case_of(first, stage)) for name in SOME_LAYOUTS]
+    for name, runs in zip(SOME_LAYOUTS, world(8).each(carry_on, back), strict=True):
         assert all(same(state, expected) for state, _ in runs), name
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
 @pytest.mark.wide  # test_tensor.py moves those of a real model
-@pytest.mark.parametrize(("stage", "then", "kv"), [(1, 3, 2), (3, 0, 1)])
+@pytest.mark.parametrize(("stage", "then", "kv"), [(1, 3, 2), (3, 0, 1)] if FULL else [(1, 3, 2)])
 def test_a_checkpoint_with_heads_that_several_ranks_hold_moves_to_the_bit(world, tmp_path, stage, then, kv):
     first, expected = (4, 4, 1, 1), {}
     for state in world(4).run(save_some, str(tmp_path / "first"), *case_of(first, stage, kv)):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from breadth import FULL, covering
+from breadth import FULL, covering, together
 from mizzen.plan.matrix import combinations_of_matrix, ranks_of, refusals_of
 from parity.matrix import reference, train
 
@@ -14,8 +14,8 @@ MANY = [
     ("HSDP", "pp 2", "tp 1", "accumulated", "kept", "compiled", "plain"),
     ("MiCS", "pp 1", "tp 2", "accumulated", "recomputed", "eager", "fused"),
     ("HSDP", "pp 1", "tp 2", "one micro batch", "recomputed from the host", "eager", "plain"),
-    ("MiCS", "pp 2", "tp 1", "one micro batch", "recomputed", "compiled", "fused"),
-    ("stage 3", "pp 2", "tp 2 with cut sequences", "accumulated", "kept", "compiled", "plain"),
+    ("MiCS", "pp 2", "tp 1", "one micro batch", "recomputed", "eager", "fused"),
+    ("stage 3", "pp 2", "tp 2 with cut sequences", "accumulated", "kept", "eager", "plain"),
     ("HSDP", "pp 1", "tp 2 with cut sequences", "accumulated", "recomputed", "eager", "fused"),
     ("MiCS", "pp 1", "tp 2 with cut sequences", "one micro batch", "kept", "eager", "plain"),
 ]
@@ -40,25 +40,11 @@ def check(found: list) -> None:
     assert seen == set(updates)
 
 
-def groups() -> list:
-    """Cases of as many ranks run one after the other on the same ones, a few at a time."""
-    found = []
-    for size, step in AT_ONCE.items():
-        fitting = [each for each in CASES if ranks_of(each) == size]
-        for is_wide in (False, True):
-            those = [each for each in fitting if (each not in SHORT) == is_wide]
-            marks, kind = ([pytest.mark.wide], "rest") if is_wide else ([], "short")
-            for start in range(0, len(those), step):
-                some = those[start : start + step]
-                found.append(pytest.param(size, some, id=f"{size}-{kind}-{start}", marks=marks))
-    return found
-
-
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize(("size", "cases"), groups())
-def test_what_goes_together_trains_as_one_process(world, size, cases):
-    limit = 240 + 60 * len(cases)
-    for case, found in zip(cases, world(size).each(train, [(case,) for case in cases], timeout=limit), strict=True):
+@pytest.mark.parametrize("cases", together(CASES, ranks_of, SHORT, AT_ONCE))
+def test_what_goes_together_trains_as_one_process(world, cases):
+    limit, ranks = 240 + 60 * len(cases), world(ranks_of(cases[0]))
+    for case, found in zip(cases, ranks.each(train, [(case,) for case in cases], timeout=limit), strict=True):
         try:
             check(found)
         except AssertionError as error:

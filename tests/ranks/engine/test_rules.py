@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mizzen
+from breadth import FULL
 from mizzen.errors import ConfigError
 from mizzen.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
@@ -143,7 +144,7 @@ def low_bit(stage, is_compiled):
 
 
 # torchao compiles its step, which takes a minute; compiled or not, its rule and its states are the same.
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("is_compiled", [False, True] if FULL else [False])
 def test_states_in_eight_bits(world, is_compiled):
     pytest.importorskip("torchao")
     for ranks in world(2).each(low_bit, [(stage, is_compiled) for stage in (0, 2)], timeout=300):
