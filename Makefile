@@ -13,7 +13,7 @@ CLIENTS := .venv-clients/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-house test-all test-examples test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
+.PHONY: help ready demo test test-house test-all test-examples test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
   faults-launcher faults-engines bench bench-cpu bench-checkpoint bench-pipeline clean
 
 help: ## list the targets
@@ -51,6 +51,10 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	  torch==$(VERSION) --editable ".[dev]"
 	touch $@
 
+ready: .venv-clients/ready ## make and install what test-all needs beyond test, which it would otherwise do when it comes to it
+	sh tests/cluster/install.sh
+	sh tests/browser/install.sh
+
 demo: .venv/ready ## train a small language model on two ranks of this machine, in two to four minutes
 	$(BIN)/python examples/demo.py
 
@@ -66,7 +70,7 @@ test-house: .venv/ready ## the architecture itself, in seconds
 	$(BIN)/python -m pytest -x tests/house
 
 test-all: ## test, and all there is beyond it: what `.ci/run` has after lint and house; FULL=1 for every combination, in hours
-	@bash tests/all.sh test test-rest test-examples test-clients test-cluster test-browser test-faults test-mutants
+	@bash tests/all.sh test test-rest test-examples test-clients test-cluster+test-browser test-faults test-mutants
 
 test-examples: .venv/ready ## the examples, and the code of the documents that they belong to
 	BREADTH=all $(BIN)/python $(PYTEST) tests/examples

@@ -43,6 +43,7 @@ PRELOAD: Final = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",  # the first optimizer of a process imports it, and that takes more than a second
     "torch._inductor.compile_fx",  # and this the first that compiles, whatever the backend
+    "torch.profiler._cupti_monitor",  # the first step of an optimizer, to be seen by profilers; torch 2.11 has none
     "safetensors.torch",
     "transformers.models.llama.modeling_llama",  # a second for every rank whose module has such a model
     "mizzen.accelerator.cpu",  # the four that the first question for an accelerator imports
@@ -437,6 +438,8 @@ def _plan_once() -> None:
     from mizzen.config.load import load
     from mizzen.config.schema import Config
     from mizzen.config.section import nest_in, schema_keys
+    from mizzen.engine.prepare import version_of
+    from mizzen.model.trace import flow_of
     from mizzen.order import ORDER
     from mizzen.plan.build import build
 
@@ -449,6 +452,8 @@ def _plan_once() -> None:
         keys = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
         config = load(keys)
         build(config, 2, sketch_of(model, config), ORDER)
+    flow_of(model)
+    version_of("mizzen")
 
 
 def _remember_entry_points() -> None:

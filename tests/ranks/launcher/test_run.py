@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from breadth import choice
+from breadth import FULL, choice
 from launches import COMMAND, environment, launch, start, wait_until
 
 HELLO = """
@@ -321,7 +321,7 @@ print("total", total, os.environ["LOCAL_RANK"], os.environ["CROSS_RANK"], flush=
 """
 
 
-@pytest.mark.parametrize("script", [MEET_WITHOUT_TORCH, pytest.param(MEET, marks=pytest.mark.wide)], ids=["", "torch"])
+@pytest.mark.parametrize("script", [MEET_WITHOUT_TORCH, MEET] if FULL else [MEET_WITHOUT_TORCH])
 def test_two_supervisors_with_uneven_slots_start_again_together(tmp_path, script):
     """The way of `--no_ssh`: the same command on each node. The first has two ranks, the second has one."""
     (tmp_path / "meet.py").write_text(script)

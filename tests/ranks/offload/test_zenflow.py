@@ -3,13 +3,14 @@
 import gc
 import math
 import time
+from itertools import cycle, product
 
 import pytest
 import torch
 
 import mizzen
 from behind import use_behind
-from breadth import choice
+from breadth import FULL, choice, together
 from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
 from mizzen.offload.tier import HostTier
@@ -186,16 +187,20 @@ def trained(section, stage, looks):
     return losses, wanted, updates, expected.updates, worst, rests
 
 
-@pytest.mark.parametrize("name", choice(SECTIONS, ("beside",)))
-@pytest.mark.parametrize("stage", choice([1, 2, 3], [3]))
-def test_every_element_is_stepped_when_the_section_says(world, name, stage):
-    looks = (5, 9) if stage == 2 else ()
-    for losses, wanted, updates, due, worst, rests in world(2).run(trained, SECTIONS[name], stage, looks):
-        assert rests == {OnHostLate}
-        assert updates == due
-        assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-7)
-        assert worst < 1e-6
-        assert len(due) >= 3
+AT_STAGES = list(product(SECTIONS, (1, 2, 3))) if FULL else list(zip(SECTIONS, cycle((3, 1, 2))))
+"""Sections and stages; without FULL=1 each section at one of them."""
+
+
+@pytest.mark.parametrize("cases", together(AT_STAGES, lambda _: "2", [("beside", 3)]))
+def test_every_element_is_stepped_when_the_section_says(world, cases):
+    given = [(SECTIONS[name], stage, (5, 9) if stage == 2 else ()) for name, stage in cases]
+    for case, found in zip(cases, world(2).each(trained, given), strict=True):
+        for losses, wanted, updates, due, worst, rests in found:
+            assert rests == {OnHostLate}, case
+            assert updates == due, case
+            assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-7), case
+            assert worst < 1e-6, case
+            assert len(due) >= 3, case
 
 
 def test_on_one_rank_and_without_shards(world):
