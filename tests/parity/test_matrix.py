@@ -26,6 +26,7 @@ CASES = ACCEPTED if FULL else [*dict.fromkeys((*SHORT, *FEW, *MANY))]
 TIED = {"head.weight": "embed.weight"}
 AT_ONCE = {2: 24, 4: 16, 8: 8, 16: 4} if FULL else {2: 4, 4: 4, 8: 1, 16: 1}
 """How many cases run one after the other on the same ranks, by the number of these."""
+GROUPS = together(CASES, ranks_of, SHORT, AT_ONCE)
 
 
 def check(found: list) -> None:
@@ -41,7 +42,7 @@ def check(found: list) -> None:
 
 
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize("cases", together(CASES, ranks_of, SHORT, AT_ONCE))
+@pytest.mark.parametrize("cases", GROUPS)
 def test_what_goes_together_trains_as_one_process(world, cases):
     limit, ranks = 240 + 60 * len(cases), world(ranks_of(cases[0]))
     for case, found in zip(cases, ranks.each(train, [(case,) for case in cases], timeout=limit), strict=True):
