@@ -13,6 +13,7 @@ import pytest
 import breadth
 from groups import stays_with
 from pool import Origin, Pool, World
+from zygote import reserved_port
 
 if find_spec("hypothesis"):  # the clients' environment has none
     from hypothesis import settings
@@ -123,6 +124,13 @@ def world(pool: Pool) -> Callable[..., World]:
 def python(pool: Pool) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """`python("-m", "mizzen.cli", "plan", ..., cwd=..., env=...)`, forked from where ranks are forked from."""
     return pool.python
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else is handed while the test runs; what it starts may listen there."""
+    with reserved_port() as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

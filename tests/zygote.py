@@ -184,7 +184,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 @contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A port that nobody is handed while this is held, and that a store may still listen on.
 
     Bound with SO_REUSEADDR and not listening, it does not stop a second such socket from taking the same port.
@@ -279,7 +279,7 @@ def run(job: Job, parent: Connection) -> list[Outcome]:
     """Fork the ranks of a job and return their outcomes, first to end first; none of them is left when this ends."""
     ranks: list[Rank] = []
     try:
-        with _reserved_port() as port:
+        with reserved_port() as port:
             for number in range(job.size):
                 ranks.append(_fork(job, number, port, parent, [rank.wire for rank in ranks]))
             _watch(job, ranks, parent)

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -94,7 +93,9 @@ def test_a_job_of_which_a_rank_is_stopped_and_that_is_preempted_has_the_curve_of
     ],
     ids=["another layout", "one stage", "fewer data ranks"],
 )
-def test_a_job_that_loses_a_node_goes_on_at_the_degrees_for_half_of_its_ranks(tmp_path, local, layouts, before, after):
+def test_a_job_that_loses_a_node_goes_on_at_the_degrees_for_half_of_its_ranks(
+    tmp_path, port, local, layouts, before, after
+):
     """From the last checkpoint, with the losses of one process, in the same order of the data."""
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -103,7 +104,7 @@ def test_a_job_that_loses_a_node_goes_on_at_the_degrees_for_half_of_its_ranks(tm
     assert ran.returncode == 0, ran.stderr
 
     own = ("--no_ssh", "--num_nodes", 2, "--num_gpus", local, "--min_elastic_nodes", 1, "--max_elastic_nodes", 2)
-    own += ("--max_restarts", 0, "--master_addr", "127.0.0.1", "--master_port", free_port())
+    own += ("--max_restarts", 0, "--master_addr", "127.0.0.1", "--master_port", port)
     faults = ("--faults", f"stop@{2 * local - 1}:{STOP}")  # so that the node is lost at a known step
     first, second = nodes = [
         start(*own, "--node_rank", node, *rest, tmp_path, *faults, cwd=tmp_path, name=f"node{node}") for node in (0, 1)
@@ -124,9 +125,3 @@ def test_a_job_that_loses_a_node_goes_on_at_the_degrees_for_half_of_its_ranks(tm
         steps, found = zip(*losses(tmp_path, rank), strict=True)
         assert steps[:EVERY] == (*range(1, EVERY + 1),) and steps[EVERY - STEPS :] == (*range(EVERY + 1, STEPS + 1),)
         assert found == pytest.approx([expected[step] for step in steps], rel=1e-5)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

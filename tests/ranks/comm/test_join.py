@@ -88,8 +88,8 @@ def by_arguments(port):
     return found.local_rank, found.local_size, found.source, total()
 
 
-def test_by_arguments_the_local_rank_is_counted_out(world, free_port):
-    assert world(3, init=False).run(by_arguments, free_port) == [(rank, 3, "arguments", 6.0) for rank in range(3)]
+def test_by_arguments_the_local_rank_is_counted_out(world, port):
+    assert world(3, init=False).run(by_arguments, port) == [(rank, 3, "arguments", 6.0) for rank in range(3)]
 
 
 def by_file(path):
@@ -284,13 +284,6 @@ def test_a_missing_rank_0_is_named(world):
 
 
 @pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
 def taken():
     """A port on which something listens that says nothing."""
     with socket.socket() as listener:
@@ -316,9 +309,9 @@ def test_an_address_that_cannot_be_resolved():
     assert "the address of rank 0, no-such-host.invalid, cannot be resolved" in text and "MASTER_ADDR" in text
 
 
-def test_nothing_answers(free_port):
-    assert f"waited 1 s for rank 0 at 127.0.0.1:{free_port}, and nothing answers" in failure(
-        "127.0.0.1", free_port, hosting=False
+def test_nothing_answers(port):
+    assert f"waited 1 s for rank 0 at 127.0.0.1:{port}, and nothing answers" in failure(
+        "127.0.0.1", port, hosting=False
     )
 
 
@@ -328,18 +321,18 @@ def test_something_else_listens(taken, monkeypatch):
     assert "what listens there is no store: check MASTER_PORT" in failure("127.0.0.1", taken, hosting=False)
 
 
-def test_a_store_that_still_tries_when_time_is_up_has_reached_nothing(free_port, taken, monkeypatch):
+def test_a_store_that_still_tries_when_time_is_up_has_reached_nothing(port, taken, monkeypatch):
     # On a busy machine TCPStore begins another round of tries, and is not back in time: as if it were so at once.
     def never(limit, call):
         raise TimeoutError("no answer within 6 s")
 
     monkeypatch.setattr(rendezvous, "_within", never)
-    assert "for rank 0 at" in (text := failure("127.0.0.1", free_port, hosting=False)) and "nothing answers" in text
+    assert "for rank 0 at" in (text := failure("127.0.0.1", port, hosting=False)) and "nothing answers" in text
     assert "what listens there is no store" in failure("127.0.0.1", taken, hosting=False)
 
 
-def test_rank_0_is_not_where_the_address_says(free_port):
-    text = failure("192.0.2.254", free_port, hosting=True)
+def test_rank_0_is_not_where_the_address_says(port):
+    text = failure("192.0.2.254", port, hosting=True)
     assert "that address is not this host's" in text and "MASTER_ADDR must name the host where rank 0 runs" in text
 
 

@@ -86,15 +86,8 @@ def mpirun(folder, kind, port, *, abi=None, size=2, hidden=False, options=None):
     return process.returncode, [json.loads(path.read_text()) for path in found], output
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize("kind", LAUNCHERS)
-def test_ranks_meet_through_mpi(tmp_path, kind):
-    port = free_port()
+def test_ranks_meet_through_mpi(tmp_path, port, kind):
     code, found, output = mpirun(tmp_path, kind, port)
     assert code == 0, output
     assert [row["world"] for row in found] == [[rank, 2, rank, 2, kind, "127.0.0.1", port] for rank in range(2)]
@@ -114,24 +107,23 @@ def test_a_busy_port_is_no_obstacle_when_mpi_can_tell_another(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
-def test_an_mpi4py_of_the_other_mpi_is_noticed(tmp_path, kind):
+def test_an_mpi4py_of_the_other_mpi_is_noticed(tmp_path, port, kind):
     find(FOREIGN[kind])
-    code, found, output = mpirun(tmp_path, kind, free_port(), abi=FOREIGN[kind])
+    code, found, output = mpirun(tmp_path, kind, port, abi=FOREIGN[kind])
     assert code == 0, output
     assert all(row["sum"] == 3.0 for row in found)
     assert "mpirun has started 2 ranks, but mpi4py" in output and "sees 1" in output
 
 
 @pytest.mark.parametrize("kind", choice(LAUNCHERS, ["openmpi"]))  # test_discover.py has the variables of both
-def test_on_one_host_mpi4py_is_not_needed(tmp_path, kind):
-    port = free_port()
+def test_on_one_host_mpi4py_is_not_needed(tmp_path, port, kind):
     code, found, output = mpirun(tmp_path, kind, port, hidden=True)
     assert code == 0, output
     assert [row["world"] for row in found] == [[rank, 2, rank, 2, kind, "127.0.0.1", port] for rank in range(2)]
     assert "needs 'mpi4py'" in output
 
 
-def test_discovery_can_be_turned_off(tmp_path):
-    code, found, output = mpirun(tmp_path, "openmpi", free_port(), options={"auto_mpi_discovery": False})
+def test_discovery_can_be_turned_off(tmp_path, port):
+    code, found, output = mpirun(tmp_path, "openmpi", port, options={"auto_mpi_discovery": False})
     assert code != 0 and not found
     assert "Open MPI says that this is rank" in output and "auto_mpi_discovery is off" in output

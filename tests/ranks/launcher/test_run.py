@@ -322,11 +322,10 @@ print("total", total, os.environ["LOCAL_RANK"], os.environ["CROSS_RANK"], flush=
 
 
 @pytest.mark.parametrize("script", [MEET_WITHOUT_TORCH, MEET] if FULL else [MEET_WITHOUT_TORCH])
-def test_two_supervisors_with_uneven_slots_start_again_together(tmp_path, script):
+def test_two_supervisors_with_uneven_slots_start_again_together(tmp_path, port, script):
     """The way of `--no_ssh`: the same command on each node. The first has two ranks, the second has one."""
     (tmp_path / "meet.py").write_text(script)
     (tmp_path / "hosts").write_text("a slots=2\nb slots=1\n")
-    port = free_port()
     words = ("--hostfile", "hosts", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--show", "all")
     nodes = [
         start(*words, "--max_restarts", 1, "--node_rank", node, "meet.py", cwd=tmp_path, name=f"node{node}")
@@ -351,14 +350,14 @@ while not os.path.exists(f"go-{rank}-{size}"):
 
 
 @pytest.fixture
-def pair(tmp_path):
+def pair(tmp_path, port):
     """Nodes whose ranks never talk to each other, under way; two, where nothing else is said."""
     nodes = []
 
     def begin(*words, count=2):
         (tmp_path / "sleep.py").write_text(SLEEP)
         words = ("--num_nodes", count, "--num_gpus", 1, "--no_ssh", "--grace", 10_000, *words)
-        words += ("--master_addr", "127.0.0.1", "--master_port", free_port())
+        words += ("--master_addr", "127.0.0.1", "--master_port", port)
         nodes.extend(
             start(*words, "--node_rank", node, "sleep.py", cwd=tmp_path, name=f"node{node}") for node in range(count)
         )
@@ -464,9 +463,9 @@ def test_a_node_whose_ranks_are_done_may_go(pair, tmp_path):
     assert first.end() == 0, first.text
 
 
-def test_a_node_that_waits_for_the_first_one_heeds_a_request(tmp_path):
+def test_a_node_that_waits_for_the_first_one_heeds_a_request(tmp_path, port):
     """The first node is never started."""
-    words = ("--num_nodes", 2, "--num_gpus", 1, "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", free_port())
+    words = ("--num_nodes", 2, "--num_gpus", 1, "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port)
     node = start(*words, "--node_rank", 1, "t.py", cwd=tmp_path, name="node1")
 
     def is_up():
@@ -478,12 +477,6 @@ def test_a_node_that_waits_for_the_first_one_heeds_a_request(tmp_path):
     node.signal(signal.SIGINT)
     assert node.end() == 76, node.text
     assert node.text == "mizzen: stopped before the ranks started\n" and not node.left()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 SSH = """#!/bin/sh

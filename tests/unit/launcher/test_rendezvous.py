@@ -70,19 +70,16 @@ def test_the_way_to_a_host():
         address_towards("no such host")
 
 
-def several(count, *, min_nodes):
+def several(count, port, *, min_nodes):
     """Nodes of one job that have yet to meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     hosts = tuple(Host(f"n{index}", (0,)) for index in range(count))
     made = job(hosts=hosts, master_addr="127.0.0.1", master_port=port, min_nodes=min_nodes, max_nodes=count)
     return [open_rendezvous(made, Node(index, hosts[index], "127.0.0.1"), {}) for index in range(count)]
 
 
-def test_a_node_that_comes_later_counts_the_attempts_of_all():
+def test_a_node_that_comes_later_counts_the_attempts_of_all(port):
     """Ranks look for each other under that number."""
-    first, second = several(2, min_nodes=1)
+    first, second = several(2, port, min_nodes=1)
     assert first.join().attempt == 0
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(second.join)
@@ -94,10 +91,10 @@ def test_a_node_that_comes_later_counts_the_attempts_of_all():
         left.result(30)
 
 
-def test_nodes_that_want_another_attempt_wait_for_none_that_is_gone():
+def test_nodes_that_want_another_attempt_wait_for_none_that_is_gone(port):
     """The third of three leaves after the second attempt: the others name it."""
     with ThreadPoolExecutor(3) as pool:
-        nodes = several(3, min_nodes=3)
+        nodes = several(3, port, min_nodes=3)
         assert [assignment.first_rank for assignment in pool.map(lambda one: one.join(), nodes)] == [0, 1, 2]
         assert [assignment.attempt for assignment in pool.map(lambda one: one.join(), nodes)] == [1, 1, 1]
         nodes[2].leave("it had to")
@@ -108,7 +105,7 @@ def test_nodes_that_want_another_attempt_wait_for_none_that_is_gone():
         list(pool.map(lambda one: one.leave(""), nodes[:2]))
 
 
-def test_strangers_at_the_rendezvous_port(tmp_path):
+def test_strangers_at_the_rendezvous_port(tmp_path, port):
     """One that speaks the language of torch's store, and forges what elastic would unpickle, keeps nobody away."""
     from torch.distributed import TCPStore
 
@@ -116,8 +113,7 @@ def test_strangers_at_the_rendezvous_port(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "bomb"),)
 
-    first, second = several(2, min_nodes=2)
-    port = first._job.master_port
+    first, second = several(2, port, min_nodes=2)
     with ThreadPoolExecutor(4) as pool:
         early = pool.submit(first.join)
         forged = None
@@ -138,8 +134,8 @@ def test_strangers_at_the_rendezvous_port(tmp_path):
         left.result(30)
 
 
-def test_a_node_with_another_secret_is_told():
-    first, second = several(2, min_nodes=1)
+def test_a_node_with_another_secret_is_told(port):
+    first, second = several(2, port, min_nodes=1)
     other = open_rendezvous(replace(second._job, secret="other" * 8), second._node, {})
     assert first.join().world == 1
     with pytest.raises(LaunchError, match="does not know the secret of this job.*MIZZEN_SECRET"):
@@ -148,9 +144,9 @@ def test_a_node_with_another_secret_is_told():
     first.leave("")
 
 
-def test_two_nodes_of_one_number(monkeypatch):
+def test_two_nodes_of_one_number(monkeypatch, port):
     monkeypatch.setattr(rendezvous, "LOST", -rendezvous.REJOIN)
-    first, second = several(2, min_nodes=1)
+    first, second = several(2, port, min_nodes=1)
     twin = open_rendezvous(first._job, replace(second._node), {})
     with ThreadPoolExecutor(2) as pool:
         early = pool.submit(first.join)
