@@ -141,3 +141,10 @@ def test_a_choice_of_values():
 def test_the_line_that_a_mutant_breaks_is_there_once(mutant):
     """Otherwise `make test-mutants` would stop at the first line that somebody has written in other words."""
     assert place_of(mutant).suffix == ".py"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_tests_that_notice_a_mutant_are_there(mutant):
+    for test in mutant.tests:
+        path, _, function = test.partition("::")
+        assert (ROOT / path).exists() and (not function or f"\ndef {function}(" in (ROOT / path).read_text()), test
