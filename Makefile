@@ -13,7 +13,7 @@ CLIENTS := .venv-clients/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help ready demo test test-house test-all test-examples test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
+.PHONY: help programs demo test test-house test-all test-examples test-rest test-faults test-mutants lint test-torch test-cluster test-browser test-clients client-tests docs faults faults-checkpoint \
   faults-launcher faults-engines bench bench-cpu bench-checkpoint bench-pipeline clean
 
 help: ## list the targets
@@ -51,7 +51,7 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	  torch==$(VERSION) --editable ".[dev]"
 	touch $@
 
-ready: .venv-clients/ready ## make and install what test-all needs beyond test, which it would otherwise do when it comes to it
+programs: ## install what the tests of the cluster and the browser need, where this is root on Debian
 	sh tests/cluster/install.sh
 	sh tests/browser/install.sh
 
