@@ -27,7 +27,8 @@ HUGE_PAGE: Final = 1 << 21
 RESERVE: Final = 8
 """One part of so many of the device's memory is left to others when something is brought there ahead of its use."""
 
-
+BROUGHT: Final = 1.5
+"""Tensors that start on their way to the device with each complete gradient, where parameters come the same way."""
 LOCKING: Final = 8
 """Threads that lock pages ahead."""
 LOCKING_THREAD: Final = "mizzen-lock"
@@ -221,9 +222,9 @@ class HostTier:
         self._entering = Lock()
         self.paced = Pacer(accelerator, self.outward, partial(_start_copy, accelerator, self._entering, self.outward))
         """For copies from the device that have time, and leave the way to others."""
-        self._later: deque[Callable[[], DeviceCopy]] = deque()
-        self._brought: DeviceCopy | None = None
-        """The last copy that `bring_next` has started."""
+        self._later: deque[Callable[[], object]] = deque()
+        self._due = 0.0
+        """Of the copies that wait, how many may start."""
         self._held: dict[str, Tensor] = {}
         self._unlock: dict[str, Callable[[], None]] = {}
         self._ahead = LockedAhead(accelerator)
@@ -286,19 +287,22 @@ class HostTier:
         self.room -= size
         return True
 
-    def bring_later(self, starts: Iterable[Callable[[], DeviceCopy]]) -> None:
-        """Let copies to the device start one by one, each with a later `bring_next`: others find the way free."""
+    def bring_later(self, starts: Iterable[Callable[[], object]]) -> None:
+        """Let copies to the device start a few at a time, with this and each later `bring_next`: others have turns."""
         self._later.extend(starts)
         self.bring_next()
 
     def bring_next(self) -> None:
-        """Let the next copy that waits start, if the one before it is over."""
-        if self._later and (self._brought is None or self._brought.is_over):
-            self._brought = self._later.popleft()()
+        """Let the next copies that wait start, each after the work that the current stream has now."""
+        self._due = min(self._due + BROUGHT, len(self._later))
+        while self._due >= 1:
+            self._due -= 1
+            self._later.popleft()()
 
     def bring_no_more(self) -> None:
         """Forget the copies that wait."""
         self._later.clear()
+        self._due = 0.0
 
     def held(self, name: str) -> Tensor:
         """What rests under a name, in place."""

@@ -176,6 +176,30 @@ def test_bits_do_not_depend_on_a_share_that_is_measured(world, stage, dtype):
         assert all(0 < share <= 1 and min(seconds) >= 0 for share, *seconds in asked)
 
 
+def order_of(stage):
+    """The lots of an engine, as they stand, and as backward has completed them."""
+    use_behind()
+    engine = start(stage, "bf16", "AdamW", 1, {"device": "cpu"}, {"streamed_ratio": 1, "device_bytes": 0})
+    lots = [lot for store in engine.stores for lot in store.contents.lots]
+    completed = []
+    for lot in lots:
+        leave = lot.rest.leave
+        lot.rest.leave = lambda gradient, title=lot.rest.title, leave=leave: (completed.append(title), leave(gradient))
+    engine.backward(engine(torch.randn(2, 8).bfloat16().requires_grad_()))
+    engine.step()
+    found = [lot.rest.title for lot in lots], list(dict.fromkeys(completed))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lots_stand_as_backward_completes_them(world, stage):
+    """Those that pass through the device are the first: for their copies there is most time."""
+    for stand, completed in world(2).run(order_of, stage):
+        assert len(stand) > 3
+        assert completed == stand
+
+
 def locked_when(stage, offload, budgets):
     """The threads that lock memory until the first step is over, and the bytes before it, after it and later."""
     accelerator, threads = use_behind(), []

@@ -80,8 +80,9 @@ class FullStore:
             )
         copies = Reducer(holding.between, ranks.copies, self.stock)
         self.wholes = Wholes(self.units, holding.owners, ranks.sharers)
-        lots = [ShareLot(unit, share) for unit in self.units for share in unit.shares if not share.is_whole]
-        self.shares: Sequence[Share] = tuple(lot.share for lot in lots)
+        backwards = reversed(self.units)  # as a backward completes them
+        lots = [ShareLot(unit, share) for unit in backwards for share in unit.shares if not share.is_whole]
+        self.shares: Sequence[Share] = tuple(share for share in _shares_of(self.units) if not share.is_whole)
         """What the optimizer steps as it lies here, unit by unit."""
         group = ranks.everyone
         self.gradients = UnitGradients(self.units, reducer, copies, group, self.position, is_first=is_first)
