@@ -294,9 +294,8 @@ class HostTier:
 
     def bring_next(self) -> None:
         """Let the next copies that wait start, each after the work that the current stream has now."""
-        self._due = min(self._due + BROUGHT, len(self._later))
-        while self._due >= 1:
-            self._due -= 1
+        starts, self._due = divmod(min(self._due + BROUGHT, len(self._later)), 1)
+        for _ in range(int(starts)):
             self._later.popleft()()
 
     def bring_no_more(self) -> None:

@@ -22,36 +22,11 @@ from mizzen.parallel.zero.reduce import Finish, Reducer
 from mizzen.parallel.zero.twins import GradientHook
 
 
-class ArrivalHooks:
-    """The hooks that tell of gradients. While they are off autograd does not come to them: that takes its time, too."""
+class HookSwitch:
+    """What all hooks of a store's parameters look at first: whether somebody wants to hear of a gradient."""
 
     def __init__(self) -> None:
-        self._hooks: dict[RemovableHandle, Callable[[Tensor], None]] = {}
-        self._is_off = False
-
-    def add(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """Hear of the gradients of one more parameter."""
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._hooks[handle] = hook
-        return handle
-
-    def remove(self, handle: RemovableHandle) -> None:
-        """Hear no more of the gradients of a parameter."""
-        self._hooks.pop(handle, None)
-        handle.remove()
-
-    def turn(self, *, off: bool) -> None:
-        """Hear of gradients, before hooks of others do, or of none for a while."""
-        if off == self._is_off:
-            return
-        self._is_off = off
-        for handle, hook in self._hooks.items():
-            of_parameter = handle.hooks_dict_ref()
-            if of_parameter is not None and off:
-                of_parameter.pop(handle.id, None)
-            elif of_parameter is not None:
-                of_parameter[handle.id] = hook
-                of_parameter.move_to_end(handle.id, last=False)
+        self.is_off = False
 
 
 class Gradients:
@@ -97,7 +72,7 @@ class Gradients:
         if any(bucket.rest.place != "device" for bucket in buckets):
             self.in_flight = 2  # a sum that has come goes on to where its lot rests, while backward computes
         self.may_send = self.in_backward = False
-        self.arrivals = ArrivalHooks()
+        self.switch = HookSwitch()
         self.has_arrived = False
         """Whether autograd has put a gradient on any parameter since the last step."""
         self._had_unannounced = False
@@ -121,8 +96,9 @@ class Gradients:
         """
         parameter.grad = None
         parameter.grad_dtype = None  # as it comes: adding it up in another dtype is ours to do
-        hook = partial(_tell, WeakMethod(self._arrived), number, position)
-        self._handles[id(parameter)] = [self.arrivals.add(parameter, hook)]
+        hook = partial(_tell, self.switch, WeakMethod(self._arrived), number, position)
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles[id(parameter)] = [handle]
         if (change := self.hooks.get(self.buckets[number].plan.slots[position].name)) is not None:
             self._handles[id(parameter)].append(parameter.register_hook(change))  # type: ignore[no-untyped-call]
 
@@ -130,7 +106,7 @@ class Gradients:
         """Another parameter takes a place in a bucket, with the gradient that was there and any that it has itself."""
         old, came = bucket.parameters[position], new.grad
         for handle in self._handles.pop(id(old)):
-            self.arrivals.remove(handle)
+            handle.remove()
         self._expect(self.buckets.index(bucket), position, new)
         new.grad, old.grad = old.grad, None
         bucket.parameters = (*bucket.parameters[:position], new, *bucket.parameters[position + 1 :])
@@ -188,8 +164,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget all gradients, also those of a backward that has failed half-way."""
         self._wait()
-        self.arrivals.turn(off=False)
-        self.may_send = self.in_backward = self._is_complete = False
+        self.may_send = self.in_backward = self._is_complete = self.switch.is_off = False
         self.has_arrived = self._had_unannounced = False
         self._unannounced.clear()
         for bucket in self.buckets:
@@ -271,7 +246,7 @@ class WholeGradients(Gradients):
 
     def begin_forward(self) -> None:
         """Take gradients off parameters of another dtype: with one, a compiled block falls into many graphs."""
-        self.arrivals.turn(off=False)  # where a backward has failed half-way
+        self.switch.is_off = False  # where a backward has failed half-way
         unannounced = {id(bucket) for bucket, _ in self._unannounced}
         for bucket in self.buckets:
             if bucket.shown and bucket.values.dtype != bucket.accumulation and id(bucket) not in unannounced:
@@ -295,12 +270,12 @@ class WholeGradients(Gradients):
         # What arrives is noted once; then nobody has to hear of gradients that autograd adds to their places, nor of
         # those that leave together at the end.
         is_added = all(len(bucket.shown) == len(bucket.parameters) for bucket in self.buckets)
-        self.arrivals.turn(off=self.has_arrived and (not self.overlaps if self.may_send else is_added))
+        self.switch.is_off = self.has_arrived and (not self.overlaps if self.may_send else is_added)
 
     def end_backward(self) -> None:
         """Send the rest, and wait."""
         super().end_backward()
-        self.arrivals.turn(off=False)
+        self.switch.is_off = False
         for bucket in self.buckets:
             bucket.seen = bucket.whole._version if bucket.whole is not None else 0
 
@@ -449,9 +424,9 @@ def tell_edit(stage: int, name: str | None) -> None:
         )
 
 
-def _tell(arrived: "WeakMethod[Any]", number: int, position: int, _: Tensor) -> None:
+def _tell(switch: HookSwitch, arrived: "WeakMethod[Any]", number: int, position: int, _: Tensor) -> None:
     """Tell of a gradient, if there is still somebody who wants to hear of it."""
-    if (tell := arrived()) is not None:
+    if not switch.is_off and (tell := arrived()) is not None:
         tell(number, position)
 
 

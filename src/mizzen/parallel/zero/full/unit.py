@@ -21,6 +21,7 @@ from mizzen.offload.shards import Shards
 from mizzen.parallel.zero.full.division import Unit
 from mizzen.parallel.zero.full.sharded_parameter import joined
 from mizzen.parallel.zero.full.share import Share, UnitParameter, UnitSums
+from mizzen.parallel.zero.live import copy_all
 from mizzen.parallel.zero.reduce import Finish
 from mizzen.parallel.zero.stock import Stock
 from mizzen.plan.parts import Rest
@@ -102,7 +103,7 @@ class Message:
             parts[at] = torch.empty_like(parts[at])
         if any(rest is not None for rest in self.rests):
             # Faster for many ranks, but its list of addresses would wait for all copies that are on their way in.
-            torch._foreach_copy_(parts, torch.split(table, lengths, 1))
+            copy_all(parts, list(torch.split(table, lengths, 1)))
         else:
             torch.split_with_sizes_copy(table, lengths, 1, out=parts)
         for at in aside:
