@@ -231,10 +231,11 @@
   const layout = () => {
     const line = {gridcolor: colour("--grid"), linecolor: colour("--line"), zeroline: false};
     const title = axis === "elapsed" ? {text: "minutes", standoff: 4} : axis === "step" ? {text: "step", standoff: 4} : undefined;
-    return {margin: {l: 46, r: 10, t: 8, b: 36}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
+    // Room for nine characters: margins that plotly finds by itself are not found where the next numbers come too soon.
+    return {margin: {l: 64, r: 10, t: 8, b: 36}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
       font: {color: colour("--soft"), size: 11, family: "system-ui, sans-serif"}, hovermode: "x unified", shapes: shapes(), dragmode: "zoom",
       hoverlabel: {bgcolor: colour("--card"), bordercolor: colour("--line"), font: {color: colour("--text")}},
-      xaxis: {...line, type: axis === "time" ? "date" : "linear", title}, yaxis: {...line, exponentformat: "power", automargin: true}, uirevision: axis};
+      xaxis: {...line, type: axis === "time" ? "date" : "linear", title}, yaxis: {...line, exponentformat: "power"}, uirevision: axis};
   };
   const plots = new Map();
   const place = (name, title, parent) => {
