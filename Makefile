@@ -63,7 +63,7 @@ SHORT := tests/house tests/unit tests/ranks tests/parity tests/drop_in tests/dev
 PYTEST = -m pytest -n $(JOBS) --dist loadgroup
 
 # .ci/run says what it has run already.
-test: .venv/ready ## the tests of every promise, in eight to ten minutes on two cores; see docs/testing.md
+test: .venv/ready ## the tests of every promise, in eight to thirteen minutes on two cores; see docs/testing.md
 	$(BIN)/python $(PYTEST) $(or $(ARGS),$(filter-out $(PASSED),$(SHORT)))
 
 test-house: .venv/ready ## the architecture itself, in seconds

@@ -27,8 +27,8 @@ HUGE_PAGE: Final = 1 << 21
 RESERVE: Final = 8
 """One part of so many of the device's memory is left to others when something is brought there ahead of its use."""
 
-BROUGHT: Final = 1.5
-"""Tensors that start on their way to the device with each complete gradient, where parameters come the same way."""
+TENSORS_PER_GRADIENT: Final = 1.5
+"""How many start on their way to the device with each complete gradient, where parameters come the same way."""
 LOCKING: Final = 8
 """Threads that lock pages ahead."""
 LOCKING_THREAD: Final = "mizzen-lock"
@@ -294,7 +294,7 @@ class HostTier:
 
     def bring_next(self) -> None:
         """Let the next copies that wait start, each after the work that the current stream has now."""
-        starts, self._due = divmod(min(self._due + BROUGHT, len(self._later)), 1)
+        starts, self._due = divmod(min(self._due + TENSORS_PER_GRADIENT, len(self._later)), 1)
         for _ in range(int(starts)):
             self._later.popleft()()
 

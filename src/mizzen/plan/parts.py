@@ -215,7 +215,7 @@ class StoreContents:
     saved_elsewhere: frozenset[str] = frozenset()
     """Parameters that other ranks, which hold the same, count in a norm and save."""
     lots: Sequence[Lot] = ()
-    """What is stepped together: each tensor of `masters` is in one of them."""
+    """What is stepped together, as a backward completes it: each tensor of `masters` is in one of them."""
     masters: Sequence[tuple[int, Tensor]] = ()
     """(optimizer group, tensor to optimize): the same tensors for life, which may be empty between steps."""
     portions: Mapping[Tensor, Sequence[Portion]] = field(default_factory=dict)

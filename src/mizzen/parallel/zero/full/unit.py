@@ -102,7 +102,7 @@ class Message:
         for at in aside:
             parts[at] = torch.empty_like(parts[at])
         if any(rest is not None for rest in self.rests):
-            # Faster for many ranks, but its list of addresses would wait for all copies that are on their way in.
+            # The other call sends a list of addresses to the device, behind all copies that are on their way there.
             copy_all(parts, list(torch.split(table, lengths, 1)))
         else:
             torch.split_with_sizes_copy(table, lengths, 1, out=parts)
