@@ -14,3 +14,11 @@ def without_memory(
     return torch.Tensor._make_wrapper_subclass(
         kind, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
     )
+
+
+class LateTensor(Tensor):
+    """A tensor whose values are computed when somebody uses them."""
+
+    def computed(self) -> Tensor:
+        """The values."""
+        raise NotImplementedError

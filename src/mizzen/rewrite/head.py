@@ -22,7 +22,7 @@ from mizzen.errors import PlanError, UsageError
 from mizzen.kernels.head_loss import VocabularyPart, head_loss
 from mizzen.model.inputs import change_tensors
 from mizzen.model.tree import InnerForward
-from mizzen.model.wrapper import without_memory
+from mizzen.model.wrapper import LateTensor, without_memory
 from mizzen.rewrite.forward import ReplacedForward
 
 SAMPLES: Final = 64
@@ -47,7 +47,7 @@ Loss = Callable[[Tensor, Tensor, Mapping[str, Any]], Tensor | None]
 """(hidden states, labels, further arguments of cross_entropy) -> the loss; None when it has to be taken of logits."""
 
 
-class LateLogits(Tensor):
+class LateLogits(LateTensor):
     """A tensor without data that knows how to get it: any use of it computes the logits, once, as the model would have.
 
     Whoever uses one gets plain tensors. Gradients flow through them to the hidden states and the head.
@@ -196,6 +196,11 @@ class _Call:
     """What the head has given."""
     is_over: bool = False
 
+    def forget(self) -> None:
+        """Logits know their call: what it knows of them would wait, with the hidden states, for the collector."""
+        self.late = None
+        self.losses.clear()
+
 
 class HeadLoss(ReplacedForward):
     """Stands in the place of the model's `forward`. Without labels it only calls it."""
@@ -250,6 +255,7 @@ class HeadLoss(ReplacedForward):
                 f"fused.head_loss: {type(self.model).__name__} was given labels and has taken no cross entropy of its "
                 "logits, so nothing was saved: set fused.head_loss to false"
             )
+        call.forget()
         return output
 
     @contextmanager

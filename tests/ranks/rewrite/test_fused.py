@@ -25,9 +25,9 @@ CASES = {
     "fp16": (ALL, FP16, {"tied": True}),
     "autocast": (ALL, AUTOCAST, {}),
 }
-EVERY = [(name, stage) for name in CASES for stage in ((0, 1, 2) if name in ("all", "tied") or FULL else (2,))]
+EVERY = [(name, stage) for name in CASES for stage in ((0, 1, 2, 3) if name in ("all", "tied") or FULL else (2,))]
 """Cases and stages; all of them with FULL=1."""
-WHERE = chosen(EVERY, [("all", 1), ("tied", 0), ("bf16", 2)])
+WHERE = chosen(EVERY, [("all", 1), ("all", 3), ("tied", 0), ("bf16", 2)])
 BOUND = {"bf16": 1e-2, "fp16": 2e-3, "autocast": 1e-2}
 
 
@@ -72,28 +72,46 @@ def test_compiled_blocks_with_a_fused_head(world):
             assert norms == pytest.approx(expected[1], rel=3e-5)
 
 
-def read_logits() -> tuple:
+def read_logits(stage: int) -> tuple:
     model, plain = build(), build()
-    engine, *_ = mizzen.initialize(model=model, config=config_of(1, 2, fused=ALL, gradient_accumulation_steps=1))
+    engine, *_ = mizzen.initialize(model=model, config=config_of(stage, 2, fused=ALL, gradient_accumulation_steps=1))
     batch = batch_of(0, engine.global_rank)
     output = engine(**batch)
     difference = (output.logits.detach() - plain(**batch).logits).abs().max().item()
     engine.backward(output.loss)
     kept = engine(**batch)
     engine.step()
-    with pytest.raises(UsageError, match="the head has changed since the forward"):
+    with pytest.raises(UsageError, match="the head has changed since the forward|outside of a forward pass"):
         kept.logits.sum()
     engine.eval()
     with torch.no_grad():
         evaluated = engine(**batch)
-    agree = torch.equal(evaluated.logits.argmax(-1), model(input_ids=batch["input_ids"]).logits.argmax(-1))
+        agree = torch.equal(evaluated.logits.argmax(-1), model(input_ids=batch["input_ids"]).logits.argmax(-1))
     return difference, bool(agree)
 
 
-def test_logits_come_when_they_are_read(world):
-    for difference, agree in world(2).run(read_logits):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_logits_come_when_they_are_read(world, stage):
+    for difference, agree in world(2).run(read_logits, stage):
         assert difference < 1e-5
         assert agree
+
+
+def loss_of_logits(fused: dict) -> tuple:
+    """A loss of the user's own, on the logits alone."""
+    model = build()
+    engine, *_ = mizzen.initialize(model=model, config=config_of(3, 2, fused=fused, gradient_accumulation_steps=1))
+    told = []
+    for number in range(3):
+        loss = engine(**batch_of(number, engine.global_rank)).logits.float().logsumexp(-1).square().mean()
+        engine.backward(loss)
+        told.append((loss.item(), engine.step().grad_norm))
+    return told
+
+
+def test_a_loss_of_late_logits_reaches_sharded_parameters(world):
+    for plain, fused in zip(*world(2).each(loss_of_logits, [({},), (ALL,)]), strict=True):
+        assert fused == [pytest.approx(each, rel=1e-5) for each in plain]
 
 
 def give_to_a_later_engine() -> list[int]:

@@ -1,7 +1,10 @@
 """The fused head in models of transformers: the loss of every call, and the logits of whoever asks."""
 
+import gc
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mizzen.errors import UsageError
 from mizzen.rewrite.head import LateLogits
@@ -44,6 +47,20 @@ def test_the_loss_is_the_models(name, training):
     assert list(found.keys()) == list(expected.keys())
     assert torch.equal(found.logits + 0, expected.logits)
     assert vars(fused.lm_head).get("forward") is None and "_loss_function" not in vars(fused)
+
+
+def test_hidden_states_do_not_wait_for_the_collector():
+    _, fused = pair()
+    gc.collect()
+    gc.disable()
+    try:
+        output = fused(**batch())
+        hidden = StorageWeakRef(output.logits.hidden.untyped_storage())
+        output.loss.backward()
+        del output
+        assert hidden.expired()
+    finally:
+        gc.enable()
 
 
 def test_without_labels_nothing_changes():

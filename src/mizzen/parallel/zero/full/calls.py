@@ -10,7 +10,7 @@ the node behind each input: a view of the input, made before the call. A view ma
 where no input needs a gradient, the end of the whole backward is where the unit is left.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -23,6 +23,7 @@ from mizzen.ambient import AMBIENT
 from mizzen.errors import UsageError
 from mizzen.log import warn_once
 from mizzen.model.inputs import change_tensors, tensors_in
+from mizzen.model.wrapper import LateTensor
 from mizzen.parallel.zero.full.runtime import UnitRuntime, is_transformed
 from mizzen.parallel.zero.full.unit import LiveUnit
 
@@ -127,6 +128,13 @@ class UnitCalls:
         if runtime.is_ahead:
             runtime.gather_ahead(call.previous, call.earlier)
 
+    def compute_late(self, output: Any) -> None:
+        """Compute what the model has left for later, where all of it is sharded again after this call."""
+        if self.is_root and not torch.is_grad_enabled():
+            for each in _tensors_of(output):
+                if isinstance(each, LateTensor):
+                    each.computed()
+
     def failed(self) -> None:
         """The module has raised an error."""
         self.stack.pop()
@@ -136,21 +144,23 @@ class UnitCalls:
         self.runtime.exit(self.units)
 
 
-def _nodes(inputs: Any, output: Any) -> Iterator[Any]:
+def _tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of an output, also of an object's."""
+    is_object = not isinstance(output, Tensor | tuple | list | dict) and hasattr(output, "__dict__")
+    return [*tensors_in(output), *(tensors_in(vars(output)) if is_object else ())]
+
+
+def _nodes(inputs: Any, output: Any) -> list[Any]:
     """The nodes behind the tensors of an output, also of an object's, and behind what these are views of.
 
     Who changes a view in place works on the tensor behind it, whose node is then the one that a backward comes to. What
-    is behind an input is not the unit's own.
+    is behind an input is not the unit's own. A tensor that computes its values when it is used is not used here.
     """
-    is_object = not isinstance(output, Tensor | tuple | list | dict) and hasattr(output, "__dict__")
-    found = [*tensors_in(output), *(tensors_in(vars(output)) if is_object else ())]
-    foreign = {id(each if each._base is None else each._base) for each in tensors_in(inputs)}
-    for each in found:
-        if each.grad_fn is not None:
-            yield each.grad_fn
-        base = each._base
-        if base is not None and base.grad_fn is not None and id(base) not in foreign:
-            yield base.grad_fn
+    with torch._C.DisableTorchFunctionSubclass():
+        found = _tensors_of(output)
+        foreign = {id(each if each._base is None else each._base) for each in tensors_in(inputs)}
+        bases = [each._base for each in found if each._base is not None and id(each._base) not in foreign]
+        return [each.grad_fn for each in (*found, *bases) if each.grad_fn is not None]
 
 
 class UnitModule:
@@ -162,6 +172,7 @@ class UnitModule:
         args, kwargs = calls.before(args, kwargs)
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            calls.compute_late(output)
         except BaseException:
             calls.failed()
             raise
