@@ -70,7 +70,7 @@ test-house: .venv/ready ## the architecture itself, in seconds
 	$(BIN)/python -m pytest -x tests/house
 
 test-all: ## test, and all there is beyond it: what `.ci/run` has after lint and house; FULL=1 for every combination, in hours
-	@bash tests/all.sh test test-rest test-examples test-clients test-cluster+test-browser test-faults test-mutants
+	@bash tests/all.sh test test-rest test-examples test-clients test-cluster+test-browser+test-mutants test-faults
 
 test-examples: .venv/ready ## the examples, and the code of the documents that they belong to
 	BREADTH=all $(BIN)/python $(PYTEST) tests/examples

@@ -74,6 +74,13 @@ MUTANTS = (
         ("tests/ranks/comm/test_tags.py",),
     ),
     Mutant(
+        "beside",
+        "a forward does not wait for the step that the host is still at",
+        r"self\.beside\.wait\(\)\n        self\._fetch\(\)",
+        "self._fetch()",
+        ("tests/ranks/offload/test_beside.py",),
+    ),
+    Mutant(
         "zero",
         "a rank without a gradient steps with what was in the buffer before",
         r"self\.place\(\)\.zero_\(\) if self\.is_empty else self\.place\(\)",

@@ -303,6 +303,8 @@ class EngineInterface(EngineStatus):
 
     def _load(self, folder: Given, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
         self.run_state.away.check("load_checkpoint")
+        if self.updater is not None and self.updater.offloaded is not None:
+            self.updater.offloaded.wait()
         loaded = load_checkpoint(self.run_state, self.saving, folder, tag, options)
         if loaded is None:
             return None, None

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mizzen.engine.offloaded_step import LotFactors, OffloadedStep
+from mizzen.engine.offloaded_step import HOST, LotFactors, OffloadedStep
 from mizzen.offload.backward_copies import BackwardCopies, BackwardResult, copy_of, part_for
 from mizzen.offload.rest_host import OnHost
 from mizzen.offload.tier import DeviceCopy, host_memory
 from mizzen.optim.rules import scaled, stand_ins, view_of
 from mizzen.plan.parts import Lot
 
-HOST = torch.device("cpu")
-
 
 class StepInBackward(OffloadedStep):
     """Steps all lots of an engine, those of the host as soon as their gradients have come."""
+
+    may_go_beside = False  # copies take their places at once
 
     def __init__(
         self,

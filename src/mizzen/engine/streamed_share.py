@@ -1,9 +1,10 @@
 """Which share of what rests in host memory passes through the device for a step: measured, the same on all ranks.
 
 The host and the device step at the same time. Copies take time too, of which a part is hidden behind the last backward
-before the step. The best share is the one at which both are through together. How fast the host and copies are is tried
-out at the start; then three of the first steps show how long both sides really take. Where the host is to step during
-backward nothing is measured, and nothing passes through the device unless a share is given (`step_in_backward.py`).
+before the step; what the host does may be hidden behind the next forward (`offloaded_step.py`). The best share is that
+at which both are through together. How fast the host and copies are is tried out at the start; then three of the first
+steps show how long both sides really take. Where the host is to step during backward nothing is measured, and nothing
+passes through the device unless a share is given (`step_in_backward.py`).
 """
 
 import time
@@ -25,6 +26,9 @@ COPIED: Final = 1 << 22
 """Elements that are copied each way in a trial: few, since the device may be nearly full."""
 BACKWARD_SHARE: Final = 2 / 3
 """Of forward and backward: it computes about twice as much. The next measured step corrects what is wrong with it."""
+BESIDE_SHARE: Final = (1 - BACKWARD_SHARE) / 2
+"""Of forward and backward: half of a forward, which hides what the host does beside it. The first of its lots is needed
+before that is over, and beside copies the host takes longer."""
 BYTES: Final = 12
 """Of a master and two moments."""
 
@@ -32,9 +36,9 @@ BYTES: Final = 12
 def best_share(host: float, copies: float, hidden: float) -> float:
     """The share to stream, from the seconds that the host takes for all of it, and that copies of all of it take.
 
-    `hidden` are seconds of copies that nobody waits for.
+    `hidden` are seconds of copies that nobody waits for, less those of the host.
     """
-    return min(1.0, (host + hidden) / (host + copies)) if host + copies > 0 else 0.0
+    return min(1.0, max(0.0, (host + hidden) / (host + copies))) if host + copies > 0 else 0.0
 
 
 class StreamedShare:
@@ -63,17 +67,19 @@ class StreamedShare:
         step, copies = self._largest(seconds)
         return best_share(step, copies, copies / 2)
 
-    def after_step(self, share: float, *, host: float, device: float, between: float) -> float:
+    def after_step(self, share: float, *, host: float, device: float, between: float, is_beside: bool = False) -> float:
         """The share after a step in which host and device took so many seconds for theirs, and so many came before it.
 
-        Copies take that long without what a backward hides, for which the device has room or not.
+        Copies take that long without what a backward hides, for which the device has room or not. The host's part takes
+        that long without what the next forward hides, if it goes on beside that.
         """
         if not 0 < share < 1:
             return share
         hidden = between * BACKWARD_SHARE / self.micro_batches
         if device_room(get_accelerator()) <= 0:
             hidden = 0.0
-        host, copies, shown = self._largest([host / (1 - share), (device + hidden) / share, -hidden])
+        beside = between * BESIDE_SHARE / self.micro_batches if is_beside else 0.0
+        host, copies, shown = self._largest([host / (1 - share), (device + hidden) / share, beside - hidden])
         return best_share(host, copies, -shown)
 
     def _largest(self, numbers: Sequence[float]) -> list[float]:

@@ -101,13 +101,22 @@ class Pacer:
         self._lock = RLock()
         self._thread: ThreadPoolExecutor | None = None
 
-    def add(self, into: Tensor, source: Tensor, *, is_held_back: bool = False) -> PacedCopy:
-        """Copy a tensor, after the work that the current stream has now; or, held back, once `begin` is called."""
+    def add(self, into: Tensor, source: Tensor) -> PacedCopy:
+        """Copy a tensor, after the work that the current stream has now."""
         copy = PacedCopy(self, into, source, self._accelerator.current_stream().record_event())
         with self._lock:
-            (self._held_back if is_held_back else self._waiting).append(copy)
-        if not is_held_back:
-            self._wake()
+            self._waiting.append(copy)
+        self._wake()
+        return copy
+
+    def hold_back(self, into: Tensor, source: Tensor, *, is_first: bool = False) -> PacedCopy:
+        """Copy a tensor once `begin` is called; what is to be the first comes before all that are held back yet."""
+        copy = PacedCopy(self, into, source, self._accelerator.current_stream().record_event())
+        with self._lock:
+            if is_first:
+                self._held_back.appendleft(copy)
+            else:
+                self._held_back.append(copy)
         return copy
 
     def begin(self) -> None:

@@ -40,6 +40,9 @@ class OnDevice(InMemory):
     def leave(self, gradient: Callable[[], Tensor]) -> None:
         """It is where it should be."""
 
+    def expect_step(self) -> None:
+        """It is here."""
+
     def step_in_backward(self) -> None:
         """The device steps after the vote."""
 
@@ -133,6 +136,11 @@ class RestingPlaces:
             self._passage.files.reserve([self.nvme_bytes])
         self._resting.append(OnNvme(title, self._host, self._passage))
         return self._resting[-1]
+
+    def bring_next(self) -> None:
+        """A gradient is complete: more of what passes through the device may start on its way there."""
+        if self._host is not None:
+            self._host.bring_next()
 
     def close(self) -> None:
         """Give all memory back, once nobody reads it for a save."""

@@ -16,7 +16,7 @@ from mizzen.kernels.masters import keep_writes
 from mizzen.model.piece import Piece, Readers, Unread
 from mizzen.offload.backward_copies import BackwardCopies
 from mizzen.offload.paced import PacedCopy
-from mizzen.offload.tier import DeviceCopy, HostTier, Transfer, device_room
+from mizzen.offload.tier import DeviceCopy, HostTier, StepBeside, Transfer, device_room
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(place, value): what is to be copied where."""
@@ -121,11 +121,14 @@ class OnHost(InMemory):
         """Copies on the device that were started ahead of the step, with the version of what was copied."""
         self._is_coming = False
         """Whether the device has room for all of it until the end of the step."""
-        self._outgoing: list[PacedCopy] = []
+        self._outgoing: list[tuple[int, PacedCopy]] = []
+        """What was stepped on the device, on its way to memory at these addresses."""
         self._waited: defaultdict[str, float] = defaultdict(float)
         """Seconds that the host has waited in this step, by what for."""
         self.readers = Readers()
         """Saves beside training that read what rests here: it does not change before they are done."""
+        self.beside: StepBeside | None = None
+        """A step that may go on beside the next forward, which can be made to wait for it; None where it cannot."""
 
     @property
     def is_stepped_on_host(self) -> bool:
@@ -146,8 +149,15 @@ class OnHost(InMemory):
             self._left = found, found._version, self.write_gradient(found)
         elif not self.tier.shares_way:
             self.fetch()
-        elif not self._is_coming and self._may_come():
-            self.tier.bring_later([partial(self._bring_here, home) for home in self._homes.values()])
+
+    def expect_step(self) -> None:
+        """Let what passes through the device come a few tensors at a time, where others come the same way.
+
+        Masters come before all states, those of the last lot first, as backward needs their values.
+        """
+        if self.is_streamed and self.tier.shares_way and not self._is_coming and self._may_come():
+            master, *states = [partial(self._bring_here, home) for home in self._homes.values()]
+            self.tier.bring_later(master, states)
 
     def fetch(self) -> None:
         """Start to bring all of it to the device, where it passes through it and there is room."""
@@ -155,6 +165,12 @@ class OnHost(InMemory):
             for home in self._homes.values():
                 if id(home) not in self._ahead:
                     self._bring_here(home)
+
+    def masters_near(self) -> tuple[Tensor, DeviceCopy] | None:
+        """The masters on the device, with their way there, where they were brought ahead of a step."""
+        home = self._homes["master"]
+        here, version, copy = self._ahead.get(id(home), (home, -1, None))
+        return (here, copy) if copy is not None and version == home._version else None
 
     def _may_come(self) -> bool:
         """Whether the device has room for it; what was taken of it is its own until the end of the step."""
@@ -184,7 +200,7 @@ class OnHost(InMemory):
     def write_gradient(self, gradient: Tensor) -> DeviceCopy:
         """Start to copy a gradient to host memory."""
         self.copies.end()
-        self.tier.bring_next()
+        self._wait_for_step()
         if self._sent is not None:  # the last values came through the same memory
             self._sent.wait_on_stream()
         return self.tier.write(f"{self.title} gradient", gradient)
@@ -240,15 +256,16 @@ class OnHost(InMemory):
     def _copied(self, home: Tensor) -> tuple[Tensor, int, DeviceCopy]:
         """Start a copy to the device, after the last step's way here; what was copied has that version."""
         here = torch.empty_like(home, device=self.tier.accelerator.device())
-        for copy in self._outgoing:  # all that changes it has started then
-            copy.wait_on_stream(self.tier.inward)
+        for address, copy in self._outgoing:  # all that changes it has started then
+            if address == _address(home):
+                copy.wait_on_stream(self.tier.inward)
         return here, home._version, self.tier.copy_in(here, home)
 
     def put(self, pairs: Pairs) -> None:
         """Bring what was stepped on the device to the masters."""
         for place, value in pairs:
             if self.is_streamed:
-                self._send_home(place, value)
+                self._send_home(place, value, is_master=True)
             else:
                 place.copy_(value)
 
@@ -341,16 +358,24 @@ class OnHost(InMemory):
                 self._send_home(home, value)
                 state[key] = home
 
-    def _send_home(self, home: Tensor, value: Tensor) -> None:
+    def _send_home(self, home: Tensor, value: Tensor, *, is_master: bool = False) -> None:
+        """Masters leave in the order in which they come again (`expect_step`)."""
         if value.device.type == home.device.type:
             home.copy_(value)
             return
-        self._outgoing = [copy for copy in self._outgoing if not copy.is_over]
-        self._outgoing.append(self.tier.paced.add(home, value, is_held_back=self.tier.shares_way))
+        paced = self.tier.paced
+        copy = paced.hold_back(home, value, is_first=is_master) if self.tier.shares_way else paced.add(home, value)
+        self._outgoing = [(address, each) for address, each in self._outgoing if not each.is_over]
+        self._outgoing.append((_address(home), copy))
+
+    def _wait_for_step(self) -> None:
+        if self.beside is not None:
+            self.beside.wait()
 
     def _wait_for_home(self) -> None:
-        """Let the host wait until what was stepped on the device rests here."""
-        for copy in self._outgoing:
+        """Let the host wait until what was stepped rests here."""
+        self._wait_for_step()
+        for _, copy in self._outgoing:
             copy.wait()
         self._outgoing.clear()
 
@@ -392,6 +417,11 @@ class OnHost(InMemory):
 
 
 def _nothing() -> None: ...
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the memory of which a tensor may be a part."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def large_states(

@@ -26,7 +26,7 @@ from mizzen.accelerator import get_accelerator
 from mizzen.model.piece import Piece, Readers, Unread
 from mizzen.offload.nvme import NvmeTier, ReadFiles
 from mizzen.offload.places import ParameterSettings
-from mizzen.offload.tier import DeviceCopy, HostTier, Transfer
+from mizzen.offload.tier import DeviceCopy, HostTier, StepBeside, Transfer
 
 
 class Shards(Protocol):
@@ -46,6 +46,10 @@ class Shards(Protocol):
     """What stands for them."""
     readers: Readers
     """Saves beside training that read them."""
+
+    @property
+    def beside(self) -> StepBeside | None:
+        """The step whose values they are to have, which may go on until these are used; None where none may."""
 
     def fetch(self) -> None:
         """Start to bring them to the device, where there is room on the way."""
@@ -89,11 +93,24 @@ class ShardsOnHost:
         self._coming: DeviceCopy | None = None
         """New values on their way from the device."""
         self.readers = Readers()
+        self.beside: StepBeside = StepBeside()
+        self.masters_near: Callable[[], tuple[Tensor, DeviceCopy] | None] = _nowhere
+        """The masters of these values, with their way to the device, where they were brought there ahead of a step."""
+        self._is_written = False
+        """Whether somebody has written other values than those of the masters, since these last came."""
         self.take(values)
 
     def fetch(self) -> None:
-        """Start to copy them to the device, after the work that the current stream has now."""
+        """Start to copy them to the device, after the work that the current stream has now, if they are there."""
+        if not self.beside.is_going_on:
+            self._fetch()
+
+    def _fetch(self) -> None:
         if self._fetched is not None:
+            return
+        near = None if self._is_written else self.masters_near()
+        if near is not None and near[0].dtype != self.stand.dtype:  # who uses a copy may keep its memory
+            self._fetched = near
             return
         if self._coming is not None:
             self._coming.wait_on_stream(self.tier.inward)
@@ -103,36 +120,42 @@ class ShardsOnHost:
 
     def here(self) -> Tensor:
         """What was fetched, or is now."""
-        self.fetch()
-        return self._taken()
-
-    def _taken(self) -> Tensor:
-        if self._fetched is None:
+        self.beside.wait()
+        self._fetch()
+        if (found := self._taken()) is None:
             raise AssertionError("nothing was fetched")
-        (into, copy), self._fetched = self._fetched, None
+        return found
+
+    def _taken(self) -> Tensor | None:
+        fetched, self._fetched = self._fetched, None  # at once: the host may be about to say that it is old
+        if fetched is None:
+            return None
+        into, copy = fetched
         copy.wait_on_stream()
         copy.forget()
-        return into
+        return into.to(self.stand.dtype)
 
     def let_go(self) -> None:
         """Its memory may be used for something else when the copy has come."""
-        if self._fetched is not None:
-            self._taken()
+        self._taken()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """In place, when nobody reads it any more."""
         write(self.look())
         self.changed()
+        self._is_written = False
 
     def take(self, values: Tensor) -> None:
         """Copy values from the device, after the work that the current stream has now.
 
         That stream may go on with rounded ones, which are the copy's own; others it might change before they have left.
         """
+        self.beside.wait()
         self.readers.wait()
         self.let_go()
         if self._read is not None:
             self._read.wait_on_stream(self.tier.outward)
+        self._is_written = False
         self._coming = self.tier.copy_out(self.stand, values.to(self.stand.dtype))
         if values.dtype == self.stand.dtype:
             self._coming.wait_on_stream()
@@ -145,6 +168,7 @@ class ShardsOnHost:
 
     def _at_rest(self) -> Tensor:
         """The memory itself, once nothing is on its way from there or to it."""
+        self.beside.wait()
         for copy in (self._read, self._coming):
             if copy is not None:
                 copy.wait()
@@ -153,7 +177,7 @@ class ShardsOnHost:
 
     def changed(self) -> None:
         """What was fetched is old. Who looked at the memory has waited for its copy."""
-        self._fetched = None
+        self._fetched, self._is_written = None, True
 
     def readable(self, piece: Piece) -> Piece:
         """In place, once nothing is on its way. What is of other memory, as shards in blocks are, stays as it is."""
@@ -171,6 +195,9 @@ class ShardsOnHost:
         shape, keep = tuple(source.shape), self.changed
         unread = Unread(shape, source.dtype, load, keep, load_beside=load_beside, readers=self.readers)
         return replace(piece, source=unread)
+
+
+def _nowhere() -> None: ...
 
 
 class Buffers:
@@ -232,6 +259,7 @@ class ShardsOnNvme:
     """Shards in files. What is fetched is in a buffer of host memory, and is copied to the device when it is used."""
 
     place: str = "nvme"
+    beside: StepBeside | None = None
 
     def __init__(self, title: str, files: ShardFiles, values: Tensor) -> None:
         self.title = title

@@ -4,13 +4,14 @@ What rests where is decided elsewhere (`places.py`), and so is when it moves.
 """
 
 import mmap
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock, current_thread
+from threading import Lock, current_thread, get_ident
 from typing import Any, Final, Protocol
 
 import torch
@@ -27,7 +28,7 @@ HUGE_PAGE: Final = 1 << 21
 RESERVE: Final = 8
 """One part of so many of the device's memory is left to others when something is brought there ahead of its use."""
 
-TENSORS_PER_GRADIENT: Final = 1.5
+TENSORS_PER_GRADIENT: Final = 2
 """How many start on their way to the device with each complete gradient, where parameters come the same way."""
 LOCKING: Final = 8
 """Threads that lock pages ahead."""
@@ -84,6 +85,55 @@ class StepNeeds:
     """For the largest lot that passes through the device, with its gradient."""
     new_states: int = 0
     """For states of lots that rest on the device, before the first step has made them."""
+
+
+class StepBeside:
+    """A step of a lot that the host may still be at beside the next forward: who needs what it changes waits for it."""
+
+    def __init__(self) -> None:
+        self.is_begun = False
+        """Whether there is one that nobody has waited for."""
+        self._job: Future[None] | None = None
+        self._stepper: int | None = None
+        """The thread that steps: for it nothing is to wait for."""
+        self._seconds = 0.0
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether somebody would have to wait now."""
+        return self._job is not None and not self._job.done()
+
+    def begin(self, host: Executor, step: Callable[[], None]) -> None:
+        """Let the thread of the host step."""
+
+        def run() -> None:
+            self._stepper = get_ident()
+            step()
+
+        self.is_begun = True
+        self._job = host.submit(run)
+
+    def wait(self) -> None:
+        """Wait until it is over; raises, once, what went wrong."""
+        if not self.is_begun or self._stepper == get_ident():
+            return
+        start = time.perf_counter()
+        try:
+            if self._job is not None:
+                self._job.result()
+        finally:
+            self._seconds += time.perf_counter() - start
+            if not self.is_going_on:  # who interrupts the wait does not end the step
+                self.forget()
+
+    def forget(self) -> None:
+        """It is over, however it has ended."""
+        self._job, self.is_begun = None, False
+
+    def waited(self) -> float:
+        """The seconds that somebody has waited since this was last asked."""
+        found, self._seconds = self._seconds, 0.0
+        return found
 
 
 class DeviceCopy:
@@ -223,8 +273,6 @@ class HostTier:
         self.paced = Pacer(accelerator, self.outward, partial(_start_copy, accelerator, self._entering, self.outward))
         """For copies from the device that have time, and leave the way to others."""
         self._later: deque[Callable[[], object]] = deque()
-        self._due = 0.0
-        """Of the copies that wait, how many may start."""
         self._held: dict[str, Tensor] = {}
         self._unlock: dict[str, Callable[[], None]] = {}
         self._ahead = LockedAhead(accelerator)
@@ -287,21 +335,19 @@ class HostTier:
         self.room -= size
         return True
 
-    def bring_later(self, starts: Iterable[Callable[[], object]]) -> None:
-        """Let copies to the device start a few at a time, with this and each later `bring_next`: others have turns."""
-        self._later.extend(starts)
-        self.bring_next()
+    def bring_later(self, first: Callable[[], object], others: Iterable[Callable[[], object]]) -> None:
+        """Let copies to the device start a few at a time, with each `bring_next`: the first before all that wait."""
+        self._later.appendleft(first)
+        self._later.extend(others)
 
     def bring_next(self) -> None:
         """Let the next copies that wait start, each after the work that the current stream has now."""
-        starts, self._due = divmod(min(self._due + TENSORS_PER_GRADIENT, len(self._later)), 1)
-        for _ in range(int(starts)):
+        for _ in range(min(TENSORS_PER_GRADIENT, len(self._later))):
             self._later.popleft()()
 
     def bring_no_more(self) -> None:
         """Forget the copies that wait."""
         self._later.clear()
-        self._due = 0.0
 
     def held(self, name: str) -> Tensor:
         """What rests under a name, in place."""

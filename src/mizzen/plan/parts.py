@@ -53,6 +53,7 @@ class Rest(Protocol):
     """The resting place of the masters and states of one lot. The lot calls everything but the last three rows.
 
     keep(master, values)       once: the masters from now on, with these values
+    expect_step()              when the last backward before a step begins
     leave(gradient)            in backward, as soon as the gradient is complete
     step_in_backward()               after it, or after the last `keep` of its gradient
     keep_writes(values, m)     before a step and whenever the model was changed
@@ -84,6 +85,9 @@ class Rest(Protocol):
 
     def leave(self, gradient: Callable[[], Tensor]) -> None:
         """The gradient is complete, and no other comes before the step: what can be moved ahead of it, is."""
+
+    def expect_step(self) -> None:
+        """A backward has begun that a step follows: what the step needs may come to where it runs meanwhile."""
 
     def step_in_backward(self) -> None:
         """The gradient that a step may follow is on its way: the host may take that step, for nobody to see yet."""

@@ -36,6 +36,16 @@ def test_a_step_shows_what_the_next_ones_should_do(monkeypatch, room, hidden):
         assert (1 - found) * host == pytest.approx(found * copies - hidden)
 
 
+def test_a_forward_hides_what_the_host_does_beside_it(monkeypatch):
+    """Both sides are through together in the middle of the forward that the host goes on beside."""
+    monkeypatch.setattr(streamed_share, "device_room", lambda accelerator: 1)
+    host, copies, between, hidden, beside = 1.0, 1.2, 0.6, 0.2, 0.05  # over two micro-batches
+    found = StreamedShare(None, torch.device("cpu"), 2).after_step(
+        0.5, host=0.5 * host, device=0.5 * copies - hidden, between=between, is_beside=True
+    )
+    assert (1 - found) * host - beside == pytest.approx(found * copies - hidden)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_share_of_nothing_or_all_shows_nothing(share):
     found = StreamedShare(None, torch.device("cpu"), 1).after_step(share, host=1.0, device=1.0, between=1.0)

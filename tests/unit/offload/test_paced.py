@@ -122,7 +122,7 @@ def test_what_fails_in_the_thread_is_raised_to_who_needs_it(monkeypatch):
 def test_what_is_held_back_begins_when_it_is_told_to(pacer, log):
     log.open.set()
     places = [torch.zeros(25) for _ in range(2)]
-    held = pacer.add(places[0], torch.ones(25), is_held_back=True)
+    held = pacer.hold_back(places[0], torch.ones(25))
     pacer.add(places[1], torch.ones(25)).wait()
     assert places[1].all() and not places[0].any() and not held.is_started
     pacer.begin()
@@ -131,9 +131,20 @@ def test_what_is_held_back_begins_when_it_is_told_to(pacer, log):
     pacer.begin()  # nothing is held back any more
 
 
+def test_of_what_is_held_back_some_comes_first(pacer, log):
+    log.open.set()
+    place = torch.zeros(1)
+    copies = [pacer.hold_back(place, torch.full((1,), value), is_first=value > 1) for value in (0.5, 1.0, 2.0, 3.0)]
+    for copy, left in zip(reversed(copies[2:]), (3.0, 2.0), strict=True):
+        copy.wait()
+        assert float(place) == left
+    copies[0].wait()
+    assert float(place) == 0.5
+
+
 def test_who_needs_what_is_held_back_does_not_wait_for_that(pacer, log):
     places = [torch.zeros(25) for _ in range(3)]
-    copies = [pacer.add(place, torch.ones(25), is_held_back=True) for place in places]
+    copies = [pacer.hold_back(place, torch.ones(25)) for place in places]
     copies[1].wait()
     assert [place.all().item() for place in places] == [True, True, False]
     pacer.start()

@@ -190,20 +190,21 @@ def test_the_collector_may_let_go_of_memory_in_a_thread_that_makes_it():
 def test_what_is_brought_later_comes_a_few_at_a_time():
     started = []
     tier = HostTier(Cpu())
-    tier.bring_later([partial(started.append, name) for name in "abc"])
-    assert started == ["a"]
-    tier.bring_later([partial(started.append, name) for name in "def"])
-    assert started == ["a", "b", "c"]
+    start = partial(partial, started.append)
+    tier.bring_later(start("a"), [start("b"), start("c")])
+    tier.bring_later(start("d"), [start("e")])
+    assert started == []
     tier.bring_next()
-    tier.bring_next()
-    assert started == ["a", "b", "c", "d", "e", "f"]
-    for _ in range(5):  # nothing waits: this is not saved up
+    assert started == ["d", "a"]  # the first of each, the last lot's before all others
+    for _ in range(5):  # nothing waits in the end: this is not saved up
         tier.bring_next()
-    tier.bring_later([partial(started.append, name) for name in "ghi"])
-    assert started[6:] == ["g"]
+    assert started == ["d", "a", "b", "c", "e"]
+    tier.bring_later(start("f"), [start("g"), start("h")])
+    tier.bring_next()
+    assert started[5:] == ["f", "g"]
     tier.bring_no_more()
     tier.bring_next()
-    assert started[6:] == ["g"]
+    assert started[5:] == ["f", "g"]
 
 
 def test_room_on_a_device_is_less_what_the_next_step_takes_of_it(monkeypatch):

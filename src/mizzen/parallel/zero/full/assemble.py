@@ -10,7 +10,8 @@ from mizzen.comm import collectives, groups
 from mizzen.model.sketch import ParameterSketch
 from mizzen.offload.places import DEVICE
 from mizzen.offload.rest import RestingPlaces
-from mizzen.offload.shards import ShardPlaces, Shards
+from mizzen.offload.rest_host import OnHost
+from mizzen.offload.shards import ShardPlaces, Shards, ShardsOnHost
 from mizzen.parallel.zero.full.division import FullHolding, Unit
 from mizzen.parallel.zero.full.init import BuiltShard, early_shard
 from mizzen.parallel.zero.full.quantized import Packed, gather_quantized, gather_rows, is_packed
@@ -116,6 +117,8 @@ def _live(
         is_whole = sketches[0].is_whole
         rest = tiers.states.rest(DEVICE if is_whole else unit.place, f"{unit.title} {group}")
         values, shards = _rested(flat.to(held) if unit.shard_place != DEVICE else flat, inside, unit, str(group), tiers)
+        if isinstance(shards, ShardsOnHost) and type(rest) is OnHost:
+            rest.beside, shards.masters_near = shards.beside, rest.masters_near
         if shards is None and rest.place != DEVICE:
             values = _values_apart(flat, inside, held)
         kept = rest.keep(flat, values if shards is None else None)

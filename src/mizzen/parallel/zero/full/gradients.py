@@ -55,6 +55,8 @@ class UnitGradients:
         """Whether autograd has put a gradient on any parameter since the last step."""
         self.finish_backward: Callable[[], None] = lambda: None
         """Lets units send gradients that came without their notice."""
+        self.unit_done: Callable[[], None] = lambda: None
+        """Hears of each unit whose gradients are summed in the last backward before a step."""
         self._is_open = False
         self._is_complete = False
         self._is_last = False
@@ -142,6 +144,7 @@ class UnitGradients:
             unit.sums.settle(is_last=self._is_last and self._is_alone)
             if self._is_last:
                 unit.bring_masters()
+                self.unit_done()
 
         self._pending.append(arrive)
 
@@ -150,6 +153,8 @@ class UnitGradients:
         self._is_open = self.position.is_backward = True
         self._is_complete, self._is_last = False, bool(last)
         self._mark(False)
+        for share in (share for unit in self.units for share in unit.shares) if last else ():
+            share.rest.expect_step()
 
     def end_backward(self) -> None:
         """That backward is over, on every rank: one that is elsewhere is found before anything else is exchanged."""

@@ -232,6 +232,11 @@ class Share:
     is_sent: bool = False
     """Whether values that rest elsewhere have come from the masters since these were stepped."""
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether the host has it for a step that may go on beside the next forward."""
+        return self.shards is not None and self.shards.beside is not None and self.shards.beside.is_begun
+
     def gradient(self, sums: Sums) -> Tensor:
         """The gradients of this share out of those of the unit: in their own place, if nothing else is in there.
 
@@ -265,10 +270,12 @@ class Share:
             self.shards.change(partial(self.rest.write_values, master=self.master, is_stepped=True))
         else:
             self.shards.take(self.stepped)
-        self.is_sent = True
+        self.is_sent = not self.is_beside
 
     def finish(self) -> None:
         """Let the shards have the values of the masters, however these became what they are."""
+        if self.is_beside:
+            return
         if self.shards is None:
             for place, value in self.rest.arrived(self.values, self.master):
                 place.copy_(value)

@@ -87,7 +87,7 @@ class FullStore:
         group = ranks.everyone
         self.gradients = UnitGradients(self.units, reducer, copies, group, self.position, is_first=is_first)
         self.runtime.add(self.units, self.gradients, holding.ahead)
-        self.gradients.finish_backward = self.runtime.finish
+        self.gradients.finish_backward, self.gradients.unit_done = self.runtime.finish, self.tiers.states.bring_next
         for unit in self.units:
             unit.sums.count_squares = partial(_squares_of, self, unit)
             lead(self.runtime, unit)
@@ -178,10 +178,14 @@ class FullStore:
     # Values
 
     def write_back(self) -> None:
-        """Shards that are the masters stay, others get their values; what was gathered of the old ones is let go."""
+        """Shards that are the masters stay, others get their values; what was gathered of the old ones is let go.
+
+        A lot that the host steps beside the next forward is left to it.
+        """
         for lot in self.contents.lots:
-            lot.write_back()
-            lot.unload()
+            if not (isinstance(lot, ShareLot) and lot.share.is_beside):
+                lot.write_back()
+                lot.unload()
         for share in _shares_of(self.units):
             share.finish()
         self._forget()
@@ -382,7 +386,7 @@ def _take_apart(units: Sequence[LiveUnit], runtime: UnitRuntime, gradients: Unit
     These know the units, too: each would keep the others in memory until the collector of garbage comes by.
     """
     runtime.remove(units, gradients)
-    gradients.finish_backward = _nothing
+    gradients.finish_backward = gradients.unit_done = _nothing
     for unit in units:
         let_go(unit.module)
         unit.sums.count_squares = _no_squares
