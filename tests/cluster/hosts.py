@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces with their own name, address and sshd, and a Slurm over both."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,13 +10,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NETWORK = "10.213.7"
-SIXTH = "fd00:213:7:"
 PORT = 2222
-HERE = f"{NETWORK}.254"
 NAMES = ("node1", "node2")
 SYSTEM = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
@@ -35,7 +34,16 @@ class Cluster:
     folder: Path
     environment: dict[str, str]
     stack: ExitStack
+    number: int
+    """Of its networks, which no other cluster of this machine has."""
     processes: list = field(default_factory=list)
+
+    def address(self, host):
+        """Of a host, 1 or 2; of the machine that launches, 254."""
+        return f"10.213.{self.number}.{host}"
+
+    def sixth(self, host):
+        return f"fd00:213:{self.number}::{host}"
 
     def start(self, name, *words):
         """A process on one of the hosts."""
@@ -79,7 +87,8 @@ def build(folder, stack):
             pytest.skip(f"{program} is not installed")
     environment = {**os.environ, "PATH": f"{folder}/bin:{SYSTEM}", "PYTHONPATH": str(ROOT / "src")}
     environment = {name: value for name, value in environment.items() if not name.startswith(("SLURM_", "MIZZEN_"))}
-    cluster = Cluster(folder, environment, stack)
+    remove_leftovers()
+    cluster = Cluster(folder, environment, stack, free_number())
     try:
         lay_cables(cluster)
     except subprocess.CalledProcessError as error:
@@ -89,15 +98,31 @@ def build(folder, stack):
     return cluster
 
 
+def remove_leftovers():
+    """Take away the networks of runs that were killed: their bridges would answer in the place of ours."""
+    of_hosts = call("ip", "netns", "list").stdout
+    for owner, host in re.findall(r"^mz([0-9]+)-(node[0-9]+)\b", of_hosts, re.MULTILINE):
+        if not psutil.pid_exists(int(owner)):
+            subprocess.run(["ip", "netns", "delete", f"mz{owner}-{host}"], check=False)
+    for owner in re.findall(r"^[0-9]+: mz([0-9]+):", call("ip", "-o", "link").stdout, re.MULTILINE):
+        if not psutil.pid_exists(int(owner)):
+            subprocess.run(["ip", "link", "delete", f"mz{owner}"], check=False)
+
+
+def free_number():
+    taken = set(re.findall(r"10\.213\.([0-9]+)\.", call("ip", "-o", "-4", "address").stdout))
+    return next(number for number in range(7, 255) if str(number) not in taken)
+
+
 def lay_cables(cluster):
-    bridge = f"mz{os.getpid() % 100_000}"
+    bridge = f"mz{os.getpid()}"
     call("ip", "link", "add", bridge, "type", "bridge")
     cluster.stack.callback(subprocess.run, ["ip", "link", "delete", bridge], check=False)
-    call("ip", "address", "add", f"{HERE}/24", "dev", bridge)
+    call("ip", "address", "add", f"{cluster.address(254)}/24", "dev", bridge)
     call("ip", "link", "set", bridge, "up")
     has_sixth = Path("/proc/sys/net/ipv6/conf/lo").exists()
     if has_sixth:
-        call("ip", "address", "add", f"{SIXTH}:254/64", "dev", bridge, "nodad")
+        call("ip", "address", "add", f"{cluster.sixth(254)}/64", "dev", bridge, "nodad")
     for number, name in enumerate(NAMES, 1):
         namespace, outer = cluster.namespace(name), f"{bridge}-{number}"
         call("ip", "netns", "add", namespace)
@@ -105,9 +130,9 @@ def lay_cables(cluster):
         call("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         call("ip", "link", "set", outer, "master", bridge, "up")
         inside = ("ip", "-n", namespace)
-        call(*inside, "address", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
+        call(*inside, "address", "add", f"{cluster.address(number)}/24", "dev", "eth0")
         if has_sixth:
-            call(*inside, "address", "add", f"{SIXTH}:{number}/64", "dev", "eth0", "nodad")
+            call(*inside, "address", "add", f"{cluster.sixth(number)}/64", "dev", "eth0", "nodad")
         call(*inside, "link", "set", "eth0", "up")
         call(*inside, "link", "set", "lo", "up")
     call("nsenter", f"--net=/run/netns/{cluster.namespace('node1')}", "unshare", "--uts", "hostname", "node1")
@@ -125,7 +150,7 @@ def open_doors(cluster):
         f"StrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\nMaxStartups 100\n"
         f"SetEnv PYTHONPATH={ROOT / 'src'}\n"
     )
-    hosts = "".join(f"Host {name}\n  HostName {NETWORK}.{number}\n" for number, name in enumerate(NAMES, 1))
+    hosts = "".join(f"Host {name}\n  HostName {cluster.address(number)}\n" for number, name in enumerate(NAMES, 1))
     (folder / "ssh_config").write_text(
         f"{hosts}Host *\n  IdentityFile {folder}/key\n  IdentitiesOnly yes\n  StrictHostKeyChecking no\n"
         f"  UserKnownHostsFile {folder}/known_hosts\n  LogLevel ERROR\n"
@@ -136,14 +161,21 @@ def open_doors(cluster):
     wrapper.chmod(0o755)
     for name in NAMES:
         cluster.start(name, shutil.which("sshd", path=SYSTEM), "-D", "-e", "-f", folder / "sshd_config")
-    wait_for(lambda: all(cluster.run("ssh", "-p", PORT, name, "true").returncode == 0 for name in NAMES), "sshd")
+    said = {}
+
+    def has_answered(name):
+        ran = cluster.run("ssh", "-p", PORT, "-o", "ConnectTimeout=5", name, "true")
+        said[name] = ran.stderr.decode() + (folder / f"{name}-sshd.log").read_text()
+        return ran.returncode == 0
+
+    wait_for(lambda: all(map(has_answered, NAMES)), "sshd", seen=said)
 
 
-def wait_for(is_true, what, limit=30):
+def wait_for(is_true, what, limit=60, seen=""):
     until = time.monotonic() + limit
     while not is_true():
         if time.monotonic() > until:
-            pytest.fail(f"{what} did not start within {limit} s")
+            pytest.fail(f"{what}: not within {limit} s. {seen}")
         time.sleep(0.1)
 
 
@@ -162,10 +194,11 @@ def build_slurm(cluster):
     start_here(cluster, "munged", *munged)
     hostname = os.uname().nodename
     nodes = "".join(
-        f"NodeName={name} NodeAddr={NETWORK}.{number} CPUs=2 State=UNKNOWN\n" for number, name in enumerate(NAMES, 1)
+        f"NodeName={name} NodeAddr={cluster.address(number)} CPUs=2 State=UNKNOWN\n"
+        for number, name in enumerate(NAMES, 1)
     )
     (folder / "slurm.conf").write_text(
-        f"ClusterName=mizzen\nSlurmctldHost={hostname}({HERE})\nSlurmUser=root\nSlurmdUser=root\n"
+        f"ClusterName=mizzen\nSlurmctldHost={hostname}({cluster.address(254)})\nSlurmUser=root\nSlurmdUser=root\n"
         f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge\nCredType=cred/munge\n"
         f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool-%n\nSlurmctldPidFile={folder}/ctld.pid\n"
         f"SlurmdPidFile={folder}/%n.pid\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
@@ -188,7 +221,7 @@ def build_slurm(cluster):
         shown = cluster.run("sinfo", "--noheader", "--format=%D %t").stdout.decode()
         return shown.split() == ["2", "idle"]
 
-    wait_for(are_idle, f"Slurm ({folder})", 60)
+    wait_for(are_idle, f"Slurm ({folder})")
 
 
 def start_here(cluster, name, *words):

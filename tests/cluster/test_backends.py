@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.fuzz import words
-from cluster.hosts import HERE, PORT, SIXTH, SYSTEM
+from cluster.hosts import PORT, SYSTEM
 
 RANK = Path(__file__).with_name("rank.py")
 WORDS = 2000
@@ -16,7 +16,7 @@ BACKENDS = {
     "ssh": (),
     "pdsh": (),
     "openmpi": (),
-    "mpich": ("--launcher_args", f"-localhost {HERE}"),
+    "mpich": ("--launcher_args", "-localhost {here}"),
 }
 """What each needs here beside the port: MPICH would tell the hosts to call back at the name of this machine."""
 
@@ -62,7 +62,8 @@ def test_a_back_end_starts_ranks_and_passes_every_word(cluster, tmp_path, name):
     program = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}.get(name, name)
     if shutil.which(program, path=SYSTEM) is None:
         pytest.skip(f"{program} is not installed")
-    launch(cluster, name, tmp_path, "--hostfile", cluster.folder / "hostfile", "--ssh_port", str(PORT), *BACKENDS[name])
+    options = [option.format(here=cluster.address(254)) for option in BACKENDS[name]]
+    launch(cluster, name, tmp_path, "--hostfile", cluster.folder / "hostfile", "--ssh_port", str(PORT), *options)
 
 
 @pytest.mark.parametrize("name", ["ssh", "pdsh"])
@@ -76,12 +77,12 @@ def test_a_hostfile_with_users(cluster, tmp_path, name):
 def test_a_hostfile_with_addresses_of_ipv6(cluster, tmp_path):
     if not Path("/proc/sys/net/ipv6/conf/lo").exists():
         pytest.skip("this system has no IPv6")
-    (tmp_path / "hosts").write_text(f"[{SIXTH}:1] slots=2\nroot@{SIXTH}:2 slots=2\n")
+    (tmp_path / "hosts").write_text(f"[{cluster.sixth(1)}] slots=2\nroot@{cluster.sixth(2)} slots=2\n")
     launch(cluster, "ssh", tmp_path, "--hostfile", "hosts", "--ssh_port", str(PORT), seed=5)
 
 
 def test_slurm_starts_ranks_and_passes_every_word(slurm, tmp_path):
-    address = ("--master_addr", "10.213.7.1")
+    address = ("--master_addr", slurm.address(1))
     launch(slurm, "slurm", tmp_path, "--hostfile", slurm.folder / "hostfile", *address, seed=8)
 
 
@@ -91,14 +92,15 @@ NAME = "import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.uname(
 @pytest.mark.parametrize(
     ("before", "options", "shown"),
     [
-        ((), ("--num_nodes", "2", "--master_addr", "10.213.7.1"), ["[rank 0] 0 2 node1", "[rank 1] 1 2 node2"]),
+        ((), ("--num_nodes", "2", "--master_addr", "{first}"), ["[rank 0] 0 2 node1", "[rank 1] 1 2 node2"]),
         (("salloc", "--quiet", "--nodes=2"), ("--exclude", "node1"), ["[rank 0] 0 1 node2"]),
     ],
     ids=["outside an allocation", "inside, with a filter"],
 )
 def test_slurm_without_a_hostfile(slurm, tmp_path, before, options, shown):
     (tmp_path / "name.py").write_text(NAME)
-    words = (*before, sys.executable, "-m", "mizzen.cli", "run", "--launcher", "slurm", "--num_gpus", "1", *options)
+    words = (*before, sys.executable, "-m", "mizzen.cli", "run", "--launcher", "slurm", "--num_gpus", "1")
+    words += tuple(option.format(first=slurm.address(1)) for option in options)
     ran = slurm.run(*words, "--show", "all", "name.py", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr.decode()
     assert sorted(ran.stdout.decode().splitlines()) == shown

@@ -31,13 +31,13 @@ def begin(cluster, tmp_path, name, *words):
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     options = ("--hostfile", cluster.folder / "hostfile", "--ssh_port", PORT)
     if name == "slurm":
-        options = ("--hostfile", cluster.folder / "hostfile", "--master_addr", "10.213.7.1")
+        options = ("--hostfile", cluster.folder / "hostfile", "--master_addr", cluster.address(1))
     command = (sys.executable, "-m", "mizzen.cli", "run", "--launcher", name, *options, "--no_local_rank", "sleeper.py")
     process = subprocess.Popen(
         [str(word) for word in (*command, tmp_path, *words)],
         cwd=tmp_path, env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
-    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 4 or process.poll() is not None, "the ranks", 60)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 4 or process.poll() is not None, "the ranks")
     return process
 
 
@@ -56,7 +56,7 @@ def test_the_code_of_the_first_failure(cluster, request, tmp_path, name):
     assert out.decode().splitlines()[-1] == "mizzen: rank 3 on node2 ended with exit code 9", (
         "whatever the program says"
     )
-    wait_for(lambda: not left(tmp_path), "the end of all ranks", 10)
+    wait_for(lambda: not left(tmp_path), "the end of all ranks")
 
 
 @pytest.mark.parametrize("name", ["ssh", "pdsh", "openmpi", "slurm"])
@@ -76,5 +76,5 @@ def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(cluster, tmp_pa
     assert len(left(tmp_path)) == 4
     process.kill()
     process.wait()
-    wait_for(lambda: not left(tmp_path), "the end of all ranks", 15)
-    wait_for(lambda: not [name for name in os.listdir("/dev/shm") if "-node" in name], "the end of all folders", 10)
+    wait_for(lambda: not left(tmp_path), "the end of all ranks")
+    wait_for(lambda: not [name for name in os.listdir("/dev/shm") if "-node" in name], "the end of all folders")
