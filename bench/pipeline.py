@@ -1,8 +1,10 @@
-"""Two stages on two CPU ranks of one thread each: mizzen beside torch.distributed.pipelining, with the same 1F1B table.
+"""Two stages on two CPU ranks of one thread each: mizzen beside torch.distributed.pipelining, with 1F1B.
 
 All train the same blocks with SGD. They take turns of one step, in another order each round. torch is not asked for
 the outputs of the last stage, which nobody looks at. Its step knows nothing of what it does: `torch, told` takes the
 norm of the gradients of both stages, as every step of mizzen does, and leaves a step out that would break the weights.
+mizzen takes the last backward of the last stage in two halves, so that the first stage has its gradient sooner.
+`mizzen, whole` does not (pipeline.split_last_backward is false): it does what torch's table says, in that order.
 
 Then mizzen alone takes as many steps again, of which each forward and backward is timed on both ranks, with all that
 belongs to it but waiting. The share of time in which ranks wait is the bubble; beside it stands what the table says for
@@ -20,6 +22,7 @@ the ranks would compute on each other's cores.
 
 import argparse
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -33,6 +36,7 @@ from torch import nn
 from torch.nn import functional
 
 TOLD = "torch, told"
+WHOLE = "mizzen, whole"
 
 
 class Block(nn.Module):
@@ -58,7 +62,7 @@ class Recorder:
         self.clear()
 
     def clear(self) -> None:
-        self.work: dict[str, list[float]] = {"forward": [], "backward": []}
+        self.work: dict[Any, float] = {}
         self.began = self.ended = 0.0
         self.sent: dict[str, float] = {}
         self.taken: dict[str, tuple[float, float]] = {}
@@ -75,7 +79,7 @@ class Recorder:
             self.began = self.began or started
             work = self.ended - started - self.waited
             if isinstance(action, Instruction):
-                self.work[action.kind.name.lower()].append(work + self.asked)
+                self.work[action] = work + self.asked
                 work = -self.asked
             self.asked += work
 
@@ -113,14 +117,13 @@ class AsMeasured:
     forward = backward = 0.0
     backward_input = None
 
-    def __init__(self, seconds: dict[str, list[list[float]]], transfer: float) -> None:
+    def __init__(self, seconds: dict[Any, float], transfer: float) -> None:
         self.seconds = seconds
         self.transfer = transfer
 
     def of(self, one: Any) -> float:
-        """How long an instruction took: each stage takes its micro-batches in order; weights alone are not in 1F1B."""
-        work = self.seconds.get(one.kind.name.lower())
-        return work[one.chunk][one.micro] if work else 0.0
+        """How long an instruction took; nothing, if it was not in the step."""
+        return self.seconds.get(one, 0.0)
 
 
 def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> tuple[list[tuple[float, ...]], float]:
@@ -129,12 +132,13 @@ def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> tuple[lis
     Beside these what a message takes, on whose ends the clock of one machine is read.
     """
     from mizzen.parallel.pipeline.runner import BatchRun
-    from mizzen.parallel.pipeline.timeline import Times, timeline
+    from mizzen.parallel.pipeline.tables import split_last
+    from mizzen.parallel.pipeline.timeline import timeline
     from mizzen.pipe import make_schedule
 
     recorder = engine.runner.link = Recorder(engine.runner.link)
     BatchRun.do = recorder.around(BatchRun.do)
-    table, steps, waits = make_schedule("1f1b", 2, options.micros), [], []
+    table, steps, waits = split_last(make_schedule("1f1b", 2, options.micros)), [], []
     for _ in range(options.rounds):
         recorder.clear()
         dist.barrier()
@@ -148,20 +152,25 @@ def bubbles(engine: Any, options: argparse.Namespace, micros: list) -> tuple[lis
     transfer = statistics.median(waits)
     found = []
     for work, length in steps:
-        seconds = {name: [stage[name] for stage in work] for name in work[0]}
-        busy = sum(sum(stage) for each in seconds.values() for stage in each)
-        means = {name: [statistics.fmean(stage) for stage in each] for name, each in seconds.items()}
+        seconds = work[0] | work[1]
+        busy = sum(seconds.values())
+        kinds = {(one.kind, one.chunk) for one in seconds}
+        mean = {
+            kind: statistics.fmean(took for one, took in seconds.items() if (one.kind, one.chunk) == kind)
+            for kind in kinds
+        }
+        means = {one: mean[one.kind, one.chunk] for one in seconds}
         found.append(
             (
                 1 - busy / (2 * length),
                 timeline(table, AsMeasured(seconds, transfer)).bubble,
-                timeline(table, Times(**means, transfer=transfer)).bubble,
+                timeline(table, AsMeasured(means, transfer)).bubble,
             )
         )
     return found, transfer
 
 
-def ours(options: argparse.Namespace) -> tuple[Callable[[], object], Callable[[], tuple]]:
+def ours(options: argparse.Namespace, *, is_whole: bool = False) -> tuple[Callable[[], object], Callable[[], tuple]]:
     """One step of mizzen as a function, and what measures its bubble."""
     import mizzen
     from mizzen.pipe import LayerSpec, PipelineModule
@@ -173,6 +182,7 @@ def ours(options: argparse.Namespace) -> tuple[Callable[[], object], Callable[[]
         "train_micro_batch_size_per_gpu": options.samples,
         "gradient_accumulation_steps": options.micros,
         "gradient_clipping": 0.0,
+        "pipeline": {"split_last_backward": not is_whole},
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "progress": {"enabled": False},
         "steps_per_print": 10**9,
@@ -224,10 +234,12 @@ def play(rank: int, options: argparse.Namespace, results: object) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=2)
     step, measure = ours(options)
-    steps = {"mizzen": step, "torch": theirs(options), TOLD: theirs(options, is_told=True)}
+    whole, _ = ours(options, is_whole=True)
+    steps = {"mizzen": step, WHOLE: whole, "torch": theirs(options), TOLD: theirs(options, is_told=True)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     processor: dict[str, list[float]] = {name: [] for name in steps}
     orders = list(permutations(steps))
+    random.Random(0).shuffle(orders)
     for number in range(options.rounds + 2):
         for name in orders[number % len(orders)]:
             dist.barrier()
@@ -251,7 +263,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
     options = parser.parse_args()
     os.putenv("OMP_NUM_THREADS", "1")  # for the ranks, which load torch themselves
-    seconds, processor = ({name: [] for name in ("mizzen", "torch", TOLD)} for _ in range(2))
+    seconds, processor = ({name: [] for name in ("mizzen", WHOLE, "torch", TOLD)} for _ in range(2))
     found, messages = [], []
     for _ in range(options.processes):
         context = multiprocessing.get_context("spawn")
@@ -263,13 +275,10 @@ def main() -> None:
             processor[name] += used[name]
         found += steps
         messages.append(message)
-        print(
-            f"a pair of ranks: {quotient(took):.3f} of torch's time, {quotient(used):.3f} of its processor time; "
-            f"{quotient(took, TOLD):.3f} and {quotient(used, TOLD):.3f} where it is told"
-        )
+        print(f"a pair of ranks: {quotient(took):.3f} of torch's time, {quotient(used):.3f} of its processor time")
     for name, values in seconds.items():
         used = statistics.median(processor[name])
-        print(f"{name:12} {1000 * statistics.median(values):8.1f} ms per step, {1000 * used:.1f} ms of the processor")
+        print(f"{name:13} {1000 * statistics.median(values):8.1f} ms per step, {1000 * used:.1f} ms of the processor")
     measured, by_table, even = (100 * statistics.median(each) for each in zip(*found, strict=True))
     apart = statistics.median(was / said for was, said, _ in found)
     print(f"bubble   {measured:8.1f} % measured, {by_table:.1f} % by the table, {even:.1f} % for even times (medians)")
@@ -277,14 +286,15 @@ def main() -> None:
     message = 1000 * statistics.median(messages)
     print(f"message  {message:8.2f} ms from a stage to the other, where somebody waits for it (median)")
     for what, values in (("time", seconds), ("processor time", processor)):
-        rounds = f"median of {len(values['torch'])} paired rounds"
-        told = f"{quotient(values, TOLD):.3f} where it is told"
-        print(f"mizzen takes {quotient(values):.3f} of torch's {what}, {told} ({rounds})")
+        for name in ("mizzen", WHOLE):
+            told = f"{quotient(values, name, TOLD):.3f} where it is told"
+            print(f"{name:13} takes {quotient(values, name):.3f} of torch's {what}, {told}")
+    print(f"(medians of {len(seconds['torch'])} paired rounds)")
 
 
-def quotient(values: dict[str, list[float]], peer: str = "torch") -> float:
-    """The median over rounds of what mizzen took, of what a peer took in the same round."""
-    return statistics.median(a / b for a, b in zip(values["mizzen"], values[peer], strict=True))
+def quotient(values: dict[str, list[float]], name: str = "mizzen", peer: str = "torch") -> float:
+    """The median over rounds of what one took, of what a peer took in the same round."""
+    return statistics.median(a / b for a, b in zip(values[name], values[peer], strict=True))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def draw_schedule(resolved: Resolved, path: Path, times: str | None) -> str:
     stages = resolved.layout.pp
     if stages == 1:
         raise UsageError(f"--schedule {path}: there is one stage, which has no schedule; set pipeline_parallel_size")
-    made = ScheduleChoice.of(resolved.config.pipeline, stages).table(resolved.batch.accumulation)
+    made = ScheduleChoice.of(resolved.config, stages).table(resolved.batch.accumulation)
     measured, unit = read_times(Path(times)) if times else (Times(), "")
     line = timeline(made, measured)
     path.write_text(draw(line, unit=unit, assumed=times is None), encoding="utf8")

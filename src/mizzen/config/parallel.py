@@ -31,6 +31,9 @@ class PipelineConfig(Section):
     of your own, one text for each stage such as "0F0 0F1 0B0 0B1" (chunk, letter, micro-batch)."""
     virtual_stages: Count | None = None
     """Chunks of the model on each stage; absent takes as many as the schedule is made for."""
+    split_last_backward: Flag = True
+    """With schedule 1f1b, compute the last backward of a stage in two halves, so that the stage before it waits less.
+    It stays whole where blocks are recomputed or compiled, and at ZeRO stage 3."""
     activation_checkpoint_interval: Whole = 0
     """Layers between recomputed activations of a PipelineModule; 0 recomputes none, or as many as that says itself."""
     pipe_partitioned: Flag = no_effect(True, "activations go from stage to stage whole, on every tensor-parallel rank")

@@ -20,7 +20,7 @@ from mizzen.parallel.pipeline.blocks import PROFILE, BlockList, chunk_of, leave
 from mizzen.parallel.pipeline.module import LayeredModule, cut_layers
 from mizzen.parallel.pipeline.runner import Pipelined
 from mizzen.parallel.pipeline.schedule import Schedule, peak_activations
-from mizzen.parallel.pipeline.tables import make_schedule
+from mizzen.parallel.pipeline.tables import make_schedule, split_last
 from mizzen.plan.parts import Parts
 from mizzen.plan.transform import MakeRunner, Transform
 from mizzen.wording import counted
@@ -34,19 +34,23 @@ class ScheduleChoice:
     stages: int
     virtual_stages: int | None
     written: Schedule | None = None
+    splits_last: bool = False
+    """Whether the last backward of each stage is in two halves."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, stages: int) -> "ScheduleChoice":
+    def of(cls, config: Config, stages: int) -> "ScheduleChoice":
         """Read it out of a configuration; a table that cannot be run is refused."""
-        if isinstance(config.schedule, str):
-            return cls(config.schedule, stages, config.virtual_stages)
-        written = Schedule.of(config.schedule)
+        section = config.pipeline
+        if isinstance(section.schedule, str):
+            halves = section.schedule == "1f1b" and section.split_last_backward and not _goes_back_as_a_whole(config)
+            return cls(section.schedule, stages, section.virtual_stages, splits_last=halves)
+        written = Schedule.of(section.schedule)
         if written.stages != stages:
             raise PlanError(
                 f"pipeline.schedule has {counted(written.stages, 'row')} for pipeline_parallel_size {stages}: give one "
                 "for each stage"
             )
-        return cls("custom", stages, config.virtual_stages, written)
+        return cls("custom", stages, section.virtual_stages, written)
 
     @property
     def example(self) -> Schedule:
@@ -56,7 +60,8 @@ class ScheduleChoice:
     def table(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
         """The table for so many micro-batches."""
         if self.written is None:
-            return make_schedule(self.name, self.stages, micro_batches, self.virtual_stages, forward_only=forward_only)
+            made = make_schedule(self.name, self.stages, micro_batches, self.virtual_stages, forward_only=forward_only)
+            return split_last(made) if self.splits_last else made
         if forward_only:
             return make_schedule(
                 "looped_bfs", self.stages, micro_batches, self.written.chunks_per_stage, forward_only=True
@@ -131,7 +136,7 @@ class PipelineCut(Transform):
         return choice
 
     def _cut(self, config: Config, layout: Layout, sketch: Sketch) -> CutChoice:
-        layers, schedule = sketch.layer_list, ScheduleChoice.of(config.pipeline, layout.pp)
+        layers, schedule = sketch.layer_list, ScheduleChoice.of(config, layout.pp)
         placement = schedule.example.placement
         if layers is not None:
             weights = [_weight(sketch, layer.path) for layer in layers.layers]
@@ -244,6 +249,12 @@ def _refuse_shared(choice: CutChoice) -> None:
                 "ZeRO stage 2"
             )
         seen |= {(name, stage) for name in names}
+
+
+def _goes_back_as_a_whole(config: Config) -> bool:
+    """Whether it is known that halves of a backward would compute more than the whole, or gather parameters twice."""
+    recomputes = config.activation_checkpointing.mode != "off" or config.pipeline.activation_checkpoint_interval > 0
+    return recomputes or config.compile.enabled or config.zero_optimization.stage == 3
 
 
 def _refuse_alone(config: PipelineConfig) -> None:

@@ -31,7 +31,7 @@ from mizzen.parallel.pipeline.schedule import (
     output_of,
     transfers,
 )
-from mizzen.parallel.pipeline.split import SplitBackward
+from mizzen.parallel.pipeline.split import Halves, SplitBackward
 from mizzen.parallel.pipeline.stage import Ends, Stage, stage_of
 from mizzen.parallel.pipeline.wire import Description, describe
 from mizzen.plan.losses import Evaluation, LossFunction, Role, Tally, loss_of, pull, to_device
@@ -70,6 +70,10 @@ class Pipelined:
             chunk: stage_of(part.module, self.arithmetic, self._ends(chunk)) for chunk, part in self.parts.items()
         }
         self.stores = {chunk: tuple(self._stores_of(part)) for chunk, part in self.parts.items()}
+        self.halves = {
+            chunk: Halves(are_worth_it=not any(_has_units(store) for store, _ in stores))
+            for chunk, stores in self.stores.items()
+        }
         self.role: Role | None = Role(mesh.layout.world // mesh.size("pp"), has_losses=self.last_chunk in self.parts)
         self.link = Link(mesh.group("pp"), mesh.ranks("pp"), self.device)
         self.actions = lru_cache(maxsize=64)(partial(_actions, table, self.stage))
@@ -255,25 +259,25 @@ class BatchRun:
     # Backward
 
     def _backward(self, chunk: int, micro: int, one: Instruction) -> None:
-        """Both halves, or the first: the second waits unless units of the chunk are gathered for the first."""
-        stores = [store for store, _ in self.runner.stores[chunk]]
-        is_split = one.kind is BACKWARD_INPUT and not any(_has_units(store) for store in stores)
-        if not is_split:
+        """Both halves, or the first, where that is asked for and the second can wait."""
+        halves = self.runner.halves[chunk]
+        may_wait = one.kind is BACKWARD_INPUT and halves.are_worth_it
+        if not may_wait:
             self._begin(chunk)
         kept, gradients = self.kept[chunk, micro], self._gradients(chunk, micro, one)
         with self.runner.phases.phase("backward"):
-            if is_split and kept.inputs and kept.outputs:
-                kept.split = SplitBackward(kept.outputs, gradients, kept.inputs)
-                kept.split.inputs()
-                kept.outputs = []
-            elif is_split:
-                kept.split = _Later(kept.outputs, gradients)
-            elif kept.outputs:
-                torch.autograd.backward(kept.outputs, gradients)
+            with halves.watched():
+                if may_wait:
+                    kept.split = _first_half(kept, gradients)
+                    if kept.split is None:
+                        halves.are_worth_it = False
+                        self._begin(chunk)
+                if kept.split is None and kept.outputs:
+                    torch.autograd.backward(kept.outputs, gradients)
+            kept.outputs = []
             self._return(chunk, micro, one, kept)
-            if not is_split:
-                for store in stores:
-                    store.end_backward()
+            if kept.split is None:
+                self._end_backward(chunk)
         if one.kind is BACKWARD:
             del self.kept[chunk, micro]
 
@@ -283,9 +287,8 @@ class BatchRun:
             return
         with self.runner.phases.phase("backward"):
             self._begin(chunk)
-            kept.split.weights()
-            for store, _ in self.runner.stores[chunk]:
-                store.end_backward()
+            kept.split.weights(at_once=not self.runner.halves[chunk].are_worth_it)
+            self._end_backward(chunk)
 
     def _begin(self, chunk: int) -> None:
         """Announce a backward that leaves gradients on weights; the last of a chunk lets them go to their owners.
@@ -297,6 +300,10 @@ class BatchRun:
         is_last = self.done[chunk] == len(self.micros)
         for store, is_spread in self.runner.stores[chunk]:
             store.begin_backward(None if is_spread else is_last)
+
+    def _end_backward(self, chunk: int) -> None:
+        for store, _ in self.runner.stores[chunk]:
+            store.end_backward()
 
     def _gradients(self, chunk: int, micro: int, one: Instruction) -> list[Tensor | None]:
         if chunk == self.runner.last_chunk:
@@ -334,13 +341,21 @@ def _has_units(store: Store) -> bool:
     return len(store.contents.units) > 1
 
 
+def _first_half(kept: Kept, gradients: Sequence[Tensor | None]) -> SplitBackward | None:
+    """Put the gradients of inputs on them, if any; returns what is to be done later, None where that cannot wait."""
+    if not kept.inputs or not kept.outputs:
+        return _Later(kept.outputs, gradients)
+    split = SplitBackward(kept.outputs, gradients, kept.inputs)
+    return split if split.inputs() else None
+
+
 class _Later(SplitBackward):
     """A backward all of which can wait: nobody needs the gradients of inputs."""
 
     def __init__(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         super().__init__(outputs, gradients, ())
 
-    def weights(self) -> None:
+    def weights(self, *, at_once: bool = False) -> None:
         """All of it."""
         if self._outputs:
             torch.autograd.backward(list(self._outputs), list(self._gradients))

@@ -7,12 +7,40 @@ its nodes that has a branch. The second half runs these nodes again for their br
 what somebody has asked for, so the product for the input is not computed a second time.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+WHOLE: Final = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
+"""Nodes of torch, and of others with its re-entrant way to recompute, that compute all that is behind them at once."""
+
+
+class Halves:
+    """Whether the halves of a chunk's backward take no more than the whole; see [Note: what is not halved]."""
+
+    def __init__(self, *, are_worth_it: bool) -> None:
+        self.are_worth_it = are_worth_it
+        self._is_known = not are_worth_it
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a backward: the first one shows whether modules are called in it, to compute activations again."""
+        if self._is_known:
+            yield
+            return
+        called: list[nn.Module] = []
+        handle = register_module_forward_pre_hook(lambda module, _: called.append(module))
+        try:
+            yield
+        finally:
+            handle.remove()
+        self._is_known = True
+        self.are_worth_it = self.are_worth_it and not called
 
 
 class SplitBackward:
@@ -27,10 +55,12 @@ class SplitBackward:
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
         """What came to each of these nodes, by the place of its outputs."""
 
-    def inputs(self) -> None:
-        """Put the gradients of the inputs on them."""
+    def inputs(self) -> bool:
+        """Put the gradients of the inputs on them; says whether it can, and does nothing otherwise."""
         ends = {get_gradient_edge(each).node for each in self._inputs}
         trunk, branches = _sort([get_gradient_edge(each).node for each in self._outputs], ends)
+        if any(type(node).__name__ in WHOLE for node in trunk):
+            return False
         self._leaves = {node: leaves for node in trunk if (leaves := _leaves_of(node, branches))}
         handles = [node.register_prehook(_note(self._arrived, node)) for node in self._leaves]
         try:
@@ -38,21 +68,23 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
+        return True
 
     def _run(self, targets: Sequence[Tensor], *, retain_graph: bool) -> None:
         torch.autograd.backward(
             list(self._outputs), list(self._gradients), retain_graph=retain_graph, inputs=list(targets)
         )
 
-    def weights(self) -> None:
-        """Add to the gradients of the weights."""
-        found = [id(leaf) for leaves in self._leaves.values() for leaf in leaves]
-        if len(set(found)) < len(found):
-            # A weight that is used at several places: from one of them the trunk leads to the other, which would count
-            # twice. So all is computed once more.
-            self._run(
-                list({id(leaf): leaf for each in self._leaves.values() for leaf in each}.values()), retain_graph=False
-            )
+    def weights(self, *, at_once: bool = False) -> None:
+        """Add to the gradients of the weights, node by node or at once, which computes what is between them again.
+
+        At once also where a weight is used at several places: from one of them the trunk leads to the other, which
+        would count twice.
+        """
+        found = {id(leaf): leaf for leaves in self._leaves.values() for leaf in leaves}
+        if at_once or len(found) < sum(map(len, self._leaves.values())):
+            if found:
+                self._run(list(found.values()), retain_graph=False)
         else:
             for node, leaves in self._leaves.items():
                 came = [(place, each) for place, each in enumerate(self._arrived.get(node, ())) if each is not None]

@@ -7,7 +7,7 @@ that are not there are left out: what is left waits for nothing new, so it still
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -22,6 +22,7 @@ from mizzen.parallel.pipeline.schedule import (
     InstructionKind,
     Schedule,
     loop_placement,
+    output_of,
     v_placement,
 )
 
@@ -66,6 +67,21 @@ def make_schedule(
         drawn_rows = [table.draw(stage, stages, chunks, drawn) for stage in range(stages)]
         rows = [[one for one in row if one.micro < micro_batches] for row in drawn_rows]
     return Schedule(name, stages, chunks, micro_batches, placement, tuple(map(tuple, rows)))
+
+
+def split_last(made: Schedule) -> Schedule:
+    """The table with the last backward of each stage in two halves, where another stage waits for the first.
+
+    That stage has it sooner by the second half. No more activations are kept: those of this micro-batch are the last.
+    """
+    return replace(made, rows=tuple(_with_last_split(row, made.placement) for row in made.rows))
+
+
+def _with_last_split(row: tuple[Instruction, ...], placement: Sequence[int]) -> tuple[Instruction, ...]:
+    last = row[-1]
+    if last.kind is not BACKWARD or output_of(last, placement) is None:
+        return row
+    return *row[:-1], *(Instruction(kind, last.chunk, last.micro) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT))
 
 
 def _check_chunks(name: str, table: Table, chunks: int) -> None:

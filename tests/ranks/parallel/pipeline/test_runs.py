@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import mizzen
 import mizzen.comm as comm
@@ -20,6 +21,7 @@ from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.pipeline import profile
 from mizzen.parallel.pipeline.schedule import peak_activations
+from mizzen.parallel.pipeline.split import SplitBackward
 from mizzen.parallel.pipeline.tables import make_schedule
 from mizzen.plan.build import build
 from parity import pipelines
@@ -286,6 +288,62 @@ def own_table():
 
 def test_a_table_of_ones_own_is_run(world):
     assert world(2).run(own_table) == pytest.approx([world(1).run(pipelines.train, 1, 0, "1f1b", 2, 1)[0][0][0]] * 2)
+
+
+class Recomputed(torch.nn.Module):
+    """A block that computes its activations again in each backward, and counts its calls."""
+
+    calls = 0
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.block, self.use_reentrant = torch.nn.Linear(4, 4), use_reentrant
+
+    def forward(self, inputs):
+        def call(hidden):
+            Recomputed.calls += 1
+            return self.block(hidden).tanh()
+
+        return checkpoint(call, inputs, use_reentrant=self.use_reentrant)
+
+
+MADE = {
+    "plain": lambda: torch.nn.Linear(4, 4),
+    "recomputed": lambda: Recomputed(use_reentrant=False),
+    "re-entrant": lambda: Recomputed(use_reentrant=True),
+    "compiled": lambda: torch.compile(torch.nn.Linear(4, 4), backend="aot_eager"),
+}
+
+
+def halved(schedule, kind):
+    """Losses; of the last step the calls of recomputed blocks for each micro-batch, and the backwards in halves."""
+    split, halves = SplitBackward.inputs, []
+    SplitBackward.inputs = lambda each: halves.append(split(each)) or halves[-1]
+    torch.manual_seed(1)
+    model = pipe.PipelineModule(
+        [torch.nn.Linear(4, 4), *(MADE[kind]() for _ in range(5))],
+        num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform",
+    )  # fmt: skip
+    engine, *_ = mizzen.initialize(model=model, config=pipelines.config(0, schedule))
+    generator, losses = torch.Generator().manual_seed(2), []
+    for _ in range(3):
+        Recomputed.calls = 0
+        halves.clear()
+        batch = [tuple(torch.randn(2, 6, 4, generator=generator)) for _ in range(4)]
+        losses.append(engine.train_batch(iter(batch)).loss)
+    return losses, Recomputed.calls / 4, sum(halves)
+
+
+@pytest.mark.parametrize("kind", choice(MADE, ("plain", "recomputed")))
+def test_what_is_computed_again_or_is_compiled_is_not_halved(world, kind):
+    """A table of ones own has whole backwards: as many calls, and the same losses."""
+    rows = ["0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
+    found = world(2).each(halved, [(rows, kind), ("1f1b", kind), ("zero_bubble", kind)])
+    for (losses, *first), (again, *second) in found:
+        assert losses == again == found[0][0][0]
+        assert (first[0], second[0]) == ((4, 6) if kind in ("recomputed", "re-entrant") else (0, 0))
+        assert first[1] == 0
+    assert [second[2] for _, second in found] == ([0, 1, 4] if kind == "plain" else [0, 0, 0])
 
 
 class Ticks(torch.nn.Linear):

@@ -7,7 +7,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from mizzen.errors import PlanError
 from mizzen.parallel.pipeline.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, peak_activations, peak_received
-from mizzen.parallel.pipeline.tables import TABLES, make_schedule
+from mizzen.parallel.pipeline.tables import TABLES, make_schedule, split_last
 from mizzen.parallel.pipeline.timeline import Times, timeline
 
 LOOPED = [name for name, table in TABLES.items() if table.most_chunks is None]
@@ -127,6 +127,23 @@ def test_bubbles_are_those_of_the_papers(stages, micros):
     assert bubble("zero_bubble", p, m) == pytest.approx((p - 1) / (3 * m + p - 1))
     if m >= 2 * p - 1:
         assert bubble("zbv", p, m) == pytest.approx((p - 1) / (6 * m + p - 1))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_last_backward_of_each_stage_in_halves(name):
+    """Nobody keeps more for it; where every forward but the first waits for nothing, the end comes one half sooner."""
+    for stages, micros, chunks in sizes(name, 4, 8):
+        made = make_schedule(name, stages, micros, chunks)
+        split = split_last(made)
+        assert peak_activations(split) == peak_activations(made)
+        assert split_last(split) == split
+        whole, halves = (timeline(each, Times(forward=1, backward=2)).length for each in (made, split))
+        assert halves <= whole
+        if name == "1f1b" and stages > 1:
+            assert whole - halves == (stages - 1 if micros == 1 else 1)
+            assert [str(one) for one in split.rows[0]] == texts(made)[0]
+            last = f"{stages - 1}{{}}{micros - 1}"
+            assert texts(split)[-1] == [*texts(made)[-1][:-1], last.format("I"), last.format("W")]
 
 
 def test_fewer_micro_batches_than_stages():
