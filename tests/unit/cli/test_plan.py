@@ -172,13 +172,28 @@ PIPELINE = '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps":
 def test_a_schedule_is_drawn(plan, tmp_path):
     (tmp_path / "pipeline.json").write_text(PIPELINE % "")
     ran = plan("pipeline.json", 4, "--schedule", "line.svg")
-    assert ran.out.splitlines()[0] == "schedule 1f1b: bubble 27.3 % with assumed times, drawn to line.svg"
+    assert ran.out.splitlines()[0] == "schedule 1f1b: bubble 25.0 % with assumed times, drawn to line.svg"
     picture = (tmp_path / "line.svg").read_text()
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
-    assert "1f1b: bubble 27.3 %" in picture and "with assumed times" in picture
-    assert picture.count("<title>") == 4 * 8 * 2
-    assert "3B7: chunk 3, backward of micro-batch 7, 31 to 33" not in picture
-    assert "0B7: chunk 0, backward of micro-batch 7, 31 to 33" in picture
+    assert "1f1b: bubble 25.0 %" in picture and "with assumed times" in picture
+    assert picture.count("<title>") == 4 * 8 * 2 + 3  # the last backward of three stages is in halves
+    assert "0B7: chunk 0, backward of micro-batch 7, 30 to 32" in picture
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        '"pipeline": {"split_last_backward": false}',
+        '"pipeline": {"activation_checkpoint_interval": 1}',
+        '"activation_checkpointing": {"mode": "full"}',
+        '"compile": {"enabled": true}',
+        '"zero_optimization": {"stage": 3}',
+    ],
+)
+def test_backwards_that_are_not_halved_are_drawn_whole(plan, tmp_path, section):
+    (tmp_path / "pipeline.json").write_text(PIPELINE % f", {section}")
+    ran = plan("pipeline.json", 4, "--schedule", "line.svg")
+    assert ran.out.splitlines()[0] == "schedule 1f1b: bubble 27.3 % with assumed times, drawn to line.svg"
 
 
 def test_a_schedule_is_drawn_with_measured_times(plan, tmp_path):

@@ -11,7 +11,7 @@ from mizzen.errors import PlanError
 from mizzen.parallel.pipeline.drawing import draw
 from mizzen.parallel.pipeline.partition import partition
 from mizzen.parallel.pipeline.schedule import Schedule, peak_activations
-from mizzen.parallel.pipeline.tables import TABLES, make_schedule
+from mizzen.parallel.pipeline.tables import TABLES, make_schedule, split_last
 from mizzen.parallel.pipeline.timeline import Times, timeline
 from pages import commands, is_as_shown
 
@@ -27,8 +27,14 @@ def test_the_numbers_of_a_schedule(name):
     assert f"| `{name}` | {made.chunks_per_stage} | {bubbles[0]} | {bubbles[1]} | {kept} |" in PAGE
 
 
+def test_what_halves_leave_of_the_bubble():
+    whole = make_schedule("1f1b", 4, 8)
+    left, before = (f"{100 * timeline(each, Times()).bubble:.1f} %" for each in (split_last(whole), whole))
+    assert f"leaves {left} of the {before}." in PAGE
+
+
 def test_the_picture_is_the_one_that_is_drawn():
-    drawn = draw(timeline(make_schedule("1f1b", 4, 8), Times()), assumed=True)
+    drawn = draw(timeline(split_last(make_schedule("1f1b", 4, 8)), Times()), assumed=True)
     assert (DOCS / "pipeline-1f1b.svg").read_text(encoding="utf8") == drawn
 
 
