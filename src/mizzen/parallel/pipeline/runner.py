@@ -5,7 +5,7 @@ the waits of the others, which name it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -121,9 +121,11 @@ class Pipelined:
     def run(self, micros: Sequence[Any], loss_function: LossFunction | None) -> Tally:
         """Forward and backward of all of them, as the table says."""
         self.changes.adopt()
-        batch = BatchRun(self, micros, loss_function)
+        actions = self.actions(len(micros))
+        has_halves = any(isinstance(each, Instruction) and each.kind is BACKWARD_INPUT for each in actions)
+        batch = BatchRun(self, micros, loss_function, has_halves=has_halves)
         with self._gathered(), self.stream.active():
-            for action in self.actions(len(micros)):
+            for action in actions:
                 batch.do(action)
         self.link.finish()
         return batch.tally
@@ -159,6 +161,8 @@ class BatchRun:
     micros: Sequence[Any]
     loss_function: LossFunction | None
     has_loss: bool = True
+    has_halves: bool = False
+    """Whether any backward of this stage is to be taken in halves."""
     tally: Tally = field(default_factory=Tally)
     found: Evaluation = field(default_factory=Evaluation)
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
@@ -266,7 +270,7 @@ class BatchRun:
             self._begin(chunk)
         kept, gradients = self.kept[chunk, micro], self._gradients(chunk, micro, one)
         with self.runner.phases.phase("backward"):
-            with halves.watched():
+            with halves.watched() if self.has_halves else nullcontext():
                 if may_wait:
                     kept.split = _first_half(kept, gradients)
                     if kept.split is None:

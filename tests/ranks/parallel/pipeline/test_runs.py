@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 import mizzen
@@ -20,6 +21,7 @@ from mizzen.errors import CommError, PlanError, UsageError
 from mizzen.model.sketch import Sketch
 from mizzen.order import ORDER
 from mizzen.parallel.pipeline import profile
+from mizzen.parallel.pipeline import split as split_module
 from mizzen.parallel.pipeline.schedule import peak_activations
 from mizzen.parallel.pipeline.split import SplitBackward
 from mizzen.parallel.pipeline.tables import make_schedule
@@ -316,7 +318,9 @@ MADE = {
 
 
 def halved(schedule, kind):
-    """Losses; of the last step the calls of recomputed blocks for each micro-batch, and the backwards in halves."""
+    """Losses, watched backwards; of the last step calls of recomputed blocks for a micro-batch, backwards in halves."""
+    watched, register = [], torch_module.register_module_forward_pre_hook
+    split_module.register_module_forward_pre_hook = lambda hook: watched.append(hook) or register(hook)
     split, halves = SplitBackward.inputs, []
     SplitBackward.inputs = lambda each: halves.append(split(each)) or halves[-1]
     torch.manual_seed(1)
@@ -331,7 +335,7 @@ def halved(schedule, kind):
         halves.clear()
         batch = [tuple(torch.randn(2, 6, 4, generator=generator)) for _ in range(4)]
         losses.append(engine.train_batch(iter(batch)).loss)
-    return losses, Recomputed.calls / 4, sum(halves)
+    return losses, len(watched), Recomputed.calls / 4, sum(halves)
 
 
 @pytest.mark.parametrize("kind", choice(MADE, ("plain", "recomputed")))
@@ -341,9 +345,10 @@ def test_what_is_computed_again_or_is_compiled_is_not_halved(world, kind):
     found = world(2).each(halved, [(rows, kind), ("1f1b", kind), ("zero_bubble", kind)])
     for (losses, *first), (again, *second) in found:
         assert losses == again == found[0][0][0]
-        assert (first[0], second[0]) == ((4, 6) if kind in ("recomputed", "re-entrant") else (0, 0))
-        assert first[1] == 0
-    assert [second[2] for _, second in found] == ([0, 1, 4] if kind == "plain" else [0, 0, 0])
+        assert (first[1], second[1]) == ((4, 6) if kind in ("recomputed", "re-entrant") else (0, 0))
+        assert first[2] == 0
+    assert [(first[1], second[1]) for first, second in found] == [(0, 0), (0, 1), (1, 1)]
+    assert [second[3] for _, second in found] == ([0, 1, 4] if kind == "plain" else [0, 0, 0])
 
 
 class Ticks(torch.nn.Linear):
