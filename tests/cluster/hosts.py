@@ -1,5 +1,6 @@
 """Two hosts on one machine: network namespaces with their own name, address and sshd, and a Slurm over both."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -87,12 +88,14 @@ def build(folder, stack):
             pytest.skip(f"{program} is not installed")
     environment = {**os.environ, "PATH": f"{folder}/bin:{SYSTEM}", "PYTHONPATH": str(ROOT / "src")}
     environment = {name: value for name, value in environment.items() if not name.startswith(("SLURM_", "MIZZEN_"))}
-    remove_leftovers()
-    cluster = Cluster(folder, environment, stack, free_number())
-    try:
-        lay_cables(cluster)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this system permits no network namespaces: {error.stderr.strip()}")
+    with Path("/run/mizzen-cluster.lock").open("w") as lock:  # two runs that look at once find the same number free
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_leftovers()
+        cluster = Cluster(folder, environment, stack, free_number())
+        try:
+            lay_cables(cluster)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this system permits no network namespaces: {error.stderr.strip()}")
     open_doors(cluster)
     (folder / "hostfile").write_text("# two hosts of this machine\n\nnode1 slots=2  # first\nnode2 slots=2\n")
     return cluster

@@ -71,7 +71,7 @@ class Pipelined:
         }
         self.stores = {chunk: tuple(self._stores_of(part)) for chunk, part in self.parts.items()}
         self.halves = {
-            chunk: Halves(are_worth_it=not any(_has_units(store) for store, _ in stores))
+            chunk: Halves(self.parts[chunk].module, are_wanted=not any(_has_units(store) for store, _ in stores))
             for chunk, stores in self.stores.items()
         }
         self.role: Role | None = Role(mesh.layout.world // mesh.size("pp"), has_losses=self.last_chunk in self.parts)
@@ -263,20 +263,20 @@ class BatchRun:
     # Backward
 
     def _backward(self, chunk: int, micro: int, one: Instruction) -> None:
-        """Both halves, or the first, where that is asked for and the second can wait."""
+        """Both halves, or the first, where that is asked for and right."""
         halves = self.runner.halves[chunk]
-        may_wait = one.kind is BACKWARD_INPUT and halves.are_worth_it
-        if not may_wait:
+        is_split = one.kind is BACKWARD_INPUT and halves.are_right
+        if not is_split:
             self._begin(chunk)
         kept, gradients = self.kept[chunk, micro], self._gradients(chunk, micro, one)
         with self.runner.phases.phase("backward"):
-            with halves.watched() if self.has_halves else nullcontext():
-                if may_wait:
-                    kept.split = _first_half(kept, gradients)
-                    if kept.split is None:
-                        halves.are_worth_it = False
-                        self._begin(chunk)
-                if kept.split is None and kept.outputs:
+            if is_split:
+                kept.split = _first_half(kept, gradients)
+                if kept.split is None:
+                    halves.are_right = False
+                    self._begin(chunk)
+            if kept.split is None and kept.outputs:
+                with halves.watched() if self.has_halves else nullcontext():
                     torch.autograd.backward(kept.outputs, gradients)
             kept.outputs = []
             self._return(chunk, micro, one, kept)
@@ -291,7 +291,7 @@ class BatchRun:
             return
         with self.runner.phases.phase("backward"):
             self._begin(chunk)
-            kept.split.weights(at_once=not self.runner.halves[chunk].are_worth_it)
+            kept.split.weights()
             self._end_backward(chunk)
 
     def _begin(self, chunk: int) -> None:
@@ -346,7 +346,7 @@ def _has_units(store: Store) -> bool:
 
 
 def _first_half(kept: Kept, gradients: Sequence[Tensor | None]) -> SplitBackward | None:
-    """Put the gradients of inputs on them, if any; returns what is to be done later, None where that cannot wait."""
+    """Put the gradients of inputs on them, if any; returns what comes later, None where all has to come now."""
     if not kept.inputs or not kept.outputs:
         return _Later(kept.outputs, gradients)
     split = SplitBackward(kept.outputs, gradients, kept.inputs)
@@ -359,7 +359,7 @@ class _Later(SplitBackward):
     def __init__(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         super().__init__(outputs, gradients, ())
 
-    def weights(self, *, at_once: bool = False) -> None:
+    def weights(self) -> None:
         """All of it."""
         if self._outputs:
             torch.autograd.backward(list(self._outputs), list(self._gradients))

@@ -71,37 +71,84 @@ def test_the_halves_leave_what_the_whole_leaves(make):
         torch.testing.assert_close(found[name], each, rtol=0 if make is Block else 1e-6, atol=0)
 
 
-def test_recomputation_is_seen_in_the_first_backward():
-    def recomputed():
-        return Recomputed(use_reentrant=False)
+def recomputed():
+    return Recomputed(use_reentrant=False)
 
-    halves, model = Halves(are_worth_it=True), model_of(recomputed)
-    inputs, loss = run(model)
-    Block.calls = 0
+
+def reentrant():
+    return Recomputed(use_reentrant=True)
+
+
+@pytest.mark.parametrize(("make", "are_right"), [(Block, True), (recomputed, False), (reentrant, False)])
+def test_recomputation_is_seen_in_the_first_backward(make, are_right):
+    model = model_of(make)
+    halves = Halves(model, are_wanted=True)
+    assert not halves.are_right
+    _, loss = run(model)
     with halves.watched():
-        split = SplitBackward([loss], [None], [inputs])
-        assert split.inputs()
-    assert Block.calls == 3 and not halves.are_worth_it
-    split.weights(at_once=not halves.are_worth_it)
-    assert Block.calls == 6
-    expected, found = whole(recomputed), gradients_of(model, inputs)
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
-
-
-def test_only_the_first_backward_is_watched():
-    halves, model = Halves(are_worth_it=True), model_of(Block)
-    for _ in range(2):
-        _, loss = run(model)
-        with halves.watched():
-            loss.backward()
-        assert halves.are_worth_it
+        loss.backward()
+    assert halves.are_right is are_right
     with halves.watched():
         run(model)
-    assert halves.are_worth_it
+    assert halves.are_right is are_right, "only the first one is watched"
 
 
-class AtOnce(torch.autograd.Function):
-    """Has the name of a compiled block's function, which does everything in one node."""
+def test_modules_of_others_are_not_watched_and_halves_that_nobody_wants_are_not_right():
+    model, wanted = model_of(Block), []
+    for are_wanted in (True, False):
+        halves = Halves(model, are_wanted=are_wanted)
+        with halves.watched():
+            nn.Identity()(torch.zeros(1))
+        wanted.append(halves.are_right)
+    assert wanted == [True, False]
+
+
+class Hooked(Block):
+    """Changes the gradient of an activation, as who scales gradients does."""
+
+    def forward(self, hidden):
+        wide = self.up(hidden)
+        wide.register_hook(lambda gradient: gradient * 0.5)
+        return self.down(self.norm(wide[..., :4]).repeat(1, 2))
+
+
+class Split(Block):
+    """One node with several outputs, of which one is not used."""
+
+    def forward(self, hidden):
+        first, second, _ = (hidden * self.norm.weight).split([1, 2, 1], dim=-1)
+        return super().forward(torch.cat([second, first, second[..., :1]], dim=-1))
+
+
+@pytest.mark.parametrize("make", [Hooked, Split])
+def test_what_stands_on_the_way_counts_once(make):
+    test_the_halves_leave_what_the_whole_leaves(make)
+
+
+class Beside(nn.Module):
+    """Has an output that does not depend on the input, as a learned query has."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.query = Block(), nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden):
+        return self.block(hidden), self.query * 2
+
+
+def test_an_output_without_the_inputs_is_left_whole():
+    torch.manual_seed(1)
+    model, inputs = Beside(), torch.randn(2, 4, requires_grad=True)
+    outputs = list(model(inputs))
+    gradients = [torch.ones_like(each) for each in outputs]
+    assert not SplitBackward(outputs, gradients, [inputs]).inputs()
+    assert inputs.grad is None and model.query.grad is None
+    torch.autograd.backward(outputs, gradients)
+    assert torch.equal(model.query.grad, torch.full((4,), 2.0))
+
+
+class Scale(torch.autograd.Function):
+    """Computes both gradients, whichever is asked for."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -114,25 +161,31 @@ class AtOnce(torch.autograd.Function):
         return gradient * weight, (gradient * hidden).sum(0)
 
 
-class Compiled(nn.Module):
+class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
-        self.function = type("CompiledFunction", (AtOnce,), {})
 
     def forward(self, hidden):
-        return self.function.apply(hidden, self.weight)
+        return Scale.apply(hidden, self.weight)
 
 
-def reentrant():
-    return Recomputed(use_reentrant=True)
+class ScaledByConstant(Block):
+    """Such a function without weights."""
+
+    def forward(self, hidden):
+        return Scale.apply(super().forward(hidden), torch.full((4,), 2.0))
+
+
+def test_functions_of_python_without_weights_are_halved():
+    test_the_halves_leave_what_the_whole_leaves(ScaledByConstant)
 
 
 def compiled():
     return torch.compile(Block(), backend="aot_eager")
 
 
-@pytest.mark.parametrize("make", [reentrant, Compiled, compiled])
+@pytest.mark.parametrize("make", [reentrant, Scaled, compiled])
 def test_what_computes_everything_at_once_is_left_whole(make):
     model = model_of(make)
     inputs, loss = run(model)
