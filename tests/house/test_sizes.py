@@ -22,7 +22,7 @@ WIDE = {
     "offload/rest_host.py OnHost": "every call that a lot makes to its resting place, and how copies go both ways",
 }
 """`file class` -> why it has more methods."""
-TOTAL_LINES = 61_305
+TOTAL_LINES = 61_327
 """Raised in the commit that needs it, never in advance."""
 
 
