@@ -4,10 +4,11 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,6 +107,9 @@ def remove_leftovers():
     of_hosts = call("ip", "netns", "list").stdout
     for owner, host in re.findall(r"^mz([0-9]+)-(node[0-9]+)\b", of_hosts, re.MULTILINE):
         if not psutil.pid_exists(int(owner)):
+            for pid in subprocess.run(["ip", "netns", "pids", f"mz{owner}-{host}"], capture_output=True).stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)  # its sshd
             subprocess.run(["ip", "netns", "delete", f"mz{owner}-{host}"], check=False)
     for owner in re.findall(r"^[0-9]+: mz([0-9]+):", call("ip", "-o", "link").stdout, re.MULTILINE):
         if not psutil.pid_exists(int(owner)):
@@ -205,7 +209,8 @@ def build_slurm(cluster):
         f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge\nCredType=cred/munge\n"
         f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool-%n\nSlurmctldPidFile={folder}/ctld.pid\n"
         f"SlurmdPidFile={folder}/%n.pid\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
-        f"SelectType=select/cons_tres\nReturnToService=2\nMpiDefault=none\nSlurmctldPort=16817\nSlurmdPort=16818\n"
+        f"SelectType=select/cons_tres\nReturnToService=2\nMpiDefault=none\n"
+        f"SlurmctldPort={16800 + 2 * cluster.number}\nSlurmdPort={16801 + 2 * cluster.number}\n"
         f"SlurmctldTimeout=60\nSlurmdTimeout=60\nKillWait=5\nJobAcctGatherType=jobacct_gather/none\n"
         f"{nodes}PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8\n"
     )
